@@ -1,0 +1,23 @@
+"""Reinforcement learning for Gymnasium environments: one loop, many algorithms.
+
+`from rl_training import PPO` is the managed class (train, evaluate, predict, save, load, resume);
+`rl_training.PPOAlgorithm` is its learner. Names are loaded when they are first used: importing this package is cheap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TrainConfig":
+        from rl_training.experiment.config import TrainConfig
+
+        return TrainConfig
+    if not name[:1].isupper():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rl_training.api import find_public_name
+
+    return find_public_name(name)

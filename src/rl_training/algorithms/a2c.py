@@ -1,0 +1,49 @@
+"""A2C: synchronous advantage actor-critic (Mnih et al. 2016, "Asynchronous Methods for Deep RL", without the asynchrony).
+
+One gradient step per rollout on -log pi(a|s) A + c_v (R - V)^2 / 2 - c_e H, with A by GAE (lambda 1: n-step returns).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize
+from rl_training.algorithms.base import Batch, UpdateResult
+
+
+def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+    """From logprobs, advantages, values, returns and entropy, all [B]."""
+    policy_loss = -(batch["logprobs"] * batch["advantages"]).mean()
+    value_loss = 0.5 * (batch["returns"] - batch["values"]).square().mean()
+    entropy_loss = -batch["entropy"].mean()
+    loss = policy_loss + vf_coef * value_loss + ent_coef * entropy_loss
+    return {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss}
+
+
+class A2C(ActorCriticAlgorithm):
+    """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages and returns."""
+
+    def __init__(
+        self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
+        gamma: float = 0.99, gae_lambda: float = 1.0, normalize_advantages: bool = False, max_grad_norm: float | None = 0.5,
+        optimizer: str = "rmsprop_tf", optimizer_eps: float = 1e-5, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        self.ent_coef, self.vf_coef, self.normalize_advantages = ent_coef, vf_coef, normalize_advantages
+        self.optimizer = self.make_optimizer(
+            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm
+        )
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """One gradient step on the whole rollout."""
+        rows = self.rows(batch)
+        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        policy = self.policy.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        losses = a2c_loss(
+            {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}, self.ent_coef, self.vf_coef
+        )
+        grad_norm = self.optimizer.step(losses["loss"])
+        self.move_normalizers(rows)
+        return UpdateResult({**losses, "grad_norm": grad_norm})

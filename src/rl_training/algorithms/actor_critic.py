@@ -1,0 +1,141 @@
+"""What the rollout family shares: acting, the batch of a rollout, advantages, and the normalisers' turn to move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy
+from rl_training.algorithms.ops.returns import gae
+
+
+class RewardScale(nn.Module):
+    """Rewards over the running deviation of the discounted return, clipped; nothing is subtracted."""
+
+    def __init__(self, gamma: float, clip: float = 10.0) -> None:
+        super().__init__()
+        self.gamma, self.clip = gamma, clip
+        self.moments: Tensor
+        self.register_buffer("moments", torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64))  # count, mean, sum of squares
+        self.running: Tensor | None = None
+
+    @torch.no_grad()
+    def forward(self, rewards: Tensor, cuts: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Fold rewards [T, N] into the statistics and scale them; the discounted return restarts at every cut."""
+        running = torch.zeros_like(rewards[0]) if self.running is None else self.running
+        returns = torch.empty_like(rewards)
+        keep = self.gamma * (~cuts).to(rewards.dtype)
+        for t in range(len(rewards)):
+            returns[t] = running + rewards[t]
+            running = returns[t] * keep[t]
+        self.running = running.clone()
+        rows = (returns if valid is None else returns[valid]).double().flatten()
+        count, mean, squares = self.moments
+        total = count + len(rows)
+        delta = rows.mean() - mean
+        squares = squares + rows.var(correction=0) * len(rows) + delta.square() * count * len(rows) / total
+        self.moments.copy_(torch.stack([total, mean + delta * len(rows) / total, squares]))
+        deviation = (squares / total).sqrt().to(rewards.dtype) + 1e-8
+        return (rewards / deviation).clamp(-self.clip, self.clip)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The discounted return of each environment so far."""
+        return {"running": self.running}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `get_extra_state`."""
+        self.running = state["running"]
+
+
+class ActorCriticAlgorithm(Algorithm):
+    """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
+
+    def __init__(self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False) -> None:
+        super().__init__()
+        self.policy: Any = policy
+        self.gamma, self.gae_lambda = gamma, gae_lambda
+        self.reward_scale = RewardScale(gamma) if normalize_rewards else None
+
+    def acting(self) -> nn.Module:
+        """Policy and normaliser."""
+        return self.policy  # type: ignore[no-any-return]
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The policy's own, where it has one."""
+        make = getattr(self.policy, "numpy_policy", None)
+        return make() if make is not None else None
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        step: int = 0, action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """Actions, with the log-probabilities and values that a rollout stores beside them."""
+        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
+        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
+
+    def time_major(self, batch: Batch) -> dict[str, Tensor]:
+        """What returns are computed from, all [T, N]: rewards, discounts, next-value overrides and cuts."""
+        terminated = batch.get("terminated", batch.get("dones"))
+        assert terminated is not None, "a rollout batch needs 'terminated' or 'dones'"
+        terminated = terminated.bool()
+        truncated = batch.get("truncated")
+        cuts = terminated if truncated is None else terminated | truncated.bool()
+        rewards = batch["rewards"].float()
+        if self.reward_scale is not None:
+            rewards = self.reward_scale(rewards, cuts, batch.get("valid"))
+        return {"rewards": rewards, "discounts": self.gamma * (~terminated).to(rewards.dtype), "cuts": cuts}
+
+    def advantages(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """GAE advantages and returns [T, N] from the behaviour critic's values."""
+        values = batch.get("values")
+        if values is None:
+            flat = batch["obs"].flatten(0, 1)
+            with torch.no_grad():
+                values = self.policy.values(flat).view(batch["obs"].shape[:2])
+        advantages = gae(
+            values=values, next_values=successor_values(values, batch), lambda_=self.gae_lambda, **self.time_major(batch)
+        )
+        return advantages, advantages + values
+
+    def rows(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch as flat rows [B, ...] with `advantages` and `returns`, reset rows left out."""
+        if "rewards" in batch and "advantages" not in batch:
+            advantages, returns = self.advantages(batch)
+            batch = {**batch, "advantages": advantages, "returns": returns}
+        lead = batch["advantages"].dim()
+        names = ("obs", "actions", "logprobs", "advantages", "returns", "action_masks")
+        rows = {name: batch[name] if lead == 1 else batch[name].flatten(0, 1) for name in names if name in batch}
+        valid = batch.get("valid")
+        return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
+
+    def move_normalizers(self, rows: Batch) -> None:
+        """Fold the observations just learned from into the running statistics.
+
+        After learning: while it learns, a policy must see observations as the policy that acted saw them.
+        """
+        observation_input = getattr(self.policy, "observation_input", None)
+        if observation_input is not None:
+            observation_input.update(rows["obs"])
+
+
+def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
+    """The given rows of every tensor."""
+    return {name: value.index_select(0, index) for name, value in rows.items()}
+
+
+def successor_values(values: Tensor, batch: Batch) -> Tensor:
+    """Value of each row's true successor [T, N]: the final observation's at a truncation, the bootstrap's at the end."""
+    following = torch.cat([values[1:], batch["bootstrap_value"].to(values.dtype).unsqueeze(0)])
+    if "truncation_values" not in batch:
+        return following
+    return torch.where(batch["truncated"].bool(), batch["truncation_values"], following)
+
+
+def normalize(x: Tensor, dim: int | None = None) -> Tensor:
+    """Zero mean and unit deviation; one row alone stays as it is."""
+    if x.shape[-1] < 2:
+        return x
+    return (x - x.mean(dim, keepdim=dim is not None)) / (x.std(dim, keepdim=dim is not None) + 1e-8)

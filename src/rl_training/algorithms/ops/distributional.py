@@ -1,0 +1,82 @@
+"""Value distributions: categorical projection, quantile regression, FQF's fractions, two-hot codes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
+    """Project a distribution onto a fixed support (Bellemare et al. 2017, eq. 7): [B, M], [B, M], [K] -> [B, K].
+
+    `atoms` may come in any order and are clipped to the support's ends. `support` is increasing and need not be
+    equally spaced. Each atom's mass is split between its two neighbours by distance, so that none is lost, also when
+    an atom falls exactly on a support point.
+    """
+    if atoms.is_cuda:
+        # scatter_add_ sums in an arbitrary order there, which would make two runs with one seed differ.
+        return (two_hot(atoms, support) * probs.unsqueeze(-1)).sum(-2)
+    upper, upper_weights = _bracket(atoms, support)
+    upper_mass = probs * upper_weights
+    projected = probs.new_zeros(*probs.shape[:-1], support.shape[0])
+    return projected.scatter_add_(-1, upper, upper_mass).scatter_add_(-1, upper - 1, probs - upper_mass)
+
+
+def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """-sum_k target_k log softmax(logits)_k over the last dimension: [..., K], [..., K] -> [...]."""
+    return -(target_probs * logits.log_softmax(-1)).sum(-1)
+
+
+def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: float) -> Tensor:
+    """Quantile regression loss per sample: [B, N], [B, M], [B, N] -> [B] (Dabney et al. 2018, eq. 9 and 10).
+
+    sum_i mean_j |tau_i - 1(u_ij < 0)| Huber_kappa(u_ij) / kappa with u_ij = targets_j - quantiles_i; kappa = 0 gives
+    the plain quantile loss. The gradient reaches `quantiles`; the caller detaches `targets`.
+    """
+    shape = (*quantiles.shape, targets.shape[-1])
+    predicted, target = quantiles.unsqueeze(-1).expand(shape), targets.unsqueeze(-2).expand(shape)
+    # smooth_l1 with beta = kappa is exactly Huber_kappa / kappa, and |u| for kappa = 0.
+    huber = F.smooth_l1_loss(predicted, target, reduction="none", beta=kappa)
+    with torch.no_grad():
+        weights = (taus.unsqueeze(-1) - (target < predicted).to(taus.dtype)).abs_()
+    return (weights * huber).sum((-2, -1)) / targets.shape[-1]
+
+
+@torch.no_grad()
+def fraction_gradient(quantiles_tau: Tensor, quantile_hats: Tensor) -> Tensor:
+    """dW1/dtau_i of FQF's inner fractions: [B, N-1], [B, N] -> [B, N-1] (Yang et al. 2019, proposition 1).
+
+    `quantiles_tau` is F^-1 at tau_1..tau_{N-1} and `quantile_hats` is F^-1 at the N midpoints. Stop-gradient: the
+    fraction loss is `(fraction_gradient(...) * taus[:, 1:-1]).sum(-1)`.
+    """
+    return 2.0 * quantiles_tau - quantile_hats[..., 1:] - quantile_hats[..., :-1]
+
+
+def two_hot(x: Tensor, bins: Tensor) -> Tensor:
+    """Weights on the two neighbouring bins whose mean is x: [...], increasing bins [K] -> [..., K].
+
+    x is clipped to the range of the bins, and must be on their scale (symlog(x) for bins that are linear in symlog).
+    """
+    upper, upper_weights = _bracket(x, bins)
+    codes = x.new_zeros(*x.shape, bins.shape[0])
+    codes.scatter_(-1, upper.unsqueeze(-1), upper_weights.unsqueeze(-1))
+    return codes.scatter_(-1, (upper - 1).unsqueeze(-1), (1.0 - upper_weights).unsqueeze(-1))
+
+
+def symlog(x: Tensor) -> Tensor:
+    """sign(x) log(1 + |x|), elementwise."""
+    # clamp passes the gradient at 0 and relu does not, so that the slope there is 1; sign(x) * log1p(|x|) has slope 0.
+    return x.clamp(min=0.0).log1p() - (-x).relu().log1p()
+
+
+def symexp(x: Tensor) -> Tensor:
+    """sign(x) (exp|x| - 1), the inverse of symlog, elementwise."""
+    return x.clamp(min=0.0).expm1() - (-x).relu().expm1()
+
+
+def _bracket(x: Tensor, support: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the support point above x, in 1..K-1, and the weight of that point against the one below it."""
+    upper = torch.searchsorted(support, x.detach().contiguous()).clamp_(1, support.shape[0] - 1)
+    low = support[upper - 1]
+    return upper, ((x - low) / (support[upper] - low)).clamp(0.0, 1.0)

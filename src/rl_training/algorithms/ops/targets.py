@@ -1,0 +1,28 @@
+"""One-step targets of learners that bootstrap from a replayed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def bellman_target(rewards: Tensor, discounts: Tensor, next_values: Tensor) -> Tensor:
+    """r + g V(s'), all [B]; termination and n-step length are already in `discounts`."""
+    return torch.addcmul(rewards, discounts, next_values)
+
+
+def double_q_values(q_selector: Tensor, q_value: Tensor) -> Tensor:
+    """Value under one network of the action that another prefers: [B, A], [B, A] -> [B] (van Hasselt et al. 2016)."""
+    return q_value.gather(-1, q_selector.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def fold_discounts(batch: Mapping[str, Tensor], gamma: float | Tensor) -> Tensor:
+    """The batch's own `discounts`, else gamma * (1 - terminated), where a plain batch's `dones` mean terminated."""
+    if "discounts" in batch:
+        return batch["discounts"]
+    terminated = batch["terminated"] if "terminated" in batch else batch["dones"]
+    if not terminated.is_floating_point():
+        terminated = terminated.float()
+    return gamma * (1.0 - terminated)

@@ -1,0 +1,96 @@
+"""Parameters as one flat tensor, and the optimizers over it: gradient, clipping and step in one call.
+
+A small network spends its update on overhead, not on arithmetic. One flat tensor makes the gradient norm, Adam, a
+target copy and a polyak step one operation each, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.errors import UserError
+
+OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
+
+
+def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], Tensor]:
+    """Move parameters into one tensor [P] and make each a view of it; returns them and the tensor."""
+    params = [p for p in parameters if p.requires_grad]
+    if not params:
+        raise UserError("the network has no trainable parameters.")
+    flat = torch.cat([p.detach().reshape(-1) for p in params])
+    offset = 0
+    for p in params:
+        p.data = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    return params, flat
+
+
+class Optimizer(nn.Module):
+    """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
+
+    A module, so that its moments are in the algorithm's `state_dict` without a list of them anywhere.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        learning_rate: float,
+        kind: str = "adam",
+        eps: float = 1e-8,
+        max_grad_norm: float | None = None,
+        decay: float = 0.99,
+    ) -> None:
+        super().__init__()
+        if kind not in OPTIMIZERS:
+            raise UserError(f"optimizer is {kind!r}; it must be one of {', '.join(OPTIMIZERS)}.")
+        if learning_rate < 0:
+            raise UserError(f"learning_rate is {learning_rate}; it must be at least 0.")
+        params, flat = flatten_parameters(parameters)
+        self._params, self.flat = params, flat  # plain attributes: the networks own the parameters
+        self._grad = torch.zeros_like(flat)
+        self.learning_rate, self.kind, self.eps = learning_rate, kind, eps
+        self.max_grad_norm, self.decay = max_grad_norm, decay
+        self.mean: Tensor
+        self.square: Tensor
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), device=flat.device))
+        if kind == "adam":
+            self.register_buffer("mean", torch.zeros_like(flat))
+        if kind != "sgd":
+            self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
+
+    def step(self, loss: Tensor) -> Tensor:
+        """Differentiate `loss`, clip, and move the parameters; returns the gradient norm before clipping."""
+        return self.apply_gradients(torch.autograd.grad(loss, self._params, allow_unused=True))
+
+    @torch.no_grad()
+    def apply_gradients(self, gradients: Iterable[Tensor | None]) -> Tensor:
+        """Clip and move the parameters along given gradients, one per parameter in order."""
+        pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(self._params, gradients, strict=True)]
+        grad = torch.cat(pieces, out=self._grad) if len(pieces) > 1 else self._grad.copy_(pieces[0])
+        norm = torch.linalg.vector_norm(grad)
+        if self.max_grad_norm is not None:
+            grad.mul_((self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
+        self._move(grad)
+        return norm
+
+    def _move(self, grad: Tensor) -> None:
+        if self.kind == "adam":
+            self.steps += 1
+            torch._fused_adam_(
+                [self.flat], [grad], [self.mean], [self.square], [], [self.steps],
+                lr=self.learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+        elif self.kind == "sgd":
+            self.flat.add_(grad, alpha=-self.learning_rate)
+        else:
+            self.square.lerp_(grad * grad, 1 - self.decay)
+            inside = self.kind == "rmsprop_tf"
+            root = (self.square + self.eps).sqrt_() if inside else self.square.sqrt().add_(self.eps)
+            self.flat.addcdiv_(grad, root, value=-self.learning_rate)

@@ -1,0 +1,87 @@
+"""PPO: proximal policy optimization with a clipped surrogate (Schulman et al. 2017, arXiv:1707.06347).
+
+Several epochs of minibatches on min(r A, clip(r, 1-e, 1+e) A), r = pi(a|s) / pi_old(a|s); GAE once per rollout,
+advantages normalised per minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
+
+
+def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+    """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B]."""
+    logratio = batch["new_logprobs"] - batch["logprobs"]
+    policy_loss = -clipped_surrogate(logratio, batch["advantages"], clip_coef).mean()
+    value_loss = 0.5 * (batch["returns"] - batch["values"]).square().mean()
+    entropy_loss = -batch["entropy"].mean()
+    with torch.no_grad():
+        kl = approx_kl(logratio).mean()
+        clip_fraction = (logratio.expm1().abs() > clip_coef).float().mean()
+    return {
+        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
+        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
+        "approx_kl": kl, "clip_fraction": clip_fraction,
+    }  # fmt: skip
+
+
+class PPO(ActorCriticAlgorithm):
+    """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
+
+    def __init__(
+        self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
+        vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None, gamma: float = 0.99,
+        gae_lambda: float = 0.95, normalize_advantages: bool = True, target_kl: float | None = None,
+        max_grad_norm: float | None = 0.5, optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        self.clip_coef, self.ent_coef, self.vf_coef = clip_coef, ent_coef, vf_coef
+        self.update_epochs, self.minibatch_size, self.target_kl = update_epochs, minibatch_size, target_kl
+        self.normalize_advantages = normalize_advantages
+        self.optimizer = self.make_optimizer(
+            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm
+        )
+
+    def minibatch_step(self, rows: Batch) -> Tensor:
+        """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
+        policy = self.policy.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        losses = ppo_loss(
+            {"new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
+             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"]},
+            self.clip_coef, self.ent_coef, self.vf_coef,
+        )  # fmt: skip
+        grad_norm = self.optimizer.step(losses["loss"])
+        return torch.stack([*(value.detach() for value in losses.values()), grad_norm])
+
+    def minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
+        """The rows once, shuffled, in pieces of `minibatch_size`; a last piece too small to normalise joins none."""
+        count = len(rows["advantages"])
+        size = min(self.minibatch_size or count, count)
+        order = torch.randperm(count, generator=self.generator, device=rows["advantages"].device)
+        shuffled = select_rows(rows, order)
+        for start in range(0, count, size):
+            if start == 0 or count - start > 1:
+                yield {name: value[start : start + size] for name, value in shuffled.items()}
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """`update_epochs` passes over the rollout, ended early when `target_kl` is passed."""
+        rows = self.rows(batch)
+        totals, steps = torch.zeros((), device=self.device), 0
+        for _ in range(self.update_epochs):
+            for minibatch in self.minibatches(rows):
+                metrics = self.minibatch_step(minibatch)
+                totals, steps = totals + metrics, steps + 1
+            if self.target_kl is not None and metrics[4] > 1.5 * self.target_kl:
+                break
+        self.move_normalizers(rows)
+        names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
+        return UpdateResult(dict(zip(names, (totals / steps).unbind(), strict=True)), num_gradient_steps=steps)

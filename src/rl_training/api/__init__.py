@@ -1,0 +1,32 @@
+"""Managed classes: `PPO(config).learn()`, made from the registry, one per algorithm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_training.api.managed import ManagedAlgorithm
+from rl_training.errors import did_you_mean
+from rl_training.experiment.registry import list_algorithm_specs
+
+__all__ = ["ManagedAlgorithm", "find_public_name"]
+
+
+def find_public_name(name: str) -> Any:
+    """A managed class (`PPO`), a learner (`PPOAlgorithm`) or `ManagedAlgorithm`."""
+    if name == "ManagedAlgorithm":
+        return ManagedAlgorithm
+    from rl_training.api.algorithms import managed_class
+
+    specs = {spec.class_name: spec for spec in list_algorithm_specs()}
+    if name in specs:
+        return managed_class(name)
+    learner = name.removesuffix("Algorithm")
+    if learner != name and learner in specs:
+        return specs[learner].learner
+    raise AttributeError(f"rl_training has no name {name!r}; {did_you_mean(name, specs)}")
+
+
+def __getattr__(name: str) -> Any:
+    if not name[:1].isupper():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return find_public_name(name)

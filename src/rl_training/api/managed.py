@@ -1,0 +1,116 @@
+"""`ManagedAlgorithm`: learn, evaluate, predict, save, load and resume, the same for every algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from rl_training.envs.factory import Env
+from rl_training.errors import UserError
+from rl_training.experiment.checkpointing import save_checkpoint
+from rl_training.experiment.config import TrainConfig, load_config
+from rl_training.runtime.acting import ActingSession
+from rl_training.runtime.run import Callback
+from rl_training.runtime.workflows import (
+    TrainedPolicy,
+    TrainResult,
+    evaluate_checkpoint,
+    load_policy,
+    plain_action,
+    read_checkpoint,
+    resume_training,
+    train,
+)
+
+Self = TypeVar("Self", bound="ManagedAlgorithm")
+
+
+class Actor:
+    """Acts in one environment and remembers: `reset()` at the start of an episode, then `act(obs)`."""
+
+    def __init__(self, policy: TrainedPolicy, deterministic: bool) -> None:
+        self._policy, self._deterministic = policy, deterministic
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the episode so far."""
+        policy = self._policy
+        self._session = ActingSession(policy.algorithm, 1, policy.seed, deterministic=self._deterministic)
+        self._is_first = True
+
+    def act(self, obs: Any) -> Any:
+        """The action for the next observation of the episode."""
+        encoded, _ = self._policy.spaces.encode_for_prediction(obs)
+        actions = self._session.act(encoded, is_first=np.array([self._is_first]))
+        self._is_first = False
+        return plain_action(self._policy.spaces.map_actions(actions)[0])
+
+
+class ManagedAlgorithm:
+    """An algorithm with its config. `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
+
+    algo: ClassVar[str] = ""
+
+    def __init__(self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: Callable[..., Env] | None = None) -> None:
+        if isinstance(config, Mapping):
+            config = {"algo": self.algo, **config}
+            if env is not None:
+                config.setdefault("env_id", getattr(env, "__name__", "custom"))
+        self.config = load_config(config)
+        if self.config.algo != self.algo:
+            raise UserError(f"algo is {self.config.algo!r}; {type(self).__name__} needs {self.algo!r}.")
+        self.env = env
+        self._checkpoint: Path | None = None
+        self._policy: TrainedPolicy | None = None
+
+    def learn(self, callbacks: Iterable[Callback] | None = None) -> TrainResult:
+        """Train as the config says; afterwards `evaluate` and `predict` use the result."""
+        return self._adopt(train(self.config, env=self.env, callbacks=callbacks))
+
+    def resume(self, **changes: Any) -> TrainResult:
+        """Go on from the newest checkpoint; arguments as `resume_training` takes them, e.g. `total_timesteps`."""
+        return self._adopt(resume_training(self._path("resume"), env=self.env, **changes))
+
+    def evaluate(self, num_episodes: int | None = None) -> dict[str, Any]:
+        """Metrics of whole episodes in environments of its own."""
+        return evaluate_checkpoint(self._path("evaluate"), num_episodes=num_episodes, env=self.env)
+
+    def predict(self, obs: Any, deterministic: bool = True) -> Any:
+        """The environment's action for an observation, or actions for a batch."""
+        return self._loaded().predict(obs, deterministic)
+
+    def actor(self, deterministic: bool = True) -> Actor:
+        """An actor with memory of its episode."""
+        return Actor(self._loaded(), deterministic)
+
+    def save(self, path: str | Path, include_replay: bool = False) -> Path:
+        """One file with everything: config, spaces, learner, normalisers, and the replay buffer on request."""
+        tree = read_checkpoint(self._path("save"))
+        if not include_replay:
+            tree["source"].pop("replay", None)
+        return save_checkpoint(path, tree)
+
+    @classmethod
+    def load(cls: type[Self], path: str | Path, *, env: Callable[..., Env] | None = None) -> Self:
+        """The algorithm in a file that `save` or a run wrote."""
+        managed = cls(load_config(read_checkpoint(path)["config"]), env=env)
+        managed._checkpoint = Path(path)
+        managed._policy = load_policy(path)
+        return managed
+
+    def _adopt(self, result: TrainResult) -> TrainResult:
+        self._checkpoint, self._policy = result.checkpoint_path, result.policy
+        return result
+
+    def _path(self, verb: str) -> Path:
+        if self._checkpoint is None:
+            raise UserError(f"there is nothing to {verb} yet; call learn() or load() first.")
+        return self._checkpoint
+
+    def _loaded(self) -> TrainedPolicy:
+        if self._policy is None:
+            raise UserError("there is no policy yet; call learn() or load() first.")
+        return self._policy

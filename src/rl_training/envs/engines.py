@@ -1,0 +1,224 @@
+"""Engines: three ways to step several environments, behind one interface that `envs/stepper.py` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+
+from rl_training.envs.episodes import ReplayableEpisodes
+from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.errors import UserError
+
+
+class Step(NamedTuple):
+    """One step of N environments, rows in order.
+
+    `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and is None when no row
+    ended. `valid` is None, or false in the rows in which an engine with next-step autoreset only reset.
+    """
+
+    obs: Array
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    final_obs: Array | None = None
+    masks: Array | None = None
+    valid: Array | None = None
+
+
+class Engine(Protocol):
+    """Steps N environments with actions of the environment's own kind."""
+
+    resets_next_step: bool  # the row after an end holds the final observation, and its step only resets
+
+    def reset(self) -> tuple[Array, Array | None]: ...
+
+    def step(self, actions: Array) -> Step: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Array | None:
+        """Bring the environments back; returns the observations they are at, to be compared with the stored ones."""
+
+    def close(self) -> None: ...
+
+
+class SyncEngine:
+    """Environments stepped one after the other in this process."""
+
+    resets_next_step = False
+
+    def __init__(self, envs: list[ReplayableEpisodes], spaces: EnvSpaces) -> None:
+        self.envs, self.spaces = envs, spaces
+        self._as_list = spaces.action_kind == "discrete"
+
+    def reset(self) -> tuple[Array, Array | None]:
+        """The first observations and masks."""
+        rows, infos = zip(*(env.reset() for env in self.envs), strict=True)
+        return self.spaces.encode(np.stack(rows)), self._masks(infos)
+
+    def step(self, actions: Array) -> Step:
+        """Step every environment; those that end are reset at once."""
+        count = len(self.envs)
+        rows: list[Any] = [None] * count
+        infos: list[Any] = [None] * count
+        rewards = np.empty(count, dtype=np.float32)
+        terminated = np.zeros(count, dtype=bool)
+        truncated = np.zeros(count, dtype=bool)
+        finals: dict[int, Any] = {}
+        for i, (env, action) in enumerate(zip(self.envs, actions.tolist() if self._as_list else actions, strict=True)):
+            rows[i], rewards[i], ended, cut, infos[i] = env.step(action)
+            if ended or cut:
+                terminated[i], truncated[i] = ended, cut
+                finals[i] = rows[i]
+                rows[i], infos[i] = env.reset()
+        obs = self.spaces.encode(np.stack(rows))
+        final_obs = None
+        if finals:
+            final_obs = obs.copy()
+            final_obs[list(finals)] = self.spaces.encode(np.stack(list(finals.values())))
+        return Step(obs, rewards, terminated, truncated, final_obs, self._masks(infos))
+
+    def _masks(self, infos: Any) -> Array | None:
+        if not self.spaces.has_action_mask:
+            return None
+        return np.stack([read_action_mask(info, self.spaces) for info in infos])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each environment's episode seed and actions."""
+        return {"episodes": [env.episode_state() for env in self.envs]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> Array | None:
+        """Replay every current episode."""
+        return self.spaces.encode(np.stack([env.restore_episode(state["episodes"]) for env in self.envs]))
+
+    def close(self) -> None:
+        """Close every environment."""
+        for env in self.envs:
+            env.close()
+
+
+class AsyncEngine:
+    """One process per environment, observations through shared memory (Gymnasium's AsyncVectorEnv)."""
+
+    resets_next_step = False
+
+    def __init__(self, makers: list[Callable[[], ReplayableEpisodes]], spaces: EnvSpaces) -> None:
+        self.spaces = spaces
+        self.vector = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    def reset(self) -> tuple[Array, Array | None]:
+        """The first observations and masks."""
+        obs, infos = self.vector.reset()
+        return self.spaces.encode(obs), self._masks(infos)
+
+    def step(self, actions: Array) -> Step:
+        """Step every environment; those that end are reset at once."""
+        obs, rewards, terminated, truncated, infos = self.vector.step(actions)
+        encoded = self.spaces.encode(obs)
+        final_obs = None
+        if (terminated | truncated).any():
+            ended = np.flatnonzero(terminated | truncated)
+            final_obs = encoded.copy()
+            final_obs[ended] = self.spaces.encode(np.stack([infos["final_obs"][i] for i in ended]))
+        return Step(encoded, rewards.astype(np.float32), terminated, truncated, final_obs, self._masks(infos))
+
+    def _masks(self, infos: dict[str, Any]) -> Array | None:
+        if not self.spaces.has_action_mask:
+            return None
+        given = infos.get("_action_mask", np.zeros(self.vector.num_envs, dtype=bool))
+        rows = [{"action_mask": infos["action_mask"][i]} if given[i] else {} for i in range(self.vector.num_envs)]
+        return np.stack([read_action_mask(row, self.spaces) for row in rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each environment's episode seed and actions."""
+        return {"episodes": list(self.vector.call("episode_state"))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> Array | None:
+        """Replay every current episode, in its own process."""
+        return self.spaces.encode(np.stack(self.vector.call("restore_episode", state["episodes"])))
+
+    def close(self) -> None:
+        """End the processes."""
+        self.vector.close()
+
+
+class CartPoleEngine:
+    """Gymnasium's own vectorised CartPole: all environments as one array, next-step autoreset."""
+
+    resets_next_step = True
+
+    def __init__(self, env: Any, seed: int) -> None:
+        self.env, self.seed = env, seed
+
+    def reset(self) -> tuple[Array, Array | None]:
+        """The first observations."""
+        return self.env.reset(seed=self.seed)[0], None
+
+    def step(self, actions: Array) -> Step:
+        """Step every environment; a row that ended in the last step resets in this one and is not valid."""
+        resets = self.env.prev_done
+        obs, rewards, terminated, truncated, _ = self.env.step(actions)
+        return Step(obs, rewards, terminated, truncated, valid=~resets if resets.any() else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arrays and the generator that are the whole state."""
+        env = self.env
+        generator = env.np_random.bit_generator.state
+        return {"state": env.state, "steps": env.steps, "prev_done": env.prev_done, "generator": generator}
+
+    def load_state_dict(self, state: dict[str, Any]) -> Array | None:
+        """Put the arrays and the generator back."""
+        env = self.env
+        env.reset(seed=self.seed)
+        env.state, env.steps = np.array(state["state"]), np.array(state["steps"])
+        env.prev_done = np.array(state["prev_done"])
+        env.np_random.bit_generator.state = state["generator"]
+        return env.state.T.astype(np.float32)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Nothing is open."""
+        self.env.close()
+
+
+def _make_replayable(recipe: EnvRecipe, seed: int, index: int, evaluation: bool = False) -> ReplayableEpisodes:
+    return ReplayableEpisodes(make_env(recipe, evaluation=evaluation), seed, index)
+
+
+def has_native_engine(recipe: EnvRecipe) -> bool:
+    """Whether a vectorised implementation exists whose state can be saved and restored exactly."""
+    spec = gym.registry.get(recipe.env_id)
+    entry = getattr(spec, "vector_entry_point", None) if recipe.is_plain and spec is not None else None
+    return entry == "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+
+
+def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
+    """`auto` by rule: the environment's own vector code where it can be resumed exactly and there are several, else sync."""
+    if wanted == "native" and not has_native_engine(recipe):
+        raise UserError(
+            f"vectorization is 'native', but {recipe.env_id} has no vector implementation that can be saved and "
+            "restored exactly; use auto, sync or async."
+        )
+    if wanted != "auto":
+        return wanted
+    return "native" if num_envs > 1 and has_native_engine(recipe) else "sync"
+
+
+def make_engine(
+    recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, *, evaluation: bool = False
+) -> Engine:
+    """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments."""
+    if vectorization == "native":
+        limit = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
+        vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
+        return CartPoleEngine(vector.unwrapped, seed)
+    makers = [partial(_make_replayable, recipe, seed, index, evaluation) for index in range(num_envs)]
+    if vectorization == "async":
+        return AsyncEngine(makers, spaces)
+    return SyncEngine([maker() for maker in makers], spaces)

@@ -1,0 +1,78 @@
+"""Episodes that can be replayed: what a checkpoint stores of an environment, and how it is brought back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from rl_training.errors import UserError
+
+
+def episode_seed(run_seed: int, index: int, episode: int) -> int:
+    """The reset seed of one episode of one environment: a function of these three and nothing else."""
+    return int(np.random.SeedSequence([run_seed, index, episode]).generate_state(1)[0])
+
+
+class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
+    """Seeds every reset from the run's own sequence and remembers the actions since.
+
+    The environment's state is then a function of (episode seed, actions), which is all that a checkpoint holds. An
+    Atari emulator reloads its game at a seeded reset (100 ms), so there only the first reset is seeded and the state
+    of the emulator and of its generator just before each later reset stands in for the seed.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], run_seed: int, index: int) -> None:
+        super().__init__(env)
+        self.run_seed, self.index = run_seed, index
+        self.episode = -1
+        self.actions: list[Any] = []
+        self.before_reset: dict[str, Any] | None = None
+        self._emulator = getattr(env.unwrapped, "ale", None)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start the next episode of the sequence; a seed given here is ignored."""
+        self.actions = []
+        self.episode += 1
+        if self._emulator is not None and self.episode > 0:
+            self.before_reset = self._save_emulator()
+            return self.env.reset()
+        return self.env.reset(seed=episode_seed(self.run_seed, self.index, self.episode))
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step and remember the action."""
+        self.actions.append(action)
+        return self.env.step(action)
+
+    def episode_state(self) -> dict[str, Any]:
+        """What is needed to bring this episode back."""
+        return {"episode": self.episode, "actions": np.asarray(self.actions), "before_reset": self.before_reset}
+
+    def restore_episode(self, states: list[dict[str, Any]]) -> Any:
+        """Replay this environment's entry of `states`; returns the observation it ends at."""
+        state = states[self.index]
+        self.episode = state["episode"] - 1
+        if state["before_reset"] is not None:
+            self.episode = -1
+            self.reset()
+            self._load_emulator(state["before_reset"])
+            self.episode = state["episode"] - 1
+        observation, _ = self.reset()
+        actions = np.asarray(state["actions"])
+        for action in actions.tolist() if actions.ndim == 1 else actions:
+            observation, *_ = self.step(action)
+        return observation
+
+    def _save_emulator(self) -> dict[str, Any]:
+        assert self._emulator is not None
+        generator = self.env.unwrapped.np_random.bit_generator
+        return {"emulator": self._emulator.cloneSystemState().serialize(), "generator": dict(generator.state)}
+
+    def _load_emulator(self, state: dict[str, Any]) -> None:
+        import ale_py
+
+        if self._emulator is None:
+            raise UserError("the checkpoint holds an Atari emulator's state; this environment has no emulator.")
+        self._emulator.restoreSystemState(ale_py.ALEState(state["emulator"]))
+        self.env.unwrapped.np_random.bit_generator.state = state["generator"]

@@ -1,0 +1,205 @@
+"""How one environment is made: by id, by `module:Class`, or by a callable, with Gymnasium's own wrappers around it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces as gs
+from pydantic import Field
+
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError, did_you_mean
+from rl_training.validation import StrictModel, validate
+
+Env = gym.Env[Any, Any]
+
+
+class PixelOptions(StrictModel):
+    """Rendered frames as observations."""
+
+    resize_shape: tuple[int, int] = Field((84, 84), description="Height and width.")
+    frame_stack: int = Field(1, ge=1, le=16, description="Newest frames stacked along the channels.")
+    channel_first: bool = Field(True, description="Channels before height and width.")
+    grayscale: bool = Field(False, description="One channel instead of three.")
+
+
+class AtariOptions(StrictModel):
+    """Gymnasium's AtariPreprocessing; needs an id with frameskip 1 in env_kwargs."""
+
+    noop_max: int = Field(30, ge=0, description="Most no-op actions after a reset.")
+    frame_skip: int = Field(4, ge=1, description="Frames per agent step.")
+    screen_size: int = Field(84, ge=16, description="Height and width.")
+    terminal_on_life_loss: bool = Field(False, description="End the training episode with a life; never in evaluation.")
+    frame_stack: int = Field(4, ge=1, le=16, description="Newest frames stacked along the channels.")
+
+
+class WrapperOptions(StrictModel):
+    """`env_kwargs.wrappers`: what stands between the environment and the algorithm."""
+
+    pixels: PixelOptions | None = Field(None, description="Learn from rendered frames.")
+    atari: AtariOptions | None = Field(None, description="Standard Atari preprocessing.")
+    frame_stack: int = Field(1, ge=1, le=64, description="Newest observations stacked.")
+    normalize_observation: bool = Field(False, description="Running mean and variance, kept in the checkpoint.")
+    normalize_reward: bool = Field(False, description="Reward over the deviation of the discounted return.")
+    clip_reward: bool | tuple[float, float] = Field(False, description="true for [-1, 1], or [low, high]; not in evaluation.")
+
+
+@dataclass(frozen=True)
+class EnvRecipe:
+    """Everything needed to make the environment again, here or in another process."""
+
+    env_id: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    max_episode_steps: int | None = None
+    wrappers: WrapperOptions = field(default_factory=WrapperOptions)
+    maker: Callable[..., Env] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the registered environment is used as it is, but for its time limit."""
+        return self.maker is None and not self.uses_wrappers and not _looks_like_entry_point(self.env_id)
+
+    @property
+    def uses_wrappers(self) -> bool:
+        """Whether a wrapper of ours changes observations or rewards."""
+        options = self.wrappers
+        return bool(options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward)
+
+
+def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], maker: Callable[..., Env] | None = None) -> EnvRecipe:
+    """The recipe in a config's `env_id` and `env_kwargs`."""
+    kwargs = dict(env_kwargs)
+    limit = kwargs.pop("max_episode_steps", None)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise UserError(f"env_kwargs.max_episode_steps is {limit!r}; it must be a whole number of at least 1.")
+    wrappers = kwargs.pop("wrappers", None)
+    options = validate(WrapperOptions, {} if wrappers is None else wrappers, "env_kwargs.wrappers")
+    return EnvRecipe(env_id, kwargs, limit, options, maker)
+
+
+def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
+    """One environment with its wrappers; in evaluation rewards are not clipped and a lost life ends nothing."""
+    options = recipe.wrappers
+    env = _make_base(recipe, "rgb_array" if options.pixels else render_mode)
+    try:
+        if options.atari:
+            env = _wrap_atari(env, options.atari, evaluation)
+        if options.pixels:
+            env = _wrap_pixels(env, options.pixels)
+        if not isinstance(env.observation_space, gs.Box):
+            env = gym.wrappers.FlattenObservation(env)
+        if options.frame_stack > 1:
+            env = gym.wrappers.FrameStackObservation(env, options.frame_stack)
+        if options.clip_reward and not evaluation:
+            low, high = (-1.0, 1.0) if options.clip_reward is True else options.clip_reward
+            env = gym.wrappers.ClipReward(env, low, high)
+    except Exception as error:
+        raise UserError(f"env_kwargs.wrappers do not fit {recipe.env_id}: {_first_line(error)}.") from error
+    return env
+
+
+def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
+    kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
+    maker = recipe.maker
+    try:
+        if maker is None and _looks_like_entry_point(recipe.env_id):
+            maker = _import_entry_point(recipe.env_id)
+        if maker is None:
+            return gym.make(recipe.env_id, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
+        env = maker(**kwargs)
+    except UserError:
+        raise
+    except (gym.error.NameNotFound, gym.error.NamespaceNotFound, gym.error.VersionNotFound):
+        known = [name for name in gym.registry if "/" not in name]
+        raise UserError(
+            f"env_id {recipe.env_id!r} is not registered with Gymnasium; {did_you_mean(recipe.env_id, known)[:200]} "
+            "(an environment of your own: --import its module, or module:Class)"
+        ) from None
+    except Exception as error:
+        raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
+    if not isinstance(env, gym.Env):
+        raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
+    return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _looks_like_entry_point(env_id: str) -> bool:
+    """`module:Class`, but not Gymnasium's own `module:RegisteredName-v0`."""
+    module, _, name = env_id.partition(":")
+    return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+
+
+def _import_entry_point(env_id: str) -> Callable[..., Env] | None:
+    module_name, _, name = env_id.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"env_id {env_id!r}: the module {module_name!r} cannot be imported ({error}).") from None
+    maker = getattr(module, name, None)
+    if not callable(maker):
+        raise UserError(f"env_id {env_id!r}: {module_name} has no class or function {name!r}.")
+    return maker  # type: ignore[no-any-return]
+
+
+def _wrap_atari(env: Env, options: AtariOptions, evaluation: bool) -> Env:
+    env = gym.wrappers.AtariPreprocessing(
+        env,
+        noop_max=options.noop_max,
+        frame_skip=options.frame_skip,
+        screen_size=options.screen_size,
+        terminal_on_life_loss=options.terminal_on_life_loss and not evaluation,
+    )
+    return gym.wrappers.FrameStackObservation(env, options.frame_stack)
+
+
+def _wrap_pixels(env: Env, options: PixelOptions) -> Env:
+    env = gym.wrappers.AddRenderObservation(env, render_only=True)
+    if options.grayscale:
+        env = gym.wrappers.GrayscaleObservation(env, keep_dim=True)
+    env = gym.wrappers.ResizeObservation(env, options.resize_shape)
+    channels = 1 if options.grayscale else 3
+    env = gym.wrappers.FrameStackObservation(env, options.frame_stack)
+    shape = (options.frame_stack * channels, *options.resize_shape)
+    if not options.channel_first:
+        shape = (*shape[1:], shape[0])
+
+    def merge(frames: Any) -> Any:
+        """[stack, H, W(, C)] with the stack folded into the channels."""
+        frames = frames.reshape(options.frame_stack, *options.resize_shape, channels)
+        order = (0, 3, 1, 2) if options.channel_first else (1, 2, 0, 3)
+        return np.ascontiguousarray(frames.transpose(order)).reshape(shape)
+
+    return gym.wrappers.TransformObservation(env, merge, gs.Box(0, 255, shape, np.uint8))
+
+
+def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
+    """Make the environment once, look at it, and close it."""
+    raw = _make_base(recipe, "rgb_array" if recipe.wrappers.pixels else None)
+    changes_observation = bool(recipe.wrappers.pixels or recipe.wrappers.atari or recipe.wrappers.frame_stack > 1)
+    env = make_env(recipe) if changes_observation else raw
+    try:
+        _, info = env.reset(seed=0)
+    except Exception as error:
+        raise UserError(f"the environment {recipe.env_id} fails in reset: {_first_line(error)}.") from error
+    finally:
+        if env is not raw:
+            raw.close()
+    spaces = EnvSpaces.from_gym(
+        recipe.env_id,
+        env.observation_space,
+        env.action_space,
+        has_action_mask="action_mask" in info,
+        normalize_observations=recipe.wrappers.normalize_observation,
+        normalize_rewards=recipe.wrappers.normalize_reward,
+    )
+    env.close()
+    return spaces
+

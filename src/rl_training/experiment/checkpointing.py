@@ -1,0 +1,351 @@
+"""One-file checkpoints without pickles: reading one never runs code, and a damaged file is refused, never half loaded.
+
+    header   8 bytes magic, u32 format version, 4 zero bytes
+    data     the bytes of every array, each start aligned to 64
+    index    ASCII JSON: the tree; an object with the single key "" stands for what JSON cannot say: [kind, ...]
+    trailer  u64 index length, u32 CRC32 of everything before it, 8 bytes end magic
+
+Header and trailer stay as they are in every future format, so that an old program can tell "newer" from "damaged".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import torch
+
+from rl_training.errors import UserError
+
+FORMAT_VERSION = 1
+_MAGIC, _END_MAGIC = b"\x89RLT\r\n\x1a\n", b"\nRLTend\n"
+_HEADER, _TRAILER = struct.Struct("<8sI4x"), struct.Struct("<QI8s")
+# Neither objects (they need a pickle) nor records; numpy never parses a name that a file made up.
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcSUMm][1-9]\d{0,8}(\[\w+\])?")
+_DTYPE_NAMES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
+    complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"""
+_TORCH_DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)}
+
+
+def save_checkpoint(path: str | os.PathLike[str], tree: Mapping[str, Any], *, durable: bool = True) -> Path:
+    """Write `tree` to `path` atomically: after a crash the file is the previous one or the new one, whole.
+
+    Leaves: None, bool, int, float, str, bytes, torch tensors (come back on the CPU, without gradient), numpy arrays and
+    scalars. Keys: str or int. Tuples come back as lists; tensors that share memory come back apart.
+    `durable=False` skips the wait for the disk.
+    """
+    path = Path(path)
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"a checkpoint is a dict, not a {type(tree).__qualname__}")
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; give the name of the checkpoint file to write.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _replacing(path) as temporary, open(temporary, "wb", buffering=1 << 20) as file:
+        _Writer(file).write(tree)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    if durable:
+        _sync_folder(path.parent)
+    return path
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A hidden name beside `path` that becomes `path` when the block succeeds and disappears when it does not."""
+    # Process and thread make the name unique among live writers; a killed one's successor with the same ids reuses it.
+    temporary = path.with_name(f".{path.name}.{_host()}-{os.getpid()}-{threading.get_native_id()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        # After a success the name is gone, unless both were links to one file: there a rename does nothing.
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Some file systems (and Windows) refuse this; the file's own bytes are on the disk already.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
+
+
+class _Writer:
+    """Streams the arrays to the file while it walks the tree, so that nothing large is copied."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._offset, self._crc = file, 0, 0
+
+    def write(self, tree: Mapping[str, Any]) -> None:
+        self._append(_HEADER.pack(_MAGIC, FORMAT_VERSION))
+        index = json.dumps(self._encode(tree, ()), separators=(",", ":"), allow_nan=False).encode("ascii")
+        self._append(index)
+        self._append(struct.pack("<Q", len(index)))
+        self._file.write(struct.pack("<I8s", self._crc, _END_MAGIC))
+
+    def _append(self, data: Any) -> None:
+        self._file.write(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._offset += len(data)
+
+    def _refer(self, kind: str, dtype: str, shape: Sequence[int], data: Any) -> dict[str, list[Any]]:
+        self._append(bytes(-self._offset % 64))
+        start = self._offset
+        self._append(data)
+        return {"": [kind, dtype, list(shape), start]}
+
+    def _encode(self, value: Any, where: tuple[Any, ...]) -> Any:
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._encode_tensor(value, where)
+        if isinstance(value, bytes | bytearray):
+            return self._refer("bytes", "|u1", [len(value)], value)
+        if isinstance(value, np.ndarray | np.generic):  # before float: np.float64 is one
+            return self._encode_numpy(value, where)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"": ["float", repr(value)]}
+        if isinstance(value, list | tuple):
+            return [self._encode(item, (*where, position)) for position, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            return self._encode_mapping(value, where)
+        _refuse(where, f"is a {type(value).__qualname__}")
+
+    def _encode_mapping(self, value: Mapping[Any, Any], where: tuple[Any, ...]) -> Any:
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                _refuse(where, f"has the key {key!r} of type {type(key).__qualname__}")
+        pairs = [(key, self._encode(item, (*where, key))) for key, item in value.items()]
+        # JSON turns int keys into strings (optimizers have them), and "" is the mark of a special object.
+        plain = all(isinstance(key, str) and key for key in value)
+        return dict(pairs) if plain else {"": ["items", pairs]}
+
+    def _encode_tensor(self, tensor: torch.Tensor, where: tuple[Any, ...]) -> Any:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _TORCH_DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+            _refuse(where, f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return self._refer("torch", dtype, plain.shape, plain.reshape(-1).view(torch.uint8).numpy())
+
+    def _encode_numpy(self, value: np.ndarray | np.generic, where: tuple[Any, ...]) -> Any:
+        if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+            _refuse(where, f"is a numpy array of {value.dtype}")
+        kind = "numpy" if isinstance(value, np.ndarray) else "scalar"
+        return self._refer(kind, value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+def _refuse(where: tuple[Any, ...], what: str) -> NoReturn:
+    raise TypeError(f"{'.'.join(map(str, where)) or 'the checkpoint'} {what}, which a checkpoint cannot hold")
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tree in `path`, verified to the last bit; its arrays are writable and share the one buffer that was read."""
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; give a file such as the checkpoints/latest.ckpt of a run.")
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_ends(path, file, size)
+            buffer = _read_whole(file, size)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the path of a checkpoint file.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions.") from None
+    version = _HEADER.unpack_from(buffer)[1]
+    index_length, crc, _ = _TRAILER.unpack_from(buffer, size - _TRAILER.size)
+    if zlib.crc32(memoryview(buffer)[: size - _TRAILER.size + 8]) != crc:
+        raise _damaged(path, "its checksum does not match its contents")
+    if version > FORMAT_VERSION:
+        newer = f"format {version}, this one reads up to {FORMAT_VERSION}"
+        raise UserError(f"{path} was written by a newer rl-training ({newer}); update rl-training to open it.")
+    try:
+        return _Reader(buffer, size - _TRAILER.size - index_length).read()
+    except Exception:  # contents that no version wrote, under a right checksum, can fail in any way
+        raise _damaged(path, "its index makes no sense") from None
+
+
+def _check_ends(path: Path, file: BinaryIO, size: int) -> None:
+    """Refuse a foreign or cut file before reading it whole."""
+    head = file.read(_HEADER.size)
+    if not head:
+        raise _damaged(path, "it is empty")
+    if not head.startswith(_MAGIC) and not _MAGIC.startswith(head):
+        what = "a PyTorch or pickle file, which could run code and is not opened" if head[0] in b"\x80P" else "foreign"
+        raise UserError(f"{path} is not an rl-training checkpoint ({what}); give a .ckpt file that a run wrote.")
+    file.seek(max(0, size - len(_END_MAGIC)))
+    if size < _HEADER.size + _TRAILER.size or file.read(len(_END_MAGIC)) != _END_MAGIC:
+        raise _damaged(path, "its end is missing, it was cut short")
+    file.seek(0)
+
+
+def _read_whole(file: Any, size: int) -> bytearray:
+    buffer = bytearray(size)
+    view, done = memoryview(buffer), 0
+    while done < size and (count := file.readinto(view[done:])):  # one call reads at most 2 GiB
+        done += count
+    return buffer
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} is damaged ({reason}); use another checkpoint of the run.")
+
+
+class _Reader:
+    """Rebuilds the tree over the buffer; raises anything at all when the index is not one that `_Writer` writes."""
+
+    def __init__(self, buffer: bytearray, index_start: int) -> None:
+        self._buffer, self._index_start, self._previous_end = buffer, index_start, _HEADER.size
+
+    def read(self) -> dict[str, Any]:
+        if self._index_start < _HEADER.size:
+            raise ValueError("index longer than the file")
+        index = self._buffer[self._index_start : len(self._buffer) - _TRAILER.size].decode("ascii")
+        tree = self._decode(json.loads(index, object_pairs_hook=_unique))
+        if not isinstance(tree, dict):
+            raise ValueError("not a dict")
+        return tree
+
+    def _decode(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self._decode(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "" not in node:
+            return {key: self._decode(item) for key, item in node.items()}
+        ((kind, *arguments),) = node.values()
+        if kind == "items":
+            return _unique([(key, self._decode(item)) for key, item in arguments[0]])
+        return float(arguments[0]) if kind == "float" else self._decode_array(kind, *arguments)
+
+    def _decode_array(self, kind: str, name: str, shape: list[int], start: int) -> Any:
+        if kind not in ("torch", "numpy", "scalar", "bytes") or not (kind == "torch" or _NUMPY_DTYPE.fullmatch(name)):
+            raise ValueError("not a kind or a dtype")
+        dtype: Any = _TORCH_DTYPES[name] if kind == "torch" else np.dtype(name)
+        if not all(type(number) is int and number >= 0 for number in [start, *shape]):
+            raise ValueError("not a shape")
+        size = math.prod(shape) * dtype.itemsize
+        # The writer puts arrays one after the other, so that one which starts inside another is not ours.
+        if start < self._previous_end or start + size > self._index_start:
+            raise ValueError("not within the data")
+        self._previous_end = start + size
+        raw = np.ndarray(size, np.uint8, buffer=self._buffer, offset=start)
+        if kind == "torch":
+            return torch.from_numpy(raw).view(dtype).reshape(shape)
+        if kind == "bytes":
+            return raw.tobytes()
+        array = raw.view(dtype).reshape(shape)
+        return array[()] if kind == "scalar" else array
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key twice")
+    return result
+
+
+class CheckpointFolder:
+    """A run's `checkpoints/`: `latest.ckpt`, `best.ckpt` and the `keep` most recently written `step_<n>.ckpt`.
+
+    `keep=None` keeps every step file, `keep=0` none.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, durable: bool = True) -> None:
+        if keep is not None and keep < 0:
+            raise ValueError(f"keep must be >= 0, got {keep}")
+        self.folder, self.keep, self.durable = Path(folder), keep, durable
+        remove_stale_temporaries(self.folder)
+
+    @property
+    def latest(self) -> Path:
+        return self.path("latest")
+
+    @property
+    def best(self) -> Path:
+        return self.path("best")
+
+    @property
+    def steps(self) -> list[Path]:
+        """The step files in the order of writing: a run resumed from further back counts from a lower number."""
+        named = [path for path in self.folder.glob("step_*.ckpt") if re.fullmatch(r"step_\d+", path.stem)]
+        return sorted(named, key=lambda path: (path.stat().st_mtime_ns, int(path.stem[5:])))
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.ckpt"
+
+    def save_latest(self, tree: Mapping[str, Any]) -> Path:
+        return self.save(tree, ["latest"])
+
+    def save_best(self, tree: Mapping[str, Any]) -> Path:
+        return self.save(tree, ["best"])
+
+    def save_step(self, step: int, tree: Mapping[str, Any]) -> Path:
+        return self.save(tree, [f"step_{step}"])
+
+    def save(self, tree: Mapping[str, Any], names: Sequence[str]) -> Path:
+        """Write `tree` once, under every name (`["latest", "step_500"]`), and drop the step files that are too many."""
+        first, *others = dict.fromkeys(names)
+        written = save_checkpoint(self.path(first), tree, durable=self.durable)
+        for name in others:
+            _duplicate(written, self.path(name), durable=self.durable)
+        steps = self.steps
+        for path in steps[: max(0, len(steps) - self.keep)] if self.keep is not None else []:
+            path.unlink(missing_ok=True)
+        return written
+
+
+def _duplicate(source: Path, target: Path, *, durable: bool) -> None:
+    """Give a finished file a second name; files are replaced and never changed in place, so that a link is a copy."""
+    with _replacing(target) as temporary:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except (OSError, NotImplementedError):  # a file system without hard links
+            shutil.copyfile(source, temporary)
+            if durable:
+                with open(temporary, "rb+") as file:
+                    os.fsync(file.fileno())
+    if durable:
+        _sync_folder(target.parent)
+
+
+def remove_stale_temporaries(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed writers of this machine left in `folder`; returns what was removed."""
+    pattern = re.compile(rf"\..+\.{_host()}-(\d{{1,9}})-\d+\.tmp")
+    matches = [(path, pattern.fullmatch(path.name)) for path in Path(folder).glob(".*.tmp")]
+    stale = [path for path, match in matches if match and not _is_alive(int(match[1]))]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return stale
+
+
+def _is_alive(process: int) -> bool:
+    if os.name == "nt":  # there os.kill(pid, 0) is a Ctrl-C, not a question
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,117 @@
+"""`TrainConfig`: what one run is, validated before anything starts; presets that resolve from any directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from rl_training.errors import UserError, did_you_mean
+from rl_training.validation import StrictModel, validate
+
+Presets = files("rl_training").joinpath("assets/configs")
+
+
+class TrainConfig(StrictModel):
+    """One training run. The YAML keys of a preset are these fields."""
+
+    algo: str = Field(min_length=1, description="Registry name of the algorithm, e.g. ppo.")
+    env_id: str = Field(min_length=1, description="Gymnasium id, or module:Class for an environment of your own.")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of every random draw of the run.")
+    total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
+    output_dir: str = Field("runs", min_length=1, description="Folder in which the run's own folder is made.")
+    execution_backend: str = Field("local_sync", description="Where collection runs; only local_sync exists.")
+    device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU when there is one).")
+    num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
+    eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")
+    log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
+    checkpoint_interval: int = Field(
+        0, ge=0, description="Environment steps between checkpoints; 0 is every 60 seconds and at the end."
+    )
+    checkpoint_keep: int = Field(3, ge=0, description="How many step_<n> checkpoints to keep.")
+    replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint holds the replay buffer.")
+    threads: int | Literal["auto"] = Field("auto", description="Threads that torch may use, or auto.")
+    vectorization: Literal["auto", "native", "sync", "async"] = Field(
+        "auto", description="How several environments are stepped: the environment's own vector code, in turn, or in processes."
+    )
+    accelerate: str = Field("auto", description="auto or none; compiled and captured updates do not exist yet.")
+    max_seconds: float | None = Field(None, gt=0, description="Stop after this many seconds of wall-clock.")
+    tags: tuple[str, ...] = Field((), description="Free words stored with the run.")
+    benchmark: dict[str, Any] = Field(default_factory=dict, description="Free notes for benchmark scripts; not read.")
+    algo_kwargs: dict[str, Any] = Field(default_factory=dict, description="Hyper-parameters of the algorithm.")
+    env_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the environment, plus max_episode_steps and wrappers."
+    )
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> TrainConfig:
+        if self.execution_backend != "local_sync":
+            raise ValueError(
+                f"execution_backend is {self.execution_backend!r}; only 'local_sync' exists (others are planned)"
+            )
+        if self.accelerate not in ("auto", "none"):
+            raise ValueError(f"accelerate is {self.accelerate!r}; only 'auto' and 'none' exist (compiling is planned)")
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdigit():
+            raise ValueError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:<index>")
+        if isinstance(self.threads, int) and not 1 <= self.threads <= 1024:
+            raise ValueError(f"threads is {self.threads}; it must be auto or from 1 to 1024")
+        return self
+
+
+def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainConfig:
+    """A config from a file, from a packaged preset (`ppo/cartpole`, `configs/ppo/cartpole.yaml`), or from a mapping."""
+    if isinstance(source, TrainConfig):
+        return source
+    if isinstance(source, Mapping):
+        return validate(TrainConfig, source, "config")
+    return validate(TrainConfig, read_yaml(source), str(source))
+
+
+def read_yaml(source: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, or in the packaged preset of that name when there is no such file."""
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else _preset_text(str(source))
+        data = yaml.safe_load(text)
+    except UnicodeDecodeError:
+        raise UserError(f"{source} is not a text file; a config is YAML.") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source} cannot be read: {str(error).splitlines()[0]}.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" (line {mark.line + 1})" if mark is not None else ""
+        raise UserError(f"{source} is not valid YAML{place}: {getattr(error, 'problem', None) or 'unreadable'}.") from None
+    except RecursionError:
+        raise UserError(f"{source} is nested too deeply; a config is a flat YAML mapping.") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{source} must hold a mapping of names to values, not {type(data).__name__}.")
+    return data
+
+
+def list_presets() -> list[str]:
+    """Names of the packaged presets, such as `ppo/cartpole`."""
+    return sorted(
+        f"{folder.name}/{file.name.removesuffix('.yaml')}"
+        for folder in Presets.iterdir()
+        if folder.is_dir()
+        for file in folder.iterdir()
+        if file.name.endswith(".yaml")
+    )
+
+
+def _preset_text(name: str) -> str:
+    preset = name.replace("\\", "/").removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
+    if preset not in list_presets():
+        raise UserError(f"{name!r} is neither a file nor a packaged preset; {did_you_mean(preset, list_presets())}")
+    return Presets.joinpath(f"{preset}.yaml").read_text(encoding="utf-8")
+
+
+def dump_yaml(data: Mapping[str, Any]) -> str:
+    """Plain data as YAML in the order given."""
+    return yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)

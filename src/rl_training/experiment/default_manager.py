@@ -1,0 +1,43 @@
+"""`DefaultExperimentManager`: a config in, something to train or resume out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_training.envs.factory import Env
+from rl_training.experiment.config import TrainConfig, load_config
+from rl_training.experiment.registry import get_algorithm_spec
+from rl_training.runtime.params import read_params
+from rl_training.runtime.run import Callback
+from rl_training.runtime.workflows import TrainResult, resume_training, train
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One checked config."""
+
+    config: TrainConfig
+    env: Callable[..., Env] | None = None
+
+    def train(self, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None) -> TrainResult:
+        """A run from the start."""
+        return train(self.config, env=self.env, run_suffix=run_suffix, callbacks=callbacks)
+
+    def resume(self, checkpoint: str | Path, **changes: Any) -> TrainResult:
+        """Go on from a checkpoint; arguments as `resume_training` takes them."""
+        return resume_training(checkpoint, env=self.env, **changes)
+
+
+class DefaultExperimentManager:
+    """Checks a config against the registry and hands out the experiment."""
+
+    def setup(
+        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: Callable[..., Env] | None = None
+    ) -> Experiment:
+        """The experiment of a config, a mapping, a file or a preset; wrong names and bounds are refused here."""
+        loaded = load_config(config)
+        read_params(get_algorithm_spec(loaded.algo).params, loaded.algo_kwargs)
+        return Experiment(loaded, env)

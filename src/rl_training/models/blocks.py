@@ -1,0 +1,171 @@
+"""Pieces that networks are made of: MLPs, CNN encoders, observation input and running normalisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rl_training.errors import UserError
+
+Array = NDArray[Any]
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU,
+}  # fmt: skip
+
+
+def activation_layer(name: str) -> nn.Module:
+    """The activation of that name."""
+    if name not in ACTIVATIONS:
+        raise UserError(f"activation is {name!r}; it must be one of {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]()
+
+
+def linear(inputs: int, outputs: int, gain: float = math.sqrt(2.0)) -> nn.Linear:
+    """A linear layer with orthogonal weights and zero bias."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(
+    inputs: int, hidden_sizes: Sequence[int], outputs: int, activation: str = "tanh", output_gain: float = 1.0
+) -> nn.Sequential:
+    """Linear layers with an activation between them, orthogonal weights."""
+    sizes = [inputs, *hidden_sizes]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [linear(before, after), activation_layer(activation)]
+    return nn.Sequential(*layers, linear(sizes[-1], outputs, output_gain))
+
+
+class ImageEncoder(nn.Sequential):
+    """Convolutions that fit the size of the image, then one linear layer: [B, C, H, W] -> [B, out_dim].
+
+    From 36 pixels a side the three layers of the DQN paper; below that one 3x3 layer, as MinAtar's authors use.
+    """
+
+    def __init__(self, shape: Sequence[int], out_dim: int | None = None) -> None:
+        channels, height, width = shape
+        if min(height, width) < 3:
+            raise UserError(f"images of {height}x{width} are too small for the CNN encoder; it needs at least 3x3.")
+        if min(height, width) >= 36:
+            layers = [
+                nn.Conv2d(channels, 32, 8, stride=4), nn.ReLU(), nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
+                nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(),
+            ]  # fmt: skip
+        else:
+            layers = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten()]
+        self.out_dim = out_dim or (512 if min(height, width) >= 36 else 128)
+        with torch.no_grad():
+            features = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
+        for layer in layers:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.orthogonal_(layer.weight, math.sqrt(2.0))
+                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        super().__init__(*layers, linear(features, self.out_dim), nn.ReLU())
+        self.out_dim = out_dim or (512 if min(height, width) >= 36 else 128)
+
+
+class ObservationNorm(nn.Module):
+    """Running mean and variance of observations; moved only by `update`, so it is frozen wherever nobody learns."""
+
+    def __init__(self, size: int, clip: float = 10.0) -> None:
+        super().__init__()
+        self.clip = clip
+        self.mean: Tensor
+        self.var: Tensor
+        self.count: Tensor
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("var", torch.ones(size))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[B, D] -> [B, D], about unit scale."""
+        return ((obs - self.mean) * torch.rsqrt(self.var + 1e-8)).clamp(-self.clip, self.clip)
+
+    @torch.no_grad()
+    def update(self, obs: Tensor) -> None:
+        """Fold rows [B, D] into the statistics (Chan's parallel formula)."""
+        if len(obs) == 0:
+            return
+        mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
+        total = self.count + rows
+        delta = mean - self.mean
+        share = (rows / total).to(delta.dtype)
+        spread = self.var * (1 - share) + var * share + delta.square() * share * (1 - share)
+        self.mean.add_(delta * share)
+        self.var.copy_(spread)
+        self.count.copy_(total)
+
+
+class ObservationInput(nn.Module):
+    """Raw observations as the first layer wants them: floats, images over their scale, normalised on request."""
+
+    def __init__(self, *, image_scale: float | None = None, normalize_size: int | None = None) -> None:
+        super().__init__()
+        self.image_scale = image_scale
+        self.norm = ObservationNorm(normalize_size) if normalize_size else None
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[B, ...] in its own dtype -> float32."""
+        if self.image_scale is not None:
+            return obs.float() / self.image_scale
+        obs = obs if obs.dtype == torch.float32 else obs.float()
+        return obs if self.norm is None else self.norm(obs)
+
+    def update(self, obs: Tensor) -> None:
+        """Fold observations into the running statistics, where there are any."""
+        if self.norm is not None:
+            self.norm.update(obs.float())
+
+
+NUMPY_ACTIVATIONS: dict[type[nn.Module], Callable[[Array], Array]] = {
+    nn.Tanh: lambda x: np.tanh(x, out=x), nn.ReLU: lambda x: np.maximum(x, 0.0, out=x),
+}  # fmt: skip
+
+
+def numpy_forward(network: nn.Sequential) -> Callable[[Array], Array] | None:
+    """The forward pass of a small MLP in numpy on the same memory, or None where that is not possible or not faster.
+
+    At 8 rows a numpy layer costs a third of a torch layer; the arrays are views, so an in-place update is seen at once.
+    """
+    steps: list[tuple[Array, Array] | Callable[[Array], Array]] = []
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            if layer.weight.device.type != "cpu" or layer.weight.numel() > 256 * 256:
+                return None
+            steps.append((layer.weight.detach().numpy().T, layer.bias.detach().numpy()))
+        elif type(layer) in NUMPY_ACTIVATIONS:
+            steps.append(NUMPY_ACTIVATIONS[type(layer)])
+        else:
+            return None
+
+    def forward(x: Array) -> Array:
+        for step in steps:
+            if isinstance(step, tuple):
+                x = x @ step[0]
+                x += step[1]
+            else:
+                x = step(x)
+        return x
+
+    return forward
+
+
+def numpy_input(layer: ObservationInput) -> Callable[[Array], Array] | None:
+    """`ObservationInput` in numpy on the same memory; None for images."""
+    if layer.image_scale is not None:
+        return None
+    if layer.norm is None:
+        return lambda obs: obs
+    norm = layer.norm
+    mean, var, clip = norm.mean.numpy(), norm.var.numpy(), norm.clip
+    return lambda obs: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)

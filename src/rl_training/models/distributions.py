@@ -1,0 +1,143 @@
+"""Action distributions of policies: sample, mode, log_prob, entropy and KL, on the functions of `algorithms.ops.policy`.
+
+Lighter than `torch.distributions`, whose argument checks cost more than a small network's forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_training.algorithms.ops.policy import (
+    categorical_entropy,
+    categorical_kl,
+    categorical_log_prob,
+    gaussian_entropy,
+    gaussian_kl,
+    gaussian_log_prob,
+)
+
+MASKED_LOGIT = -1e8  # finite, so that 0 probability times this is 0 and not NaN
+
+
+class Distribution(Protocol):
+    """A batch of B action distributions."""
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor: ...
+
+    def mode(self) -> Tensor: ...
+
+    def log_prob(self, actions: Tensor) -> Tensor: ...
+
+    def entropy(self) -> Tensor: ...
+
+    def kl(self, other: Any) -> Tensor:
+        """KL(self || other) [B]."""
+
+    def detach(self) -> Distribution: ...
+
+
+class Categorical:
+    """One choice out of A: logits [B, A], actions [B]."""
+
+    def __init__(self, logits: Tensor, masks: Tensor | None = None) -> None:
+        if masks is not None:
+            logits = logits.masked_fill(~masks, MASKED_LOGIT)
+        self.log_probs = logits.log_softmax(-1)
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """Draw by the Gumbel trick: argmax of log-probabilities minus the log of exponential noise."""
+        noise = torch.empty_like(self.log_probs).exponential_(generator=generator)
+        return (self.log_probs - noise.log()).argmax(-1)
+
+    def mode(self) -> Tensor:
+        """The most likely choice."""
+        return self.log_probs.argmax(-1)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B]."""
+        return categorical_log_prob(self.log_probs, actions)
+
+    def entropy(self) -> Tensor:
+        """[B]."""
+        return categorical_entropy(self.log_probs)
+
+    def kl(self, other: Categorical) -> Tensor:
+        """KL(self || other) [B]."""
+        return categorical_kl(self.log_probs, other.log_probs)
+
+    def detach(self) -> Categorical:
+        """The same numbers without a gradient."""
+        copy = Categorical.__new__(Categorical)
+        copy.log_probs = self.log_probs.detach()
+        return copy
+
+
+class MultiCategorical:
+    """K independent choices: logits [B, sum(sizes)], actions [B, K]."""
+
+    def __init__(self, logits: Tensor, sizes: Sequence[int], masks: Tensor | None = None) -> None:
+        pieces = logits.split(list(sizes), -1)
+        allowed = [None] * len(pieces) if masks is None else masks.split(list(sizes), -1)
+        self.parts = [Categorical(piece, mask) for piece, mask in zip(pieces, allowed, strict=True)]
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """Draw every choice."""
+        return torch.stack([part.sample(generator) for part in self.parts], -1)
+
+    def mode(self) -> Tensor:
+        """The most likely choices."""
+        return torch.stack([part.mode() for part in self.parts], -1)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B], summed over the choices."""
+        return torch.stack([p.log_prob(a) for p, a in zip(self.parts, actions.unbind(-1), strict=True)]).sum(0)
+
+    def entropy(self) -> Tensor:
+        """[B], summed over the choices."""
+        return torch.stack([part.entropy() for part in self.parts]).sum(0)
+
+    def kl(self, other: MultiCategorical) -> Tensor:
+        """KL(self || other) [B], summed over the choices."""
+        return torch.stack([p.kl(q) for p, q in zip(self.parts, other.parts, strict=True)]).sum(0)
+
+    def detach(self) -> MultiCategorical:
+        """The same numbers without a gradient."""
+        copy = MultiCategorical.__new__(MultiCategorical)
+        copy.parts = [part.detach() for part in self.parts]
+        return copy
+
+
+class DiagonalGaussian:
+    """Independent Gaussians: mean [B, D], log deviation [D] or [B, D]; the environment clips, the density does not."""
+
+    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+        self.mean, self.log_std = mean, log_std
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """Draw [B, D]."""
+        noise = torch.empty_like(self.mean).normal_(generator=generator)
+        return self.mean + self.log_std.exp() * noise
+
+    def mode(self) -> Tensor:
+        """The mean."""
+        return self.mean
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B], summed over dimensions."""
+        return gaussian_log_prob(actions, self.mean, self.log_std)
+
+    def entropy(self) -> Tensor:
+        """[B], summed over dimensions."""
+        return gaussian_entropy(self.log_std).expand(self.mean.shape[:-1])
+
+    def kl(self, other: DiagonalGaussian) -> Tensor:
+        """KL(self || other) [B]."""
+        return gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)
+
+    def detach(self) -> DiagonalGaussian:
+        """The same numbers without a gradient."""
+        return DiagonalGaussian(self.mean.detach(), self.log_std.detach())

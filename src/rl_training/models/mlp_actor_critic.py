@@ -1,0 +1,135 @@
+"""Policy and value networks of the rollout family, for every kind of action, from vectors or through an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rl_training.models.blocks import ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
+
+Array = NDArray[Any]
+
+
+class PolicyOutput(NamedTuple):
+    """Sampled actions with their log-probabilities [B], values [B] and entropy [B]."""
+
+    actions: Tensor
+    logprobs: Tensor
+    values: Tensor
+    entropy: Tensor
+
+
+class Evaluation(NamedTuple):
+    """Given actions under the policy: log-probabilities [B], values [B], entropy [B]."""
+
+    logprobs: Tensor
+    values: Tensor
+    entropy: Tensor
+
+
+class MLPActorCritic(nn.Module):
+    """Actor and critic with separate MLPs on the observation, or both on the features of one `encoder`.
+
+    `action_kind` "discrete" has `action_dim` choices; "continuous" has `action_dim` dimensions and a state-independent
+    deviation; "multi_discrete" and "multi_binary" have `action_sizes` choices per factor, independent given the state.
+    """
+
+    def __init__(
+        self,
+        *,
+        obs_dim: int,
+        action_dim: int,
+        hidden_sizes: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        action_kind: str = "discrete",
+        action_sizes: Sequence[int] | None = None,
+        encoder: nn.Module | None = None,
+        observation_input: ObservationInput | None = None,
+    ) -> None:
+        super().__init__()
+        self.observation_input = observation_input or ObservationInput()
+        self.encoder = encoder
+        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        self.action_kind = action_kind
+        self.action_sizes = tuple(action_sizes or (action_dim,))
+        self.actor = mlp(features, hidden_sizes, action_dim, activation, output_gain=0.01)
+        self.critic = mlp(features, hidden_sizes, 1, activation)
+        self.log_std = nn.Parameter(torch.zeros(action_dim)) if action_kind == "continuous" else None
+
+    def features(self, obs: Tensor) -> Tensor:
+        """What actor and critic read."""
+        obs = self.observation_input(obs)
+        return obs if self.encoder is None else self.encoder(obs)
+
+    def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:
+        """The policy at observations [B, ...]."""
+        return self._distribution(self.features(obs), action_masks)
+
+    def _distribution(self, features: Tensor, action_masks: Tensor | None) -> Distribution:
+        outputs = self.actor(features)
+        if self.log_std is not None:
+            return DiagonalGaussian(outputs, self.log_std)
+        if self.action_kind == "discrete":
+            return Categorical(outputs, action_masks)
+        return MultiCategorical(outputs, self.action_sizes, action_masks)
+
+    def values(self, obs: Tensor) -> Tensor:
+        """State values [B]."""
+        return self.critic(self.features(obs)).squeeze(-1)  # type: ignore[no-any-return]
+
+    def act(
+        self, obs: Tensor, *, deterministic: bool = False, generator: torch.Generator | None = None,
+        action_masks: Tensor | None = None,
+    ) -> PolicyOutput:  # fmt: skip
+        """Sample (or take the mode of) the policy at observations [B, ...]."""
+        features = self.features(obs)
+        policy = self._distribution(features, action_masks)
+        actions = policy.mode() if deterministic else policy.sample(generator)
+        return PolicyOutput(actions, policy.log_prob(actions), self.critic(features).squeeze(-1), policy.entropy())
+
+    def evaluate_actions(self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None) -> Evaluation:
+        """Log-probabilities, values and entropy for a loss."""
+        features = self.features(obs)
+        policy = self._distribution(features, action_masks)
+        return Evaluation(policy.log_prob(actions), self.critic(features).squeeze(-1), policy.entropy())
+
+    def actor_parameters(self) -> list[nn.Parameter]:
+        """What the policy depends on, the encoder included."""
+        critic = {id(p) for p in self.critic.parameters()}
+        return [p for p in self.parameters() if id(p) not in critic]
+
+    def numpy_policy(self) -> Callable[[Array, Array | None, np.random.Generator, bool], Array] | None:
+        """Acting in numpy on the same weights; None behind an encoder or on a GPU."""
+        prepare, forward = numpy_input(self.observation_input), numpy_forward(self.actor)
+        if self.encoder is not None or prepare is None or forward is None:
+            return None
+        if self.log_std is not None:
+            log_std = self.log_std.detach().numpy()
+
+            def act_gaussian(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
+                mean = forward(prepare(obs))
+                if deterministic:
+                    return mean
+                return mean + np.exp(log_std) * rng.standard_normal(mean.shape, dtype=np.float32)
+
+            return act_gaussian
+        sizes, discrete = self.action_sizes, self.action_kind == "discrete"
+        ends = np.cumsum(sizes)
+
+        def act_categorical(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
+            scores = forward(prepare(obs))
+            if not deterministic:  # Gumbel: the argmax of logits plus this noise is a sample
+                scores -= np.log(rng.standard_exponential(scores.shape, dtype=np.float32))
+            if masks is not None:
+                scores[~masks] = -np.inf
+            if discrete:
+                return scores.argmax(-1)
+            return np.stack([scores[:, end - size : end].argmax(-1) for end, size in zip(ends, sizes, strict=True)], -1)
+
+        return act_categorical

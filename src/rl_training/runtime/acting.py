@@ -1,0 +1,53 @@
+"""Acting outside training: one object that evaluation, prediction and `actor()` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_training.algorithms.base import Algorithm, Array
+
+
+class ActingSession:
+    """Acts for N environments with its own generators and memory; never moves the training stream."""
+
+    def __init__(self, algorithm: Algorithm, num_envs: int, seed: int, *, deterministic: bool = True) -> None:
+        self.algorithm, self.num_envs, self.deterministic = algorithm, num_envs, deterministic
+        self.rng = np.random.default_rng(seed)
+        self.generator = torch.Generator(algorithm.device).manual_seed(seed)
+        self.carry = algorithm.initial_carry(num_envs)
+        self._numpy_policy = algorithm.numpy_policy()
+
+    def act(self, obs: Array, masks: Array | None = None, is_first: Array | None = None) -> Array:
+        """Actions of the policy for encoded observations [N, ...]."""
+        if self._numpy_policy is not None:
+            return self._numpy_policy(obs, masks, self.rng, self.deterministic)
+        device = self.algorithm.device
+
+        def tensor(array: Array | None) -> Any:
+            return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        with evaluation_mode(self.algorithm, self.generator), torch.no_grad():
+            out = self.algorithm.act(
+                tensor(obs), self.carry, is_first=tensor(is_first), deterministic=self.deterministic,
+                action_masks=tensor(masks),
+            )  # fmt: skip
+        self.carry = out.carry
+        return out.actions.cpu().numpy()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def evaluation_mode(algorithm: Algorithm, generator: torch.Generator) -> Iterator[None]:
+    """The algorithm in eval mode with another generator, and back."""
+    was_training, own = algorithm.training, algorithm.generator
+    algorithm.eval()
+    algorithm.generator = generator
+    try:
+        yield
+    finally:
+        algorithm.generator = own
+        algorithm.train(was_training)

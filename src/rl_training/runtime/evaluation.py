@@ -1,0 +1,121 @@
+"""Evaluation: own environments, own seeds, whole episodes, the same ones whatever number runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from rl_training.algorithms.base import Algorithm
+from rl_training.envs.episodes import episode_seed
+from rl_training.envs.factory import Env, EnvRecipe, make_env
+from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.errors import UserError
+from rl_training.runtime.acting import ActingSession
+
+EVALUATION_STREAM = 2**31  # an environment index that no training environment has
+MOST_SIDE_BY_SIDE = 20
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Returns and lengths of the episodes, in the order of their seeds."""
+
+    returns: list[float]
+    lengths: list[int]
+
+    def metrics(self) -> dict[str, Any]:
+        """Mean, deviation and count under the contract's names."""
+        return {
+            "eval_return_mean": float(np.mean(self.returns)),
+            "eval_return_std": float(np.std(self.returns)),
+            "eval_length_mean": float(np.mean(self.lengths)),
+            "eval_episodes": len(self.returns),
+        }
+
+
+class Evaluator:
+    """Keeps its environments between evaluations of one run."""
+
+    def __init__(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> None:
+        self.recipe, self.spaces, self.seed = recipe, spaces, seed
+        self.envs: list[Env] = []
+
+    def evaluate(self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True) -> EvaluationResult:
+        """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only."""
+        count = min(episodes, MOST_SIDE_BY_SIDE)
+        while len(self.envs) < count:
+            self.envs.append(make_env(self.recipe, evaluation=True))
+        return run_episodes(self.envs[:count], self.spaces, algorithm, episodes, self.seed, deterministic=deterministic)
+
+    def close(self) -> None:
+        """Close the environments."""
+        for env in self.envs:
+            env.close()
+        self.envs = []
+
+
+def run_episodes(
+    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True,
+    on_step: Callable[[int], None] | None = None,
+) -> EvaluationResult:  # fmt: skip
+    """`episodes` whole episodes over these environments, each environment taking the next one when it ends one."""
+    actor = ActingSession(algorithm, len(envs), seed, deterministic=deterministic)
+    returns, lengths = [0.0] * episodes, [0] * episodes
+    current = list(range(len(envs)))  # the episode that each environment is in; `episodes` or more: none
+    obs: list[Any] = []
+    masks: list[Array] = []
+    for i, env in enumerate(envs):
+        row, info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, i))
+        obs.append(row)
+        masks.append(read_action_mask(info, spaces))
+    started, is_first = len(envs), np.ones(len(envs), dtype=bool)
+    while any(episode < episodes for episode in current):
+        encoded = spaces.encode(np.stack(obs))
+        actions = actor.act(encoded, np.stack(masks) if spaces.has_action_mask else None, is_first)
+        mapped = spaces.map_actions(actions)
+        is_first = np.zeros(len(envs), dtype=bool)
+        for i, env in enumerate(envs):
+            episode = current[i]
+            if episode >= episodes:
+                continue
+            action = mapped[i].item() if spaces.action_kind == "discrete" else mapped[i]
+            obs[i], reward, terminated, truncated, info = env.step(action)
+            returns[episode] += float(reward)
+            lengths[episode] += 1
+            if terminated or truncated:
+                current[i], started, is_first[i] = started, started + 1, True
+                if current[i] < episodes:
+                    obs[i], info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, current[i]))
+            if spaces.has_action_mask:
+                masks[i] = read_action_mask(info, spaces)
+            if on_step is not None:
+                on_step(i)
+    return EvaluationResult(returns, lengths)
+
+
+def record_video(
+    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, folder: Path
+) -> EvaluationResult:
+    """The same evaluation, one environment, each episode as a video in `folder`."""
+    env = make_env(recipe, evaluation=True, render_mode="rgb_array")
+    try:
+        recorder = gym.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
+        result = run_episodes([recorder], spaces, algorithm, episodes, seed)
+        recorder.close()
+    except gym.error.DependencyNotInstalled as error:
+        raise UserError(f"recording a video needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
+    return result
+
+
+def watch(recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int) -> EvaluationResult:
+    """The same evaluation in a window."""
+    env = make_env(recipe, evaluation=True, render_mode="human")
+    try:
+        return run_episodes([env], spaces, algorithm, episodes, seed)
+    finally:
+        env.close()

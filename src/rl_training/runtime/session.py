@@ -1,0 +1,112 @@
+"""From a config to the parts of a run: everything is checked and every `auto` resolved before anything is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_training.algorithms.base import Algorithm
+from rl_training.envs.engines import choose_vectorization, make_engine
+from rl_training.envs.factory import Env, EnvRecipe, probe_spaces, read_recipe
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.stepper import Stepper
+from rl_training.errors import UserError
+from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.params import Params, dump_params, read_params
+from rl_training.runtime.spec import AlgorithmSpec, Source, SourceContext, get_algorithm_spec
+
+
+@dataclass
+class Session:
+    """The parts of one run; `config` has no `auto` and every hyper-parameter left in it."""
+
+    spec: AlgorithmSpec
+    config: TrainConfig
+    params: Params
+    recipe: EnvRecipe
+    spaces: EnvSpaces
+    algorithm: Algorithm
+    source: Source
+
+
+def open_session(
+    config: TrainConfig, *, env: Callable[..., Env] | None = None, restored: Mapping[str, Any] | None = None
+) -> Session:
+    """Check the config against algorithm and environment and build both; `restored` is a checkpoint to go on from."""
+    spec = get_algorithm_spec(config.algo)
+    params = read_params(spec.params, config.algo_kwargs)
+    recipe = read_recipe(config.env_id, config.env_kwargs, env)
+    spaces = probe_spaces(recipe)
+    spec.check_support(spaces)
+    if restored is not None:
+        check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
+    config = resolve(config, params, recipe, spaces)
+    torch.set_num_threads(int(config.threads))
+    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device)
+    for name in (*params.schedules, *params.built_in_schedules()):
+        if not algorithm.scheduled(name):
+            raise UserError(f"algo_kwargs.{name}_schedule: {spec.name} cannot move {name} during a run.")
+    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
+    stepper = Stepper(engine, spaces, config.num_envs)
+    source = spec.source(SourceContext(params, spaces, stepper, config.seed))
+    return Session(spec, config, params, recipe, spaces, algorithm, source)
+
+
+def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces) -> TrainConfig:
+    """The config with every `auto` decided and every default spelled out."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
+    if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
+        raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} GPUs here.")
+    threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
+    return config.model_copy(
+        update={
+            "device": device,
+            "threads": threads,
+            "vectorization": choose_vectorization(config.vectorization, recipe, config.num_envs),
+            "accelerate": "none",
+            "algo_kwargs": dump_params(params),
+        }
+    )
+
+
+def choose_threads(params: Params, spaces: EnvSpaces) -> int:
+    """One thread for networks so small that sharing the work costs more than it saves, else one per core up to 8."""
+    small = spaces.obs_kind == "vector" and max(params.hidden_sizes, default=0) <= 128
+    return 1 if small else min(8, os.cpu_count() or 1)
+
+
+def build_algorithm(spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, seed: int, device: str) -> Algorithm:
+    """The algorithm with weights that depend on the seed alone, and without touching torch's global generator."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        with torch.device("cpu"):
+            algorithm = spec.build(params, spaces)
+        if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere
+            weights = algorithm.state_dict()
+            with torch.device(device):
+                algorithm = spec.build(params, spaces)
+            weights.pop("_extra_state", None)
+            algorithm.load_state_dict(weights, strict=False)
+    algorithm.seed(seed)
+    return algorithm
+
+
+def check_same_spaces(stored: EnvSpaces, found: EnvSpaces) -> None:
+    """Refuse to go on with an environment whose spaces are not the checkpoint's."""
+    if stored.observation_space != found.observation_space:
+        raise UserError(
+            f"the checkpoint was made for observations {stored.observation_space}; "
+            f"{found.env_id} now has {found.observation_space}."
+        )
+    if stored.action_space != found.action_space:
+        raise UserError(
+            f"the checkpoint was made for actions {stored.action_space}; {found.env_id} now has {found.action_space}."
+        )

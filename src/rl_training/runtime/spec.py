@@ -1,0 +1,114 @@
+"""`AlgorithmSpec`: the registry entry of an algorithm, and how entries are discovered."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, Protocol
+
+from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.stepper import Episode, Stepper
+from rl_training.errors import UserError, did_you_mean
+from rl_training.runtime.params import Params
+
+ENTRY_POINT_GROUP = "rl_training.algorithms"
+
+
+class Collected(NamedTuple):
+    """What one `collect` brought: real transitions, finished episodes, and metrics of its own."""
+
+    steps: int
+    episodes: list[Episode]
+    metrics: dict[str, float] = {}
+
+
+class Source(Protocol):
+    """Where experience comes from; a training lane is a Source."""
+
+    def collect(self, algorithm: Algorithm, step: int) -> Collected: ...
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """The updates due now, each with its phase."""
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Go on from a saved state; returns sentences on what could not be brought back exactly."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SourceContext:
+    """What a source is made from."""
+
+    params: Any
+    spaces: EnvSpaces
+    stepper: Stepper
+    seed: int
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """One algorithm: what it is, what it supports, its hyper-parameters, and how its parts are built."""
+
+    name: str
+    class_name: str
+    year: int
+    paper: str
+    lane: str
+    scope: str
+    params: type[Params]
+    learner: type[Algorithm]
+    build: Callable[[Any, EnvSpaces], Algorithm]
+    source: Callable[[SourceContext], Source]
+    action_kinds: tuple[str, ...]
+    observation_kinds: tuple[str, ...] = ("vector", "image")
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of TrainConfig, for `train --algo NAME --env ID`
+
+    def check_support(self, spaces: EnvSpaces) -> None:
+        """Refuse, in one sentence, an environment that this algorithm does not support."""
+        if spaces.action_kind not in self.action_kinds:
+            raise UserError(
+                f"{self.name} does not support the {spaces.action_kind} actions of {spaces.env_id}; "
+                f"it supports {', '.join(self.action_kinds)}."
+            )
+        if spaces.obs_kind not in self.observation_kinds:
+            raise UserError(
+                f"{self.name} does not support the {spaces.obs_kind} observations of {spaces.env_id}; "
+                f"it supports {', '.join(self.observation_kinds)}."
+            )
+
+
+@cache
+def _discover() -> dict[str, AlgorithmSpec]:
+    import rl_training.runtime as package
+
+    specs: list[AlgorithmSpec] = []
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+        if module.name.endswith("_trainer"):
+            specs += importlib.import_module(f"{package.__name__}.{module.name}").SPECS
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        loaded = point.load()
+        specs += loaded if isinstance(loaded, (list, tuple)) else [loaded]
+    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (spec.year, spec.name))}
+
+
+def list_algorithm_specs() -> list[AlgorithmSpec]:
+    """Every registered algorithm, oldest first."""
+    return list(_discover().values())
+
+
+def get_algorithm_spec(name: str) -> AlgorithmSpec:
+    """The algorithm of that registry name."""
+    specs = _discover()
+    if name not in specs:
+        raise UserError(f"algo {name!r} is not a registered algorithm; {did_you_mean(name, specs)}")
+    return specs[name]

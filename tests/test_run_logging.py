@@ -1,0 +1,392 @@
+"""What a run writes: metrics rows that survive a kill and a resume, TensorBoard events, one progress line."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_training.errors import UserError
+from rl_training.experiment.logging import RunLogger, format_duration, read_metrics
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def make(folder: Path, **changes: Any) -> RunLogger:
+    return RunLogger(folder, **{"console": False, "total_steps": 1000, **changes})
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_holds_step_kind_time_and_metrics(tmp_path: Path) -> None:
+    clock = Clock()
+    with make(tmp_path / "new" / "run", clock=clock) as logger:
+        clock.now += 2.5
+        logger.log(10, {"loss": 0.1, "episodes": 3})
+        logger.log(20, {"return_mean": 1.5}, kind="eval")
+    assert read_metrics(tmp_path / "new" / "run" / "metrics.jsonl") == [
+        {"step": 10, "kind": "train", "time": 2.5, "loss": 0.1, "episodes": 3},
+        {"step": 20, "kind": "eval", "time": 2.5, "return_mean": 1.5},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "read"),
+    [
+        (math.inf, '"inf"', math.inf),
+        (-math.inf, '"-inf"', -math.inf),
+        (np.float64("-inf"), '"-inf"', -math.inf),
+        (np.float32("inf"), '"inf"', math.inf),
+        (torch.tensor(math.inf), '"inf"', math.inf),
+        (np.float32(0.5), "0.5", 0.5),
+        (torch.tensor(0.5), "0.5", 0.5),
+        (np.int64(3), "3.0", 3.0),
+        (1e300, "1e+300", 1e300),
+        (True, "true", True),
+        (None, "null", None),
+        ("budget", '"budget"', "budget"),
+    ],
+)
+def test_every_value_keeps_the_file_valid_json(tmp_path: Path, value: Any, text: str, read: Any) -> None:
+    with make(tmp_path) as logger:
+        logger.log(1, {"x": value, "after": 2})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert f'"x": {text}, "after": 2' in line
+    assert json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["x"] == read
+
+
+def test_nan_comes_back(tmp_path: Path) -> None:
+    with make(tmp_path) as logger:
+        logger.log(1, {"x": math.nan})
+    assert '"x": "nan"' in (tmp_path / "metrics.jsonl").read_text()
+    assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0]["x"])
+
+
+def test_a_metric_cannot_hide_the_step(tmp_path: Path) -> None:
+    with make(tmp_path, clock=Clock()) as logger:
+        logger.log(1, {"step": 99, "kind": 5.0, "time": 7.0})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "kind": "train", "time": 0.0}]
+
+
+def test_a_row_is_in_the_file_at_once(tmp_path: Path) -> None:
+    logger = make(tmp_path)
+    logger.log(1, {"x": 1.0})
+    assert len(read_metrics(logger.path)) == 1
+    logger.close()
+    logger.close()
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with make(tmp_path) as logger:
+            logger.log(step, {})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2]
+
+
+# ---- kills and resumes -----------------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, steps: list[int], tail: bytes = b"") -> None:
+    rows = [json.dumps({"step": step, "kind": "train", "time": float(step)}) + "\n" for step in steps]
+    path.write_bytes("".join(rows).encode() + tail)
+
+
+def test_reading_leaves_out_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = b'{"step": 3, "kind": "train", "time": 1.0, "x": 1.5}'
+    for length in range(len(whole)):
+        write_rows(path, [1, 2], whole[:length])
+        assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    write_rows(path, [1, 2], whole)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_reading_names_a_damaged_line_and_a_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\n{"st\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 3"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"nothing cannot be read \(No such file"):
+        read_metrics(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 4', b'{"step": 4}', b"\x00\x00", b'"text"', b"\xff{"])
+@pytest.mark.parametrize(("resume_step", "kept"), [(2, [1, 2]), (0, []), (9, [1, 2, 3]), (None, [1, 2, 3])])
+def test_a_resumed_run_has_every_step_once(
+    tmp_path: Path, tail: bytes, resume_step: int | None, kept: list[int]
+) -> None:
+    write_rows(tmp_path / "metrics.jsonl", [1, 2, 3], tail)
+    if tail == b'{"step": 4}' and resume_step in (9, None):
+        kept = [*kept, 4]
+    with make(tmp_path, append=True, resume_step=resume_step) as logger:
+        logger.log(50, {"x": 1.0})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [*kept, 50]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_resumed_run_continues_the_clock(tmp_path: Path) -> None:
+    write_rows(tmp_path / "metrics.jsonl", [1, 2, 3])
+    clock = Clock()
+    with make(tmp_path, append=True, resume_step=2, clock=clock) as logger:
+        clock.now += 10
+        logger.log(3, {})
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["time"] == 12.0
+
+
+def test_appending_to_nothing_starts_a_file(tmp_path: Path) -> None:
+    with make(tmp_path, append=True, resume_step=5) as logger:
+        logger.log(6, {})
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
+    with make(tmp_path) as logger:
+        logger.log(0, {"loss": 0.5, "huge": 1e300, "low": -1e300, "none": None, "why": "x"})
+        logger.log(2**40, {"loss": torch.tensor(0.25)})
+        logger.log(7, {f"{number}" * 100: np.float32(number) for number in range(30)}, kind="é" * 100)
+    scalars = read_scalars(tmp_path)
+    assert scalars["train/loss"] == [(0, 0.5), (2**40, 0.25)]
+    assert scalars["train/huge"] == [(0, math.inf)]
+    assert scalars["train/low"] == [(0, -math.inf)]
+    assert scalars["é" * 100 + "/" + "7" * 100] == [(7, 7.0)]
+    assert len(scalars) == 33
+
+
+def test_every_event_has_a_right_checksum(tmp_path: Path) -> None:
+    reference = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow").masked_crc32c
+    with make(tmp_path) as logger:
+        for size in range(40):
+            logger.log(size, {"x" * number: float(number) for number in range(size)})
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    data, records = path.read_bytes(), 0
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        assert int.from_bytes(data[8:12], "little") == reference(data[:8])
+        assert int.from_bytes(data[12 + size : 16 + size], "little") == reference(data[12 : 12 + size])
+        data, records = data[16 + size :], records + 1
+    assert records == 41
+
+
+def test_tensorboard_forgets_what_a_resume_repeats(tmp_path: Path) -> None:
+    with make(tmp_path) as logger:
+        for step in (1, 2, 3, 4):
+            logger.log(step, {"loss": 0.0})
+    with make(tmp_path, append=True, resume_step=2) as logger:
+        logger.log(3, {"loss": 1.0})
+    assert read_scalars(tmp_path)["train/loss"] == [(1, 0.0), (2, 0.0), (3, 1.0)]
+
+
+def test_events_reach_the_file_every_few_seconds(tmp_path: Path) -> None:
+    clock = Clock()
+    logger = make(tmp_path, clock=clock)
+    logger.log(1, {"loss": 0.0})
+    assert read_scalars(tmp_path) == {}
+    clock.now += 6
+    logger.log(2, {"loss": 0.0})
+    assert read_scalars(tmp_path) == {"train/loss": [(1, 0.0), (2, 0.0)]}
+    logger.close()
+
+
+def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
+    with make(tmp_path, tensorboard=False) as logger:
+        logger.log(1, {"loss": 0.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_the_live_line_is_redrawn_in_place_at_most_four_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    clock, stream = Clock(), Terminal()
+    logger = make(tmp_path, console=True, clock=clock, stream=stream)
+    for call in range(100):  # 10 seconds
+        logger.progress(call * 10, 50.0, 21.5, {"policy_loss": 0.123456})
+        clock.now += 0.1
+    lines = stream.getvalue().split("\r")[1:]
+    assert 30 <= len(lines) <= 41
+    assert "\n" not in stream.getvalue()
+    logger.close()
+    assert stream.getvalue().endswith("\n")
+
+
+def test_the_live_line_says_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = Terminal()
+    logger = make(tmp_path, console=True, total_steps=100_000, stream=stream)
+    losses = {"policy_loss": torch.tensor(0.123456), "value_loss": 2.0, "entropy": math.nan, "fourth": 1.0}
+    logger.progress(25_000, 1234.4, 21.53, losses)
+    line = stream.getvalue().strip()
+    assert line.startswith("━━━━━╌")
+    assert line.split("  ")[1:] == [
+        "25%", "25,000/100,000", "1,234 steps/s", "eta 0:01:01", "return 21.53", "policy_loss 0.123", "value_loss 2",
+        "entropy nan",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [20, 60])
+def test_the_live_line_fits_the_terminal_and_erases_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    clock, stream = Clock(), Terminal()
+    logger = make(tmp_path, console=True, clock=clock, stream=stream)
+    logger.progress(999, 1e9, 1234.5, {"loss": 1.0})
+    clock.now += 1
+    logger.progress(1, 1, None)
+    _, first, second = stream.getvalue().split("\r")
+    assert len(first) <= columns - 1
+    assert len(second) >= len(first)
+
+
+def test_a_message_stands_above_the_live_line(tmp_path: Path) -> None:
+    stream = Terminal()
+    logger = make(tmp_path, console=True, stream=stream)
+    logger.message("before")
+    assert stream.getvalue() == "before\n"
+    logger.progress(1, 1.0, 0.0)
+    live = stream.getvalue().split("\r")[1]
+    logger.message("saved")
+    assert stream.getvalue() == f"before\n\r{live}\r{' ' * len(live)}\rsaved\n{live}"
+
+
+def test_without_a_terminal_there_is_a_plain_line_every_five_seconds(tmp_path: Path) -> None:
+    clock, stream = Clock(), io.StringIO()
+    logger = make(tmp_path, console=True, clock=clock, stream=stream)
+    for step in range(96):  # 12 seconds
+        logger.progress(step, 10.0, 1.0)
+        clock.now += 0.125
+    logger.message("note")
+    logger.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines if "steps/s" in line] == ["0/1,000", "40/1,000", "80/1,000"]
+    assert lines[-1] == "note"
+    assert "\r" not in stream.getvalue()
+
+
+def test_force_draws_what_is_not_due(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    logger = make(tmp_path, console=True, clock=Clock(), stream=stream)
+    assert logger.progress_due
+    logger.progress(1, 10.0, 1.0)
+    assert not logger.progress_due
+    logger.progress(2, 10.0, 1.0)
+    logger.progress(1000, 10.0, 1.0, force=True)
+    assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["0%", "100%"]
+
+
+def test_console_false_is_silent(tmp_path: Path) -> None:
+    stream = Terminal()
+    logger = make(tmp_path, console=False, stream=stream)
+    logger.progress(1, 1.0, 0.0, force=True)
+    logger.message("text")
+    assert not logger.progress_due
+    logger.close()
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    clock, stream = Clock(), Terminal()
+    logger = make(tmp_path, console=True, clock=clock, stream=stream)
+    logger.progress(1, 1.0, 0.0)
+    stream.close()
+    clock.now += 1
+    logger.progress(2, 1.0, 0.0)
+    logger.message("text")
+    logger.log(3, {"x": 1.0})
+    logger.close()
+    assert len(read_metrics(logger.path)) == 1
+
+
+def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
+    stream = Terminal()
+    stream.encoding = "latin-1"  # type: ignore[misc]
+    make(tmp_path, console=True, stream=stream).progress(500, 0.0, None)
+    assert stream.getvalue().isascii()
+    assert "##########----------  50%" in stream.getvalue()
+    assert "eta -:--:--" in stream.getvalue()
+
+
+@pytest.mark.parametrize("total_steps", [0, 1, 10])
+def test_a_finished_or_empty_budget_is_whole(tmp_path: Path, total_steps: int) -> None:
+    stream = io.StringIO()
+    make(tmp_path, console=True, total_steps=total_steps, stream=stream).progress(12, 5.0, None)
+    assert stream.getvalue().startswith("100%")
+    assert "eta 0:00:00" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00:00"),
+        (59.6, "0:01:00"),
+        (3599.4, "0:59:59"),
+        (3661, "1:01:01"),
+        (360_000, "100:00:00"),
+        (-5, "0:00:00"),
+        (math.nan, "-:--:--"),
+        (math.inf, "-:--:--"),
+    ],
+)
+def test_durations_read_as_hours_minutes_seconds(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+def best_microseconds(call: Any, calls: int, rounds: int = 5) -> float:
+    """The quickest of several rounds: what the code costs, whatever else the machine does."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for number in range(calls):
+            call(number)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / calls * 1e6
+
+
+def test_a_row_of_twelve_metrics_is_cheap(tmp_path: Path) -> None:
+    metrics = {f"metric_number_{number}": 1.2345 * number for number in range(12)}
+    with make(tmp_path) as logger:
+        assert best_microseconds(lambda step: logger.log(step, metrics), 300) < 100
+
+
+def test_progress_that_is_not_due_is_cheap(tmp_path: Path) -> None:
+    logger = make(tmp_path, console=True, stream=io.StringIO())
+    losses = {"loss": 1.0}
+    assert best_microseconds(lambda step: logger.progress(step, 1.0, 1.0, losses), 3000) < 2
