@@ -6,8 +6,11 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_training.errors import UserError
+
+PACK_EVERY = 4096  # actions; a list of small arrays takes ten times the memory of one array
 
 
 def episode_seed(run_seed: int, index: int, episode: int) -> int:
@@ -27,13 +30,14 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self.run_seed, self.index = run_seed, index
         self.episode = -1
-        self.actions: list[Any] = []
         self.before_reset: dict[str, Any] | None = None
+        self._packed: list[NDArray[Any]] = []
+        self._recent: list[Any] = []
         self._emulator = getattr(env.unwrapped, "ale", None)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the next episode of the sequence; a seed given here is ignored."""
-        self.actions = []
+        self._packed, self._recent = [], []
         self.episode += 1
         if self._emulator is not None and self.episode > 0:
             self.before_reset = self._save_emulator()
@@ -42,27 +46,36 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step and remember the action."""
-        self.actions.append(action)
+        recent = self._recent
+        recent.append(action)
+        if len(recent) == PACK_EVERY:
+            self._packed.append(np.asarray(recent))
+            self._recent = []
         return self.env.step(action)
+
+    def actions(self) -> NDArray[Any]:
+        """The actions since the last reset."""
+        recent = [np.asarray(self._recent)] if self._recent or not self._packed else []
+        return np.concatenate([*self._packed, *recent])
 
     def episode_state(self) -> dict[str, Any]:
         """What is needed to bring this episode back."""
-        return {"episode": self.episode, "actions": np.asarray(self.actions), "before_reset": self.before_reset}
+        return {"episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset}
 
-    def restore_episode(self, states: list[dict[str, Any]]) -> Any:
-        """Replay this environment's entry of `states`; returns the observation it ends at."""
+    def restore_episode(self, states: list[dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
+        """Replay this environment's entry of `states`; returns the observation and info that it ends at."""
         state = states[self.index]
-        self.episode = state["episode"] - 1
         if state["before_reset"] is not None:
             self.episode = -1
             self.reset()
             self._load_emulator(state["before_reset"])
-            self.episode = state["episode"] - 1
-        observation, _ = self.reset()
-        actions = np.asarray(state["actions"])
-        for action in actions.tolist() if actions.ndim == 1 else actions:
-            observation, *_ = self.step(action)
-        return observation
+        self.episode = state["episode"] - 1
+        observation, info = self.reset()
+        for action in _as_given(np.asarray(state["actions"])):
+            observation, _, terminated, truncated, info = self.step(action)
+            if terminated or truncated:  # it did not end here before: not replayable, and nothing left to go on with
+                return self.reset()
+        return observation, info
 
     def _save_emulator(self) -> dict[str, Any]:
         assert self._emulator is not None
@@ -76,3 +89,8 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
             raise UserError("the checkpoint holds an Atari emulator's state; this environment has no emulator.")
         self._emulator.restoreSystemState(ale_py.ALEState(state["emulator"]))
         self.env.unwrapped.np_random.bit_generator.state = state["generator"]
+
+
+def _as_given(actions: NDArray[Any]) -> Any:
+    """Discrete actions as plain ints again; floats stay of their own width, or the replay would round differently."""
+    return actions.tolist() if actions.ndim == 1 and actions.dtype.kind in "iu" else actions

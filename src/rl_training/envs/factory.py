@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +15,7 @@ import numpy as np
 from gymnasium import spaces as gs
 from pydantic import Field
 
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import EnvSpaces, image_layout
 from rl_training.errors import UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
 
@@ -46,7 +49,9 @@ class WrapperOptions(StrictModel):
     frame_stack: int = Field(1, ge=1, le=64, description="Newest observations stacked.")
     normalize_observation: bool = Field(False, description="Running mean and variance, kept in the checkpoint.")
     normalize_reward: bool = Field(False, description="Reward over the deviation of the discounted return.")
-    clip_reward: bool | tuple[float, float] = Field(False, description="true for [-1, 1], or [low, high]; not in evaluation.")
+    clip_reward: bool | tuple[float, float] = Field(
+        False, description="true for [-1, 1], or [low, high]; not in evaluation."
+    )
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,9 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
         if not isinstance(env.observation_space, gs.Box):
             env = gym.wrappers.FlattenObservation(env)
         if options.frame_stack > 1:
-            env = gym.wrappers.FrameStackObservation(env, options.frame_stack)
+            env = _stack_frames(env, options.frame_stack)
         if options.clip_reward and not evaluation:
-            low, high = (-1.0, 1.0) if options.clip_reward is True else options.clip_reward
+            low, high = options.clip_reward if isinstance(options.clip_reward, tuple) else (-1.0, 1.0)
             env = gym.wrappers.ClipReward(env, low, high)
     except Exception as error:
         raise UserError(f"env_kwargs.wrappers do not fit {recipe.env_id}: {_first_line(error)}.") from error
@@ -110,14 +115,18 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
         if maker is None and _looks_like_entry_point(recipe.env_id):
             maker = _import_entry_point(recipe.env_id)
         if maker is None:
-            return gym.make(recipe.env_id, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
+            _register_atari(recipe.env_id)
+            spec = copy.deepcopy(gym.spec(recipe.env_id))
+            spec.order_enforce = False  # a layer around every step, for an order that we keep anyway
+            return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
         env = maker(**kwargs)
     except UserError:
         raise
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound, gym.error.VersionNotFound):
-        known = [name for name in gym.registry if "/" not in name]
+        hint = did_you_mean(recipe.env_id, gym.registry)
         raise UserError(
-            f"env_id {recipe.env_id!r} is not registered with Gymnasium; {did_you_mean(recipe.env_id, known)[:200]} "
+            f"env_id {recipe.env_id!r} is not registered with Gymnasium; "
+            f"{hint if hint.startswith('did') else 'no registered name is near.'} "
             "(an environment of your own: --import its module, or module:Class)"
         ) from None
     except Exception as error:
@@ -125,6 +134,16 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
+
+
+def _register_atari(env_id: str) -> None:
+    """Atari environments are registered by importing their package, which Gymnasium does not do by itself."""
+    if env_id not in gym.registry and (env_id.startswith("ALE/") or "NoFrameskip" in env_id):
+        try:
+            import ale_py
+        except ImportError:
+            raise UserError(f"{env_id} needs the extra 'atari' (pip install 'rl-training[atari]').") from None
+        gym.register_envs(ale_py)
 
 
 def _first_line(error: Exception) -> str:
@@ -139,6 +158,8 @@ def _looks_like_entry_point(env_id: str) -> bool:
 
 def _import_entry_point(env_id: str) -> Callable[..., Env] | None:
     module_name, _, name = env_id.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # a console command does not look in the folder where it is called
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -165,41 +186,63 @@ def _wrap_pixels(env: Env, options: PixelOptions) -> Env:
     if options.grayscale:
         env = gym.wrappers.GrayscaleObservation(env, keep_dim=True)
     env = gym.wrappers.ResizeObservation(env, options.resize_shape)
-    channels = 1 if options.grayscale else 3
-    env = gym.wrappers.FrameStackObservation(env, options.frame_stack)
-    shape = (options.frame_stack * channels, *options.resize_shape)
-    if not options.channel_first:
-        shape = (*shape[1:], shape[0])
+    return _stack_frames(env, options.frame_stack, options.channel_first)
 
-    def merge(frames: Any) -> Any:
-        """[stack, H, W(, C)] with the stack folded into the channels."""
-        frames = frames.reshape(options.frame_stack, *options.resize_shape, channels)
-        order = (0, 3, 1, 2) if options.channel_first else (1, 2, 0, 3)
-        return np.ascontiguousarray(frames.transpose(order)).reshape(shape)
 
-    return gym.wrappers.TransformObservation(env, merge, gs.Box(0, 255, shape, np.uint8))
+def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> Env:
+    """The newest `count` observations as one; images along their channels, which lie as before or as asked."""
+    space = env.observation_space
+    layout = image_layout(space) if channel_first is None else "channels_last"
+    stacked = gym.wrappers.FrameStackObservation(env, count)
+    if layout not in ("channels_first", "channels_last"):
+        return stacked
+    first = layout == "channels_first" if channel_first is None else channel_first
+
+    def fold(frames: Any) -> Any:
+        """[stack, H, W, C] or [stack, C, H, W] with the stack folded into the channels."""
+        frames = np.moveaxis(frames, -1, 1) if layout == "channels_last" else frames  # [stack, C, H, W]
+        image = frames.reshape(-1, *frames.shape[2:])
+        return np.ascontiguousarray(image if first else np.moveaxis(image, 0, -1))
+
+    low, high = (fold(np.stack([bound] * count)) for bound in (space.low, space.high))  # type: ignore[attr-defined]
+    return gym.wrappers.TransformObservation(stacked, fold, gs.Box(low, high, dtype=space.dtype.type))  # type: ignore[union-attr]
 
 
 def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
     """Make the environment once, look at it, and close it."""
-    raw = _make_base(recipe, "rgb_array" if recipe.wrappers.pixels else None)
-    changes_observation = bool(recipe.wrappers.pixels or recipe.wrappers.atari or recipe.wrappers.frame_stack > 1)
-    env = make_env(recipe) if changes_observation else raw
+    options = recipe.wrappers
+    if options.pixels or options.atari or options.frame_stack > 1:
+        env = make_env(recipe)
+    else:  # as it is, so that prediction reads raw observations (a dict stays a dict)
+        env = _make_base(recipe, None)
     try:
-        _, info = env.reset(seed=0)
-    except Exception as error:
-        raise UserError(f"the environment {recipe.env_id} fails in reset: {_first_line(error)}.") from error
+        observation, info = _first_reset(env, recipe.env_id)
+        spaces = EnvSpaces.from_gym(
+            recipe.env_id,
+            env.observation_space,
+            env.action_space,
+            has_action_mask="action_mask" in info and not isinstance(env.action_space, gs.Box),
+            normalize_observations=options.normalize_observation,
+            normalize_rewards=options.normalize_reward,
+        )
     finally:
-        if env is not raw:
-            raw.close()
-    spaces = EnvSpaces.from_gym(
-        recipe.env_id,
-        env.observation_space,
-        env.action_space,
-        has_action_mask="action_mask" in info,
-        normalize_observations=recipe.wrappers.normalize_observation,
-        normalize_rewards=recipe.wrappers.normalize_reward,
-    )
-    env.close()
+        env.close()
+    if spaces.obs_kind == "image" and options.normalize_observation:
+        raise UserError(
+            f"env_kwargs.wrappers.normalize_observation is for vectors; the images of {recipe.env_id} "
+            "are scaled to [0, 1] anyway."
+        )
+    if isinstance(env.observation_space, gs.Box) and np.shape(observation) != env.observation_space.shape:
+        raise UserError(
+            f"{recipe.env_id} gave an observation of shape {np.shape(observation)}; "
+            f"its observation space says {env.observation_space.shape}."
+        )
     return spaces
 
+
+def _first_reset(env: Env, env_id: str) -> tuple[Any, dict[str, Any]]:
+    try:
+        observation, info = env.reset(seed=0)
+    except Exception as error:
+        raise UserError(f"the environment {env_id} fails in reset: {_first_line(error)}.") from error
+    return observation, info

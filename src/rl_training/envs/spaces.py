@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from rl_training.errors import UserError
 
 Array = NDArray[Any]
+SMALLEST_SIDE = 3  # of an image; what is smaller has nothing for a convolution and is read as a vector
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EnvSpaces:
     """Observations and actions of one environment.
 
     Observations reach an algorithm as `[N, *obs_shape]` of `obs_dtype`: a float32 vector, or a uint8 image with
     channels first whose largest value is `image_scale`. Actions leave it as whole numbers `[N]` (discrete) or `[N, K]`
-    (multi_discrete, multi_binary), or as floats in [-1, 1] `[N, D]` (continuous); `map_actions` makes them the environment's.
+    (multi_discrete, multi_binary), or as floats in [-1, 1] `[N, D]` (continuous); `map_actions` makes them the
+    environment's.
     """
 
     env_id: str
@@ -90,16 +92,22 @@ class EnvSpaces:
 
     def map_actions(self, actions: Array) -> Array:
         """Actions of a policy `[N, ...]` as actions of the environment; the only place where they are scaled."""
+        return self._map(actions)
+
+    @cached_property
+    def _map(self) -> Callable[[Array], Array]:
+        """Decided once, not per step: nothing at all is done to the usual Discrete action."""
         space = self.action_space
+        shape = space.shape or ()
         if isinstance(space, gs.Box):
             low, high = self._action_bounds
-            scaled = low + (np.clip(actions, -1.0, 1.0) + 1.0) * (0.5 * (high - low))
-            return scaled.reshape(len(actions), *space.shape).astype(space.dtype, copy=False)
+            return partial(_scale, low=low, high=high, shape=shape, dtype=space.dtype)
         if isinstance(space, gs.Discrete):
-            return actions + space.start if space.start else actions
+            start = int(space.start)
+            return (lambda actions: actions + start) if start else (lambda actions: actions)
         if isinstance(space, gs.MultiDiscrete):
-            return actions.reshape(len(actions), *space.shape) + space.start
-        return actions.reshape(len(actions), *space.shape).astype(space.dtype)  # type: ignore[misc]
+            return lambda actions: (actions.reshape(-1, *shape) + space.start).astype(space.dtype, copy=False)
+        return lambda actions: actions.reshape(-1, *shape).astype(space.dtype)
 
     def unmap_actions(self, actions: Array) -> Array:
         """The inverse of `map_actions`, for data that others recorded."""
@@ -107,7 +115,8 @@ class EnvSpaces:
         if isinstance(space, gs.Box):
             low, high = self._action_bounds
             flat = actions.reshape(len(actions), -1).astype(np.float32)
-            return np.clip(2.0 * (flat - low) / (high - low) - 1.0, -1.0, 1.0)
+            span = np.where(high > low, high - low, 1.0).astype(np.float32)  # a dimension without room has one action
+            return np.clip(2.0 * (flat - low) / span - 1.0, -1.0, 1.0)
         if isinstance(space, gs.Discrete):
             return np.asarray(actions, dtype=np.int64).reshape(len(actions)) - int(space.start)
         start = space.start if isinstance(space, gs.MultiDiscrete) else 0
@@ -117,7 +126,10 @@ class EnvSpaces:
     def _action_bounds(self) -> tuple[Array, Array]:
         space = self.action_space
         assert isinstance(space, gs.Box)
-        return space.low.ravel().astype(np.float32), space.high.ravel().astype(np.float32)
+        low, high = space.low.ravel().astype(np.float32), space.high.ravel().astype(np.float32)
+        # rounded inwards, so that no float32 action lies outside the bounds of a float64 space
+        low = np.where(low < space.low.ravel(), np.nextafter(low, np.float32(np.inf)), low)
+        return low, np.where(high > space.high.ravel(), np.nextafter(high, np.float32(-np.inf)), high)
 
     def encode(self, observations: Array) -> Array:
         """Stacked observations `[N, ...]` as the algorithm sees them."""
@@ -128,73 +140,128 @@ class EnvSpaces:
             return np.ascontiguousarray(np.moveaxis(images, -1, 1))
         return images[:, None] if self.image_layout == "plane" else images
 
-    def flatten(self, observation: Any) -> Array:
-        """One raw observation (a number, a dict, ...) as one array."""
-        space = self.observation_space
-        return np.asarray(observation) if isinstance(space, gs.Box) else np.asarray(gs.flatten(space, observation))
-
     def encode_for_prediction(self, observation: Any) -> tuple[Array, bool]:
         """One raw observation or a batch of them, as `([N, *obs_shape], was_a_batch)`."""
-        space = self.observation_space
-        try:
-            if isinstance(space, gs.Box):
-                array = np.asarray(observation, dtype=np.float64 if space.dtype.kind == "f" else None)
-                is_batch = array.ndim == len(space.shape) + 1
-                rows = list(array) if is_batch else [array]
-            else:
-                is_batch = isinstance(observation, (list, np.ndarray)) and np.ndim(observation) > len(space.shape or ())
-                rows = list(observation) if is_batch else [observation]
-            rows = [self._check_raw(row) for row in rows]
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"obs is not a valid observation of {self.env_id}, which wants {space}.") from None
+        rows, is_batch = self._split(observation)
         if not rows:
-            raise UserError(f"obs is an empty batch; {self.env_id} wants {space}.")
-        return self.encode(np.stack(rows)), is_batch
+            raise UserError(f"obs is an empty batch; {self.env_id} wants {in_words(self.observation_space)}.")
+        return self.encode(np.stack([self._flatten(row) for row in rows])), is_batch
 
-    def _check_raw(self, row: Any) -> Array:
+    def _split(self, observation: Any) -> tuple[list[Any], bool]:
+        """The raw observations in `observation`, read as elements of the space, and whether it was a batch."""
         space = self.observation_space
-        if isinstance(space, gs.Box):
-            if row.dtype.kind not in "bif" + "u":
-                raise UserError(f"obs holds {row.dtype} values; {self.env_id} wants numbers of shape {space.shape}.")
-            if row.shape != space.shape:
-                raise UserError(f"obs has the shape {row.shape}; {self.env_id} wants {space.shape}.")
-            if not np.isfinite(row.astype(np.float64)).all():
-                raise UserError("obs holds a NaN or an infinity; every entry must be a finite number.")
-            return row.astype(space.dtype)  # type: ignore[no-any-return]
-        if isinstance(space, gs.Discrete):
-            row = np.int64(row) if float(row) == int(row) else row
         if isinstance(space, gs.Dict):
-            row = {name: np.asarray(row[name], dtype=part.dtype) for name, part in space.spaces.items()}
-        if isinstance(space, gs.Tuple):
-            row = tuple(np.asarray(value, dtype=part.dtype) for value, part in zip(row, space.spaces, strict=True))
-        if isinstance(space, (gs.MultiDiscrete, gs.MultiBinary)):
-            row = np.asarray(row, dtype=space.dtype)
-        if not space.contains(row):
-            raise UserError(f"obs {str(row)[:60]} is not in the observation space {space} of {self.env_id}.")
-        return self.flatten(row)
+            is_batch = isinstance(observation, (list, tuple, np.ndarray))
+        elif isinstance(space, gs.Tuple):  # JSON has lists only, so that one observation and a batch look alike
+            try:
+                return [read_element(space, observation, self.env_id)], False
+            except UserError:
+                is_batch = isinstance(observation, list) and all(isinstance(row, (list, tuple)) for row in observation)
+                if not is_batch:
+                    raise
+        else:
+            observation = read_numbers(observation, self.env_id)
+            is_batch = observation.ndim == len(space.shape or ()) + 1
+        rows = list(observation) if is_batch else [observation]
+        return [read_element(space, row, self.env_id) for row in rows], is_batch
+
+    def _flatten(self, element: Any) -> Array:
+        space = self.observation_space
+        return np.asarray(element if isinstance(space, gs.Box) else gs.flatten(space, element))
+
+
+def _scale(actions: Array, low: Array, high: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """[-1, 1] to [low, high]; clipped after scaling, so that rounding cannot leave the environment's bounds."""
+    scaled = (actions + 1.0) * (0.5 * (high - low)) + low
+    if dtype.kind != "f":
+        scaled = np.rint(scaled)
+    inside = np.minimum(np.maximum(scaled, low, out=scaled), high, out=scaled)
+    return inside.reshape(-1, *shape).astype(dtype, copy=False)
+
+
+def in_words(space: gs.Space[Any]) -> str:
+    """A space for a sentence: one line, not too long."""
+    text = " ".join(str(space).split())
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def read_numbers(value: Any, env_id: str, where: str = "obs") -> Array:
+    """`value` as an array of finite numbers, or a UserError."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # rows of different lengths
+        raise UserError(f"{where} is not a regular array of numbers; {env_id} wants one.") from None
+    if array.dtype.kind not in "biuf":
+        raise UserError(f"{where} holds something else than numbers; {env_id} wants numbers.")
+    if not np.isfinite(array).all():
+        raise UserError(f"{where} holds a NaN or an infinity; every entry must be a finite number.")
+    return array
+
+
+def read_element(space: gs.Space[Any], value: Any, env_id: str, where: str = "obs") -> Any:
+    """`value`, perhaps made of plain lists, as an element of `space`, or a UserError that says what does not fit."""
+    if isinstance(space, gs.Dict):
+        if not isinstance(value, Mapping) or set(value) != set(space.spaces):
+            names = ", ".join(map(str, space.spaces))
+            raise UserError(f"{where} must be a mapping with exactly the keys {names}, as {env_id} has them.")
+        return {name: read_element(part, value[name], env_id, f"{where}.{name}") for name, part in space.spaces.items()}
+    if isinstance(space, gs.Tuple):
+        if not isinstance(value, (list, tuple)) or len(value) != len(space.spaces):
+            raise UserError(f"{where} must be a list of {len(space.spaces)} parts, as {env_id} has them.")
+        parts = zip(space.spaces, value, strict=True)
+        return tuple(read_element(part, entry, env_id, f"{where}[{i}]") for i, (part, entry) in enumerate(parts))
+    array = read_numbers(value, env_id, where)
+    if array.shape != space.shape:
+        raise UserError(f"{where} has the shape {array.shape}; {env_id} wants {space.shape}.")
+    with np.errstate(over="ignore"):
+        element = array.astype(space.dtype)
+    exact = np.isfinite(element) if element.dtype.kind == "f" else element == array
+    if not exact.all() or (not isinstance(space, gs.Box) and not space.contains(element)):
+        raise UserError(f"{where} is not in the observation space {in_words(space)} of {env_id}.")
+    return element[()]
+
+
+def image_layout(space: gs.Space[Any]) -> str | None:
+    """How an image lies: "plane", "channels_first" or "channels_last"; None where the space holds no image.
+
+    Two equal sides are height and width; where that does not tell, the channels are the smallest and rather last.
+    """
+    if not isinstance(space, gs.Box) or space.dtype not in (np.uint8, np.bool_) or len(space.shape) not in (2, 3):
+        return None
+    if len(space.shape) == 2:
+        return "plane" if min(space.shape) >= SMALLEST_SIDE else None
+    first, middle, last = space.shape
+    if (first == middle) != (middle == last):
+        channels_first = middle == last
+    else:
+        channels_first = first < middle and first < last
+    sides = (middle, last) if channels_first else (first, middle)
+    if min(sides) < SMALLEST_SIDE:
+        return None
+    return "channels_first" if channels_first else "channels_last"
 
 
 def _read_observation(env_id: str, space: gs.Space[Any]) -> tuple[str, tuple[int, ...], str, str, float]:
-    if isinstance(space, gs.Box) and space.dtype in (np.uint8, np.bool_) and len(space.shape) in (2, 3):
+    layout = image_layout(space)
+    if layout is not None:
+        assert isinstance(space, gs.Box)
         scale = 255.0 if space.dtype == np.uint8 and np.max(space.high) > 1 else 1.0
-        if len(space.shape) == 2:
-            return "image", (1, *space.shape), "uint8", "plane", scale
-        first, middle, last = space.shape
-        if first < last and first < middle:
-            return "image", (first, middle, last), "uint8", "channels_first", scale
-        return "image", (last, first, middle), "uint8", "channels_last", scale
-    try:
-        size = int(gs.flatdim(space))
-    except (NotImplementedError, ValueError, TypeError):
-        size = 0
+        shape = space.shape if layout == "channels_first" else (space.shape[-1], *space.shape[:-1])
+        return "image", (1, *space.shape) if layout == "plane" else shape, "uint8", layout, scale
+    size = int(gs.flatdim(space)) if _is_supported(space) else 0
     if size < 1:
         raise UserError(
-            f"the observation space {space} of {env_id} is not supported; "
+            f"the observation space {in_words(space)} of {env_id} is not supported; "
             "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of them are."
         )
     return "vector", (size,), "float32", "none", 1.0
+
+
+def _is_supported(space: gs.Space[Any]) -> bool:
+    if isinstance(space, (gs.Dict, gs.Tuple)):
+        parts = space.spaces.values() if isinstance(space, gs.Dict) else space.spaces
+        return all(_is_supported(part) for part in parts)
+    return isinstance(space, (gs.Box, gs.Discrete, gs.MultiDiscrete, gs.MultiBinary))
 
 
 def _read_action(env_id: str, space: gs.Space[Any]) -> tuple[str, tuple[int, ...]]:
@@ -209,7 +276,7 @@ def _read_action(env_id: str, space: gs.Space[Any]) -> tuple[str, tuple[int, ...
     reason = "has infinite bounds; rescale it with gymnasium.wrappers.RescaleAction" if isinstance(space, gs.Box) else (
         "is not supported; Discrete, Box with finite bounds, MultiDiscrete and MultiBinary are"
     )
-    raise UserError(f"the action space {space} of {env_id} {reason}.")
+    raise UserError(f"the action space {in_words(space)} of {env_id} {reason}.")
 
 
 def describe_space(space: gs.Space[Any]) -> dict[str, Any]:
@@ -217,16 +284,17 @@ def describe_space(space: gs.Space[Any]) -> dict[str, Any]:
     if isinstance(space, gs.Box):
         return {"type": "Box", "low": space.low, "high": space.high, "dtype": str(space.dtype)}
     if isinstance(space, gs.Discrete):
-        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
     if isinstance(space, gs.MultiDiscrete):
-        return {"type": "MultiDiscrete", "nvec": space.nvec, "start": space.start}
+        return {"type": "MultiDiscrete", "nvec": space.nvec, "start": space.start, "dtype": str(space.dtype)}
     if isinstance(space, gs.MultiBinary):
-        return {"type": "MultiBinary", "shape": list(space.shape)}
+        return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
     if isinstance(space, gs.Dict):
-        return {"type": "Dict", "parts": {name: describe_space(part) for name, part in space.spaces.items()}}
+        # pairs, because the order of the parts is the order in which they are flattened
+        return {"type": "Dict", "parts": [[name, describe_space(part)] for name, part in space.spaces.items()]}
     if isinstance(space, gs.Tuple):
         return {"type": "Tuple", "parts": [describe_space(part) for part in space.spaces]}
-    raise UserError(f"the space {space} is not supported.")
+    raise UserError(f"the space {in_words(space)} is not supported.")
 
 
 def build_space(data: Mapping[str, Any]) -> gs.Space[Any]:
@@ -235,13 +303,14 @@ def build_space(data: Mapping[str, Any]) -> gs.Space[Any]:
         case "Box":
             return gs.Box(np.asarray(data["low"]), np.asarray(data["high"]), dtype=np.dtype(data["dtype"]).type)
         case "Discrete":
-            return gs.Discrete(data["n"], start=data["start"])
+            return gs.Discrete(data["n"], start=data["start"], dtype=np.dtype(data["dtype"]).type)
         case "MultiDiscrete":
-            return gs.MultiDiscrete(np.asarray(data["nvec"]), start=np.asarray(data["start"]))
+            dtype = np.dtype(data["dtype"]).type
+            return gs.MultiDiscrete(np.asarray(data["nvec"]), dtype=dtype, start=np.asarray(data["start"]))
         case "MultiBinary":
-            return gs.MultiBinary(list(data["shape"]))
+            return gs.MultiBinary(data["n"])
         case "Dict":
-            return gs.Dict({name: build_space(part) for name, part in data["parts"].items()})
+            return gs.Dict([(name, build_space(part)) for name, part in data["parts"]])
         case _:
             return gs.Tuple([build_space(part) for part in data["parts"]])
 
@@ -251,9 +320,10 @@ def read_action_mask(info: Mapping[str, Any], spaces: EnvSpaces) -> Array:
     mask = info.get("action_mask")
     if mask is None:
         return np.ones(spaces.action_dim, dtype=bool)
-    flat = np.asarray(np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple) else np.ravel(mask))
+    flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, (list, tuple)) else np.ravel(mask)
     if flat.size != spaces.action_dim:
         raise UserError(
-            f"info['action_mask'] of {spaces.env_id} has {flat.size} entries; its action space needs {spaces.action_dim}."
+            f"info['action_mask'] of {spaces.env_id} has {flat.size} entries; its action space needs "
+            f"{spaces.action_dim}."
         )
     return flat.astype(bool)

@@ -28,6 +28,7 @@ class Stepper:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
         self._started = False
+        self._map = spaces.map_actions
 
     @property
     def resets_next_step(self) -> bool:
@@ -42,7 +43,7 @@ class Stepper:
 
     def step(self, actions: Array) -> tuple[Step, list[Episode]]:
         """Apply a policy's actions `[N, ...]`; returns what happened and the episodes that ended."""
-        step = self.engine.step(self.spaces.map_actions(actions))
+        step = self.engine.step(self._map(actions))
         self.obs, self.masks = step.obs, step.masks
         self._returns += step.rewards
         self._lengths += 1
@@ -50,9 +51,9 @@ class Stepper:
             self._returns[~step.valid] = 0.0
             self._lengths[~step.valid] = 0
         self.is_first = done = step.terminated | step.truncated
-        if self.resets_next_step:
+        if self.engine.resets_next_step:
             self.is_first = np.zeros_like(done) if step.valid is None else ~step.valid
-        if not done.any():
+        if not np.count_nonzero(done):  # several times faster than any() on a few rows
             return step, []
         ended = np.flatnonzero(done)
         episodes = [Episode(float(self._returns[i]), int(self._lengths[i])) for i in ended]
@@ -61,24 +62,27 @@ class Stepper:
         return step, episodes
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here."""
+        """Everything needed to go on exactly here; empty before the start."""
+        if not self._started:
+            return {}
         return {
-            "engine": self.engine.state_dict(), "obs": self.obs, "masks": self.masks, "is_first": self.is_first,
-            "returns": self._returns, "lengths": self._lengths,
+            "format": self.engine.state_format, "engine": self.engine.state_dict(), "obs": self.obs,
+            "is_first": self.is_first, "returns": self._returns.copy(), "lengths": self._lengths.copy(),
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Bring the environments back; false when they did not come back to the same observation."""
-        replayed = self.engine.load_state_dict(state["engine"])
-        self.obs = np.array(state["obs"])
-        self.masks = None if state["masks"] is None else np.array(state["masks"])
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Bring the environments back; returns sentences on what did not come back as it was."""
+        if not state:
+            return []
+        if state["format"] != self.engine.state_format or len(state["obs"]) != self.num_envs:
+            return [f"{self.spaces.env_id} is stepped by another engine or in another number; its episodes start afresh."]
+        self.obs, self.masks = self.engine.load_state_dict(state["engine"])
         self.is_first = np.array(state["is_first"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
         self._started = True
-        same = replayed is None or bool(np.array_equal(replayed, self.obs))
-        if not same and replayed is not None:
-            self.obs = replayed  # the policy must see where the environment really is
-        return same
+        if np.array_equal(self.obs, state["obs"]):
+            return []
+        return [f"{self.spaces.env_id} did not replay to the stored observation, so this resume is not exact."]
 
     def close(self) -> None:
         """Close the environments."""

@@ -56,22 +56,23 @@ class ImageEncoder(nn.Sequential):
         channels, height, width = shape
         if min(height, width) < 3:
             raise UserError(f"images of {height}x{width} are too small for the CNN encoder; it needs at least 3x3.")
-        if min(height, width) >= 36:
+        large = min(height, width) >= 36
+        if large:
             layers = [
                 nn.Conv2d(channels, 32, 8, stride=4), nn.ReLU(), nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
                 nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(),
             ]  # fmt: skip
         else:
             layers = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten()]
-        self.out_dim = out_dim or (512 if min(height, width) >= 36 else 128)
+        out_dim = out_dim or (512 if large else 128)
         with torch.no_grad():
             features = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
         for layer in layers:
             if isinstance(layer, nn.Conv2d):
                 nn.init.orthogonal_(layer.weight, math.sqrt(2.0))
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-        super().__init__(*layers, linear(features, self.out_dim), nn.ReLU())
-        self.out_dim = out_dim or (512 if min(height, width) >= 36 else 128)
+        super().__init__(*layers, linear(features, out_dim), nn.ReLU())
+        self.out_dim = out_dim
 
 
 class ObservationNorm(nn.Module):

@@ -125,7 +125,7 @@ class MLPActorCritic(nn.Module):
         def act_categorical(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
             scores = forward(prepare(obs))
             if not deterministic:  # Gumbel: the argmax of logits plus this noise is a sample
-                scores -= np.log(rng.standard_exponential(scores.shape, dtype=np.float32))
+                scores -= np.log(rng.standard_exponential(scores.shape, dtype=np.float32) + 1e-10)
             if masks is not None:
                 scores[~masks] = -np.inf
             if discrete:

@@ -21,7 +21,6 @@ from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.runtime.params import Params
 from rl_training.runtime.spec import Collected, SourceContext
 
-
 ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
 
 
@@ -35,7 +34,7 @@ class RolloutParams(Params):
 
 
 def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
-    """Actor and critic for these spaces: MLPs on vectors; on images a CNN, then `hidden_sizes` only if set for images."""
+    """Actor and critic for these spaces: MLPs of `hidden_sizes` on vectors, linear heads on a shared CNN on images."""
     image = spaces.obs_kind == "image"
     return MLPActorCritic(
         obs_dim=spaces.obs_dim,
@@ -169,24 +168,23 @@ class RolloutSource:
             storage.truncation_values[times, np.concatenate([rows for _, rows, _ in finals])] = values
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """The rollout, once."""
-        yield "policy", self.storage.batch(algorithm.device)
+        """The rollout, once; not when a short one holds nothing but reset rows."""
+        if self.storage.valid is None or self.storage.valid.any():
+            yield "policy", self.storage.batch(algorithm.device)
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Nothing flows back."""
 
     def state_dict(self) -> dict[str, Any]:
         """Environments, generator, and the weights that a lagging policy still needs."""
-        weights = [] if self._lagged is None else list(self._lagged.weights)
+        weights = (self._restored_weights or []) if self._lagged is None else list(self._lagged.weights)
         return {"stepper": self.stepper.state_dict(), "rng": self.rng.bit_generator.state, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`."""
         self.rng.bit_generator.state = state["rng"]
         self._restored_weights = state["weights"]
-        if self.stepper.load_state_dict(state["stepper"]):
-            return []
-        return [f"{self.spaces.env_id} did not replay to the stored observation, so this resume is not exact."]
+        return self.stepper.load_state_dict(state["stepper"])
 
     def close(self) -> None:
         """Close the environments."""

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
@@ -120,10 +122,9 @@ class Run:
         self.updates += 1
         self.latest = result.metrics
         if self._checks_every_update:
-            for name, value in result.metrics.items():
-                if not math.isfinite(value):
-                    self._fail(name)
-                break
+            name, value = next(iter(result.metrics.items()))
+            if not math.isfinite(value.item() if isinstance(value, Tensor) else value):
+                self._fail(name)
 
     def tick(self) -> None:
         """Log, evaluate, checkpoint and stop early, each when it is due."""

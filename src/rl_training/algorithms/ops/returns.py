@@ -43,7 +43,7 @@ def vtrace(
     *,
     rho_clip: float | Tensor = 1.0,
     c_clip: float | Tensor = 1.0,
-    pg_rho_clip: float | Tensor = 1.0,
+    pg_rho_clip: float | Tensor | None = 1.0,
     lambda_: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """V-trace value targets and policy-gradient advantages, each [T, N] (Espeholt et al. 2018, eq. 1 and section 4.2).
@@ -51,6 +51,7 @@ def vtrace(
     `log_rhos` is log pi(a|s) - log mu(a|s). v_t = V_t + delta_t + g_t c_t (v_{t+1} - V_{t+1}), and the advantage is
     rho_t (r_t + g_t q_{t+1} - V_t) with q_{t+1} = lambda v_{t+1} + (1 - lambda) V_{t+1}; where cut, and in the last
     row, the recursion's term is dropped and q_{t+1} is `next_values[t]`. `lambda_` is not in the paper (1 there).
+    With `pg_rho_clip` None the advantage is left unweighted, for a surrogate that multiplies by the ratio itself.
     """
     rhos = log_rhos.exp()
     td_errors = torch.addcmul(rewards, discounts, next_values).sub_(values)
@@ -59,7 +60,8 @@ def vtrace(
     # With x_t = v_t - V_t, q_{t+1} = V_{t+1} + lambda x_{t+1}: the advantage is the TD error plus the decayed x_{t+1},
     # with V_{t+1} from next_values. Reading v_{t+1} out of row t+1 would leak the next episode's start at a truncation.
     td_errors[:-1].addcmul_(decays[:-1], corrections[1:])
-    return values + corrections, rhos.clamp(max=pg_rho_clip).mul_(td_errors)
+    weighted = td_errors if pg_rho_clip is None else rhos.clamp(max=pg_rho_clip).mul_(td_errors)
+    return values + corrections, weighted
 
 
 @torch.no_grad()

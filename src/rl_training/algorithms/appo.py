@@ -1,0 +1,130 @@
+"""APPO: PPO's clipped surrogate on V-trace targets, for experience of an older policy.
+
+Two readings exist. The default has no target network, as in Sample Factory (Petrenko et al. 2020, arXiv:2006.11751):
+the ratio is pi/mu with mu the policy that acted, and V-trace uses the same ratio. With `target_policy` it is RLlib's
+(after Luo et al. 2019, IMPACT, arXiv:1912.00167): V-trace uses pi_T/mu with a slowly copied pi_T, the surrogate's ratio
+is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalised with a coefficient that adapts to `kl_target`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.actor_critic import normalize
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.impala import IMPALA, flat_obs, weighted_mean
+from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
+
+METRICS = (
+    "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
+    "approx_kl", "clip_fraction", "target_kl", "grad_norm",
+)  # fmt: skip
+
+
+def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+    """From what `impala_loss` takes; the surrogate's ratio is target over behaviour probability."""
+    weights = batch.get("weights")
+    logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
+    policy_loss = -weighted_mean(clipped_surrogate(logratio, batch["pg_advantages"].detach(), clip_coef), weights)
+    value_loss = 0.5 * weighted_mean((batch["vtrace_targets"].detach() - batch["values"]).square(), weights)
+    entropy_loss = -weighted_mean(batch["entropy"], weights)
+    with torch.no_grad():
+        moved = (logratio.expm1().abs() > clip_coef).float()
+        statistics = {
+            "rho_mean": weighted_mean(logratio.exp(), weights),
+            "vtrace_target_mean": weighted_mean(batch["vtrace_targets"], weights),
+            "pg_advantage_mean": weighted_mean(batch["pg_advantages"], weights),
+            "approx_kl": weighted_mean(approx_kl(logratio), weights),
+            "clip_fraction": weighted_mean(moved, weights),
+        }
+    return {
+        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
+        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss, **statistics,
+    }  # fmt: skip
+
+
+class APPO(IMPALA):
+    """The learner; batches as IMPALA's. Minibatches are whole trajectories, since V-trace is recomputed on each."""
+
+    def __init__(
+        self, *, policy: nn.Module, learning_rate: float = 5e-4, clip_coef: float = 0.2, update_epochs: int = 1,
+        minibatch_size: int | None = None, normalize_advantages: bool = False, target_policy: bool = False,
+        target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(policy=policy, learning_rate=learning_rate, **options)
+        self.clip_coef, self.update_epochs, self.minibatch_size = clip_coef, update_epochs, minibatch_size
+        self.normalize_advantages = normalize_advantages
+        self.target_update_interval, self.kl_target = target_update_interval, kl_target
+        self.target: Any = copy.deepcopy(policy).requires_grad_(False) if target_policy else None
+        self.kl_coef: Tensor
+        self.register_buffer("kl_coef", torch.tensor(kl_coef))
+
+    def minibatches(self, rollout: Batch) -> Iterator[dict[str, Tensor]]:
+        """Shuffled groups of trajectories, about `minibatch_size` rows each."""
+        length, count = rollout["rewards"].shape
+        size = count if self.minibatch_size is None else max(1, min(count, self.minibatch_size // length))
+        if size == count:
+            yield dict(rollout)
+            return
+        order = torch.randperm(count, generator=self.generator, device=rollout["rewards"].device)
+        for chosen in order.split(size):
+            yield {name: value.index_select(0 if name == "bootstrap_value" else 1, chosen) for name, value in rollout.items()}
+
+    def minibatch_step(self, rollout: Batch) -> Tensor:
+        """One gradient step on trajectories [T, B]; returns its metrics in the order of METRICS."""
+        policy = self.evaluate(rollout)
+        quantities = {**rollout, **policy}
+        if self.target is None:
+            targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], None)
+            kl = torch.zeros((), device=targets.device)
+        else:
+            reference = self._target_logprobs(rollout)
+            targets, advantages = self.vtrace(rollout, reference, policy["values"], self.pg_rho_clip)
+            correction = (rollout["behavior_logprobs"] - reference).exp().clamp(max=2.0)
+            quantities["behavior_logprobs"] = rollout["behavior_logprobs"] - correction.log()
+            kl = weighted_mean(self._target_kl(rollout), rollout.get("weights"))
+        if self.normalize_advantages:
+            advantages = normalize(advantages)
+        quantities |= {"vtrace_targets": targets, "pg_advantages": advantages}
+        losses = appo_loss(quantities, self.clip_coef, self.ent_coef, self.vf_coef)
+        if self.target is not None:
+            losses["loss"] = losses["loss"] + self.kl_coef * kl
+        grad_norm = self.optimizer.step(losses["loss"])
+        return torch.stack([*(value.detach() for value in losses.values()), kl.detach(), grad_norm])
+
+    @torch.no_grad()
+    def _target_logprobs(self, rollout: Batch) -> Tensor:
+        masks = rollout.get("action_masks")
+        policy = self.target.distribution(rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1))
+        return policy.log_prob(rollout["actions"].flatten(0, 1)).view(rollout["rewards"].shape)  # type: ignore[no-any-return]
+
+    def _target_kl(self, rollout: Batch) -> Tensor:
+        masks = rollout.get("action_masks")
+        obs, masks = rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1)
+        with torch.no_grad():
+            target = self.target.distribution(obs, masks)
+        return target.kl(self.policy.distribution(obs, masks)).view(rollout["rewards"].shape)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _copy_target(self, kl: Tensor) -> None:
+        """Copy pi to pi_T and adapt the KL coefficient: times 1.5 above twice the target, halved below half of it."""
+        self.kl_coef.mul_(torch.where(kl > 2 * self.kl_target, 1.5, torch.where(kl < 0.5 * self.kl_target, 0.5, 1.0)))
+        self.target.load_state_dict(self.policy.state_dict())
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """`update_epochs` passes over the rollout, V-trace anew on each since the values move."""
+        rollout = self.trajectories(batch)
+        totals, steps = torch.zeros((), device=self.device), 0
+        for _ in range(self.update_epochs):
+            for minibatch in self.minibatches(rollout):
+                totals, steps = totals + self.minibatch_step(minibatch), steps + 1
+        metrics = dict(zip(METRICS, (totals / steps).unbind(), strict=True))
+        if self.target is not None and (self.num_updates + 1) % self.target_update_interval == 0:
+            self._copy_target(metrics["target_kl"])
+        self.move_normalizers(flat_obs(batch))
+        return UpdateResult(metrics, num_gradient_steps=steps)

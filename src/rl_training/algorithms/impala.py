@@ -1,0 +1,109 @@
+"""IMPALA: actor-critic with V-trace off-policy correction (Espeholt et al. 2018, arXiv:1802.01561).
+
+The policy that acted may be older than the policy that learns; V-trace weighs each temporal difference with the clipped
+ratio pi/mu. Losses are means over the rollout, not sums as in the paper, so learning rates are those of other learners.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, successor_values
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.ops.returns import vtrace
+
+
+def weighted_mean(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean over the rows whose weight is not 0."""
+    return x.mean() if weights is None else (x * weights).sum() / weights.sum()
+
+
+def impala_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+    """From target_logprobs, behavior_logprobs, vtrace_targets, values, pg_advantages, entropy; `weights` optional."""
+    weights = batch.get("weights")
+    policy_loss = -weighted_mean(batch["target_logprobs"] * batch["pg_advantages"].detach(), weights)
+    value_loss = 0.5 * weighted_mean((batch["vtrace_targets"].detach() - batch["values"]).square(), weights)
+    entropy_loss = -weighted_mean(batch["entropy"], weights)
+    with torch.no_grad():
+        rho_mean = weighted_mean((batch["target_logprobs"] - batch["behavior_logprobs"]).exp(), weights)
+    return {
+        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
+        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss, "rho_mean": rho_mean,
+        "vtrace_target_mean": weighted_mean(batch["vtrace_targets"], weights),
+        "pg_advantage_mean": weighted_mean(batch["pg_advantages"], weights),
+    }  # fmt: skip
+
+
+class IMPALA(ActorCriticAlgorithm):
+    """The learner; the batch is a rollout [T, B] with the actor's `behavior_logprobs` and a `bootstrap_value` [B].
+
+    `gae_lambda` below 1 shortens the traces (not in the paper); `importance_correction` off forces every ratio to 1,
+    which is the control that shows what V-trace is for.
+    """
+
+    def __init__(
+        self, *, policy: nn.Module, learning_rate: float = 6e-4, ent_coef: float = 0.01, vf_coef: float = 0.5,
+        gamma: float = 0.99, rho_clip: float = 1.0, c_clip: float = 1.0, pg_rho_clip: float = 1.0,
+        gae_lambda: float = 1.0, importance_correction: bool = True, max_grad_norm: float | None = 40.0,
+        optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        self.ent_coef, self.vf_coef = ent_coef, vf_coef
+        self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
+        self.importance_correction = importance_correction
+        self.optimizer = self.make_optimizer(
+            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm
+        )
+
+    def trajectories(self, batch: Batch) -> dict[str, Tensor]:
+        """The rollout [T, B] with what V-trace reads: rewards, discounts, cuts, weights, behaviour log-probabilities."""
+        names = ("obs", "actions", "action_masks", "behavior_logprobs", "bootstrap_value", "truncated", "truncation_values")
+        rollout = {name: batch[name] for name in names if name in batch} | self.time_major(batch)
+        if "valid" in batch:
+            rollout["weights"] = batch["valid"].float()
+        return rollout
+
+    def evaluate(self, rollout: Batch) -> dict[str, Tensor]:
+        """target_logprobs, values and entropy [T, B] of the learning policy."""
+        masks = rollout.get("action_masks")
+        policy = self.policy.evaluate_actions(
+            rollout["obs"].flatten(0, 1), rollout["actions"].flatten(0, 1), None if masks is None else masks.flatten(0, 1)
+        )
+        shape = rollout["rewards"].shape
+        return {
+            "target_logprobs": policy.logprobs.view(shape), "values": policy.values.view(shape),
+            "entropy": policy.entropy.reshape(shape),
+        }  # fmt: skip
+
+    def vtrace(self, rollout: Batch, logprobs: Tensor, values: Tensor, pg_rho_clip: float | None) -> tuple[Tensor, Tensor]:
+        """V-trace targets and advantages [T, B] with ratios of `logprobs` to the behaviour policy's."""
+        log_rhos = logprobs.detach() - rollout["behavior_logprobs"]
+        if not self.importance_correction:
+            log_rhos = torch.zeros_like(log_rhos)
+        values = values.detach()
+        return vtrace(
+            log_rhos=log_rhos, values=values, next_values=successor_values(values, rollout),
+            rewards=rollout["rewards"], discounts=rollout["discounts"], cuts=rollout["cuts"],
+            rho_clip=self.rho_clip, c_clip=self.c_clip, pg_rho_clip=pg_rho_clip, lambda_=self.gae_lambda,
+        )  # fmt: skip
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """One gradient step on the whole rollout."""
+        rollout = self.trajectories(batch)
+        policy = self.evaluate(rollout)
+        targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], self.pg_rho_clip)
+        losses = impala_loss(
+            {**rollout, **policy, "vtrace_targets": targets, "pg_advantages": advantages}, self.ent_coef, self.vf_coef
+        )
+        grad_norm = self.optimizer.step(losses["loss"])
+        self.move_normalizers(flat_obs(batch))
+        return UpdateResult({**losses, "grad_norm": grad_norm})
+
+
+def flat_obs(batch: Batch) -> dict[str, Tensor]:
+    """Observations of the rows that are not an engine's reset rows, flat."""
+    obs = batch["obs"].flatten(0, 1)
+    return {"obs": obs[batch["valid"].flatten()] if "valid" in batch else obs}

@@ -1,0 +1,148 @@
+"""TRPO: trust region policy optimization (Schulman et al. 2015, arXiv:1502.05477).
+
+The policy moves by sqrt(2 delta / x'Fx) x with F x = g solved by conjugate gradients, F the Hessian of the KL divergence
+over the whole batch, and backtracks until KL <= delta and the surrogate improved; else it stays. The critic learns by
+gradient steps of its own that never touch what the policy depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.ops.policy import conjugate_gradient
+from rl_training.algorithms.optimization import flatten_parameters
+
+
+def trpo_loss(batch: Batch) -> dict[str, Tensor]:
+    """From new_logprobs, logprobs, advantages, values, returns and entropy, all [B]."""
+    ratio = (batch["new_logprobs"] - batch["logprobs"]).exp()
+    return {
+        "policy_loss": -(ratio * batch["advantages"]).mean(),
+        "value_loss": 0.5 * (batch["returns"] - batch["values"]).square().mean(),
+        "entropy": batch["entropy"].mean(),
+    }
+
+
+class TRPO(ActorCriticAlgorithm):
+    """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
+
+    def __init__(
+        self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
+        cg_damping: float = 0.1, line_search_steps: int = 10, line_search_shrink: float = 0.8, value_updates: int = 10,
+        value_minibatch_size: int | None = 128, gamma: float = 0.99, gae_lambda: float = 0.95,
+        normalize_advantages: bool = True, max_grad_norm: float | None = None, optimizer: str = "adam",
+        optimizer_eps: float = 1e-5, **options: Any,
+    ) -> None:  # fmt: skip
+        for name, value, right in (
+            ("max_kl", max_kl, max_kl > 0), ("cg_damping", cg_damping, cg_damping > 0),
+            ("line_search_shrink", line_search_shrink, 0 < line_search_shrink < 1),
+            ("cg_iterations", cg_iterations, cg_iterations >= 1), ("line_search_steps", line_search_steps, line_search_steps >= 1),
+            ("value_updates", value_updates, value_updates >= 0),
+            ("value_learning_rate", value_learning_rate, value_learning_rate >= 0),
+        ):  # fmt: skip
+            if not right:
+                bound = {"line_search_shrink": "between 0 and 1", "cg_iterations": ">= 1", "line_search_steps": ">= 1"}.get(
+                    name, "> 0" if name in ("max_kl", "cg_damping") else ">= 0"
+                )
+                raise ValueError(f"{name} must be {bound}, got {value}")
+        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        self.max_kl, self.cg_iterations, self.cg_damping = max_kl, cg_iterations, cg_damping
+        self.line_search_steps, self.line_search_shrink = line_search_steps, line_search_shrink
+        self.value_updates, self.value_minibatch_size = value_updates, value_minibatch_size
+        self.normalize_advantages = normalize_advantages
+        self._actor_params, self._actor_flat = flatten_parameters(self.policy.actor_parameters())
+        self.value_optimizer = self.make_optimizer(
+            "value_optimizer", self.policy.critic.parameters(), value_learning_rate, kind=optimizer, eps=optimizer_eps,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+
+    @property
+    def value_learning_rate(self) -> float:
+        """Step size of the critic; the policy has none."""
+        return self.value_optimizer.learning_rate
+
+    @value_learning_rate.setter
+    def value_learning_rate(self, value: float) -> None:
+        self.value_optimizer.learning_rate = value
+
+    def _actor_gradient(self, scalar: Tensor, **options: bool) -> Tensor:
+        """Gradient of a scalar with respect to the policy, flat [P]."""
+        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(scalar, self._actor_params, **options)])
+
+    def policy_step(self, rows: Batch) -> dict[str, Any]:
+        """The trust-region step on all rows [B]."""
+        obs, actions, masks = rows["obs"], rows["actions"], rows.get("action_masks")
+        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        policy = self.policy.distribution(obs, masks)
+        surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
+        gradient = self._actor_gradient(surrogate, retain_graph=True)
+        old = policy.detach()
+        kl_gradient = self._actor_gradient(old.kl(policy).mean(), create_graph=True)
+
+        def fisher(vector: Tensor) -> Tensor:
+            return self._actor_gradient(kl_gradient.dot(vector), retain_graph=True).add_(vector, alpha=self.cg_damping)
+
+        direction = conjugate_gradient(fisher, gradient, self.cg_iterations)
+        curvature = direction.dot(fisher(direction)).clamp(min=1e-12)
+        full_step = direction * (2.0 * self.max_kl / curvature).sqrt()
+        start, before = self._actor_flat.clone(), surrogate.detach()
+        fraction, accepted = 1.0, False
+        for backtracks in range(self.line_search_steps):
+            self._actor_flat.copy_(start + fraction * full_step)
+            with torch.no_grad():
+                policy = self.policy.distribution(obs, masks)
+                surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
+                kl = old.kl(policy).mean()
+            if bool((kl <= self.max_kl) & (surrogate > before)):
+                accepted = True
+                break
+            fraction *= self.line_search_shrink
+        if not accepted:
+            self._actor_flat.copy_(start)
+            surrogate, kl, fraction = before, torch.zeros_like(kl), 0.0
+        return {
+            "surrogate_gain": gradient.dot(full_step) * fraction, "surrogate_improvement": surrogate - before,
+            "policy_loss": -surrogate, "entropy": policy.entropy().mean(), "approx_kl": kl,
+            "accepted_step": float(accepted), "step_norm": full_step.norm() * fraction, "backtrack_steps": backtracks,
+            "line_search_fraction": fraction, "cg_iterations": self.cg_iterations,
+        }  # fmt: skip
+
+    def _value_minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
+        """`value_updates` minibatches, reshuffled whenever the rows are used up."""
+        count = len(rows["returns"])
+        size = min(self.value_minibatch_size or count, count)
+        served = 0
+        while served < self.value_updates:
+            shuffled = select_rows(rows, torch.randperm(count, generator=self.generator, device=rows["returns"].device))
+            for start in range(0, count - size + 1, size):
+                if served == self.value_updates:
+                    return
+                served += 1
+                yield {name: value[start : start + size] for name, value in shuffled.items()}
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """One trust-region step, then `value_updates` gradient steps of the critic."""
+        rows = self.rows(batch)
+        metrics = self.policy_step(rows)
+        with torch.no_grad():
+            features = self.policy.features(rows["obs"])
+        value_rows = {"features": features, "returns": rows["returns"]}
+        losses = []
+        for minibatch in self._value_minibatches(value_rows):
+            values = self.policy.critic(minibatch["features"]).squeeze(-1)
+            losses.append(0.5 * (minibatch["returns"] - values).square().mean())
+            self.value_optimizer.step(losses[-1])
+        self.move_normalizers(rows)
+        zero = torch.zeros((), device=self.device)
+        metrics |= {
+            "value_loss": torch.stack(losses).detach().mean() if losses else zero,
+            "final_value_loss": losses[-1].detach() if losses else zero,
+            "value_updates": self.value_updates,
+        }
+        return UpdateResult(metrics, num_gradient_steps=1 + self.value_updates)

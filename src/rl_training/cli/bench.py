@@ -1,0 +1,73 @@
+"""`rl-training bench`: where the time of a short run goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from rl_training.cli.options import (
+    AlgoOption,
+    ConfigOption,
+    EnvOption,
+    ImportOption,
+    SetOption,
+    Text,
+    import_modules,
+    option,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_training.runtime.bench import Breakdown
+
+DEFAULT_SECONDS = 10.0
+BAR = 24
+
+
+def bench(
+    config: ConfigOption = None,
+    algo: AlgoOption = None,
+    env: EnvOption = None,
+    total_timesteps: Annotated[Text, option("Steps to run; else ten seconds' worth.", metavar="N")] = None,
+    modules: ImportOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Run a config for a short while and show where the time goes; leaves nothing behind."""
+    from rl_training.cli.overrides import build_config
+    from rl_training.cli.screen import make_console
+
+    import_modules(modules)
+    built = build_config(config, algo, env, settings)
+    limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
+    if total_timesteps is not None:
+        limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}
+    from rl_training.runtime.bench import benchmark
+
+    print_breakdown(make_console(), benchmark(built.model_copy(update=limits)))
+
+
+def print_breakdown(console: Console, result: Breakdown) -> None:
+    """A row per part: seconds, share, microseconds per environment step."""
+    from rich.table import Table
+
+    config = result.config
+    console.print(
+        f"[bold]{config.algo} on {config.env_id}[/bold]: {result.steps:,} steps, {result.updates:,} updates in "
+        f"{result.total_seconds:.2f} s, [bold]{result.steps_per_second:,.0f} steps/s[/bold]"
+    )
+    console.print(
+        f"device {config.device}, threads {config.threads}, {config.num_envs} environments ({config.vectorization})",
+        style="dim",
+    )
+    table = Table(header_style="bold")
+    for name in ("part", "seconds", "share", "µs/step"):
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for part, seconds in result.seconds.items():
+        if part in ("evaluate", "checkpoint") and not seconds:
+            continue
+        share = seconds / max(result.total_seconds, 1e-9)
+        cost = f"{1e6 * seconds / result.steps:,.1f}" if result.steps else "-"
+        table.add_row(part, f"{seconds:.3f}", f"{share:.1%}", cost, "█" * round(BAR * share))
+    console.print(table)

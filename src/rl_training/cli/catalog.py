@@ -1,0 +1,106 @@
+"""`rl-training list` and `rl-training config`: what there is, and what a config means."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from rl_training.cli.options import AlgoOption, ConfigOption, EnvOption, ImportOption, SetOption, import_modules, option
+
+
+def list_algorithms() -> None:
+    """Show every algorithm: year, actions, observations, scope."""
+    from rich.table import Table
+
+    from rl_training.cli.screen import make_console
+    from rl_training.experiment.registry import list_algorithm_specs
+
+    table = Table(header_style="bold", row_styles=["", "dim"])
+    table.add_column("name", style="bold cyan", no_wrap=True)
+    table.add_column("year", no_wrap=True)
+    for name in ("actions", "observations", "status"):
+        table.add_column(name)
+    for spec in list_algorithm_specs():
+        kinds = (", ".join(spec.action_kinds), ", ".join(spec.observation_kinds))
+        table.add_row(spec.name, str(spec.year), *kinds, f"implemented: {spec.scope}")
+    make_console().print(table)
+
+
+def show_config(
+    config: ConfigOption = None,
+    algo: AlgoOption = None,
+    env: EnvOption = None,
+    settings: SetOption = None,
+    modules: ImportOption = None,
+    schema: Annotated[bool, option("Print the JSON schema; --algo adds its hyper-parameters.", "--schema")] = False,
+    presets: Annotated[bool, option("List the packaged presets.", "--list")] = False,
+) -> None:
+    """Print a config as a run would resolve it, every default spelled out, as YAML."""
+    from rl_training.experiment.config import dump_yaml, list_presets
+
+    if presets:
+        typer.echo("\n".join(list_presets()))
+        return
+    if schema:
+        typer.echo(json.dumps(config_schema(_algorithm_of(config, algo)), indent=2))
+        return
+    from rl_training.cli.overrides import build_config
+
+    import_modules(modules)
+    typer.echo(dump_yaml(resolve_config(build_config(config, algo, env, settings))), nl=False)
+
+
+def _algorithm_of(config: str | None, algo: str | None) -> str | None:
+    from rl_training.experiment.config import load_config
+
+    return load_config(config).algo if config is not None else algo
+
+
+def resolve_config(config: Any) -> dict[str, Any]:
+    """The config checked against its algorithm and environment, as a run writes it to its config.yaml."""
+    from rl_training.envs.factory import probe_spaces, read_recipe
+    from rl_training.runtime.params import read_params
+    from rl_training.runtime.session import resolve
+    from rl_training.runtime.spec import get_algorithm_spec
+
+    spec = get_algorithm_spec(config.algo)
+    params = read_params(spec.params, config.algo_kwargs)
+    recipe = read_recipe(config.env_id, config.env_kwargs)
+    spaces = probe_spaces(recipe)
+    spec.check_support(spaces)
+    return resolve(config, params, recipe, spaces).model_dump(mode="json")
+
+
+def config_schema(algo: str | None) -> dict[str, Any]:
+    """JSON schema of a config file; of one algorithm's with its hyper-parameters under `algo_kwargs`."""
+    from rl_training.envs.factory import WrapperOptions
+    from rl_training.experiment.config import TrainConfig
+    from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
+
+    schema = TrainConfig.model_json_schema()
+    parts = schema["properties"]
+    parts["algo"]["enum"] = [spec.name for spec in list_algorithm_specs()] if algo is None else [algo]
+    wrappers = WrapperOptions.model_json_schema()
+    definitions = wrappers.pop("$defs", {})
+    limit = {"type": "integer", "minimum": 1, "description": "Steps after which an episode is truncated."}
+    parts["env_kwargs"]["properties"] = {"max_episode_steps": limit, "wrappers": wrappers}
+    if algo is not None:
+        hyper = _hyper_parameter_schema(get_algorithm_spec(algo).params, algo)
+        definitions |= hyper.pop("$defs", {})
+        parts["algo_kwargs"] = hyper | {"description": parts["algo_kwargs"]["description"]}
+    return schema | {"$defs": definitions | schema.get("$defs", {})}
+
+
+def _hyper_parameter_schema(params: Any, algo: str) -> dict[str, Any]:
+    """The schema of the parameters, with their schedules under the names that a config uses."""
+    from rl_training.cli.overrides import hyper_parameters
+
+    schema: dict[str, Any] = params.model_json_schema()
+    fields = schema["properties"]
+    fields.pop("schedules", None)
+    for name in hyper_parameters(algo):
+        if name not in fields:
+            fields[name] = {"$ref": "#/$defs/Schedule"}
+    return schema

@@ -1,0 +1,124 @@
+"""`rl-training doctor`: this machine, or an environment with an algorithm, checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rl_training.cli.options import AlgoOption, EnvOption, ImportOption, SetOption, StepsOption, import_modules
+from rl_training.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_training.runtime.doctor import Check
+
+NEEDED = ("torch", "gymnasium", "numpy", "pydantic", "PyYAML", "typer", "rich", "tensorboard")
+OPTIONAL = {
+    "ale-py": ("atari", "Atari games"), "opencv-python-headless": ("atari", "Atari preprocessing"),
+    "mujoco": ("mujoco", "MuJoCo tasks"), "pygame": ("video", "eval --render"),
+    "moviepy": ("video", "eval --record-video"), "matplotlib": ("results", "learning curves"),
+    "stable-baselines3": ("bench", "the speed comparison"),
+}  # fmt: skip
+MARKS = {"ok": "[green]✓[/green]", "warn": "[yellow]![/yellow]", "fail": "[red]✗[/red]"}
+
+
+def doctor(
+    env: EnvOption = None,
+    algo: AlgoOption = None,
+    total_timesteps: StepsOption = None,
+    modules: ImportOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Check this machine; with --env ID [--algo NAME], an environment and what training on it will cost."""
+    from rl_training.cli.screen import make_console
+
+    console = make_console()
+    if env is not None:
+        import_modules(modules)
+        _check_environment(console, env, algo, settings or [], total_timesteps)
+        return
+    if algo is not None or settings or total_timesteps:
+        raise UserError("--env is missing; give the environment to check, e.g. doctor --env CartPole-v1 --algo ppo.")
+    _show_machine(console)
+
+
+def _show_machine(console: Console) -> None:
+    import os
+    import platform
+
+    import torch
+
+    import rl_training
+    from rl_training.cli.screen import print_facts
+
+    console.print("[bold]versions[/bold]")
+    python = f"{platform.python_version()} on {platform.platform()}"
+    print_facts(console, [("rl-training", rl_training.__version__), ("python", python),
+                          *((name, _version(name) or "[red]missing[/red]") for name in NEEDED)])  # fmt: skip
+    console.print("\n[bold]devices[/bold]")
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    print_facts(console, [
+        ("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads unless a run chooses"),
+        *((f"cuda:{i}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB") for i, gpu in enumerate(gpus)),
+        ("gpu", "" if gpus else "none that torch can use; everything runs on the CPU"),
+    ])  # fmt: skip
+    console.print("\n[bold]optional packages[/bold]")
+    print_facts(console, [(name, _describe_package(name, *use)) for name, use in OPTIONAL.items()])
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _describe_package(name: str, extra: str, use: str) -> str:
+    version = _version(name)
+    if version is not None:
+        return f"{version} [dim]({use})[/dim]"
+    return rf"[yellow]not installed[/yellow], needed for {use}: pip install 'rl-training\[{extra}]'"
+
+
+def _check_environment(console: Console, env: str, algo: str | None, settings: list[str], budget: str | None) -> None:
+    from rl_training.cli.overrides import apply_settings, build_config
+    from rl_training.envs.factory import read_recipe
+    from rl_training.runtime import doctor as checks
+    from rl_training.runtime.spec import get_algorithm_spec
+
+    if algo is None:
+        if outside := [setting for setting in settings if not setting.startswith("env_kwargs.")]:
+            raise UserError(f"--set {outside[0]!r} is not of the environment; add --algo NAME, or set env_kwargs.KEY.")
+        config, spec, data = None, None, apply_settings({"env_id": env}, settings)
+        recipe = read_recipe(env, data.get("env_kwargs", {}))
+    else:
+        spec = get_algorithm_spec(algo)
+        config = build_config(None, algo, env, settings, total_timesteps=budget)
+        recipe = read_recipe(config.env_id, config.env_kwargs)
+    console.print(f"[bold]{env}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
+    found = [_show(console, check) for check in checks.check_environment(recipe, spec)]
+    if config is not None and not any(check.status == "fail" for check in found):
+        found += [_show(console, check) for check in checks.check_algorithm(config)]
+    _show_fixes(console, found)
+    if any(check.status == "fail" for check in found):
+        raise typer.Exit(1)
+
+
+def _show(console: Console, check: Check) -> Check:
+    from rich.markup import escape
+
+    console.print(f"  {MARKS[check.status]} {check.name.ljust(16)} {escape(check.detail)}", soft_wrap=True)
+    return check
+
+
+def _show_fixes(console: Console, found: list[Any]) -> None:
+    from rich.markup import escape
+
+    fixes = [check for check in found if check.fix]
+    console.print("\n[bold]to do[/bold]" if fixes else "\nnothing to fix")
+    for check in fixes:
+        console.print(f"  {MARKS[check.status]} {check.name}: {escape(check.fix)}", soft_wrap=True)

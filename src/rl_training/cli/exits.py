@@ -1,0 +1,86 @@
+"""How a command ends: 0 done, 1 the run failed, 2 the input was wrong, 130 stopped; never a traceback unasked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from rl_training.errors import UserError, did_you_mean
+
+FAILED, WRONG_INPUT, STOPPED = 1, 2, 130
+
+
+def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
+    """Run `action`; whatever it raises becomes one sentence on stderr and an exit code."""
+    try:
+        action()
+        sys.stdout.flush()
+        return 0
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("\nstopped at once.", err=True)
+        return STOPPED
+    except BrokenPipeError as error:
+        return _end_of_pipe() if _stdout_is_gone() else _report(error, debug)
+    except Exception as error:
+        return _report(error, debug)
+
+
+def _report(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    code, sentence = describe(error)
+    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {sentence}", err=True)
+    if code == FAILED and not debug:
+        typer.echo("run with --debug for the traceback", err=True)
+    return code
+
+
+def describe(error: Exception) -> tuple[int, str]:
+    """The exit code and the sentence of an exception."""
+    if isinstance(error, UserError):
+        return WRONG_INPUT, one_sentence(str(error))
+    if hasattr(error, "format_message"):  # a usage error of click's, or of typer's own copy of it
+        return WRONG_INPUT, one_sentence(_describe_usage(error))
+    if type(error).__name__ == "TrainingFailure":  # by name: its module imports torch
+        return FAILED, one_sentence(str(error))
+    reason = (str(error).strip().splitlines() or ["no message"])[0]
+    return FAILED, one_sentence(f"the run failed with {type(error).__name__}: {reason}")
+
+
+def one_sentence(text: str) -> str:
+    """The text on one line, with an end."""
+    line = " ".join(text.split())
+    return line if line.endswith((".", "?", "!", ")")) else f"{line}."
+
+
+def _describe_usage(error: Any) -> str:
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    command = context.info_name if context is not None else "rl-training"
+    if hasattr(error, "possibilities") and context is not None:
+        known = [name for option in context.command.params for name in option.opts if name.startswith("--")]
+        return f"{command} has no option {error.option_name!r}; {did_you_mean(error.option_name, known)}"
+    if parameter is None:
+        return f"{command}: {error.format_message()}"
+    option = parameter.opts[-1]
+    return f"{command} needs {option}" if hasattr(error, "param_type") else f"{command} {option}: {error.message}"
+
+
+def _stdout_is_gone() -> bool:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _end_of_pipe() -> int:
+    """`rl-training list | head`: the reader has what it wanted; nothing is left to say, at interpreter exit neither."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

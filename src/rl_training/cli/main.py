@@ -1,0 +1,88 @@
+"""The command `rl-training`: which commands there are, and how each of them ends.
+
+Everything heavy is imported inside the command functions, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import rl_training
+from rl_training.cli import bench, catalog, doctor, evaluate, predict, resume, train
+from rl_training.cli.exits import run_to_exit_code
+from rl_training.cli.options import option
+from rl_training.errors import UserError, did_you_mean
+
+NAME = "rl-training"
+
+
+class CommandGroup(TyperGroup):
+    """Ends every command with the contract's exit codes and at most one sentence; `--debug` may stand anywhere."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
+        """Run the command line and exit."""
+        words, debug = _take_debug(list(sys.argv[1:] if args is None else args))
+
+        def invoke() -> None:
+            with self.make_context(NAME, words) as context:
+                self.invoke(context)
+
+        sys.exit(run_to_exit_code(invoke, debug=debug))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of that name, or the nearest name in a sentence."""
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise UserError(f"there is no command {args[0]!r}; {did_you_mean(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+def _take_debug(words: list[str]) -> tuple[list[str], bool]:
+    """The words without `--debug`, and whether it was among those before a bare `--`."""
+    end = words.index("--") if "--" in words else len(words)
+    kept = [word for word in words[:end] if word != "--debug"]
+    return kept + words[end:], len(kept) < end
+
+
+app = typer.Typer(
+    cls=CommandGroup, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    version: Annotated[bool, option("Print the version.", "--version")] = False,
+    debug: Annotated[bool, option("Show the traceback of an error; also after a command.", "--debug")] = False,
+) -> None:
+    """Reinforcement learning for Gymnasium environments: one loop, many algorithms.
+
+    First steps: [bold]rl-training train --config ppo/cartpole[/bold], then the commands that it prints.
+    """
+    if version:
+        typer.echo(f"{NAME} {rl_training.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+    else:
+        return
+    raise typer.Exit
+
+
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command("resume")(resume.resume)
+app.command("predict")(predict.predict)
+app.command("list")(catalog.list_algorithms)
+app.command("config")(catalog.show_config)
+app.command("doctor")(doctor.doctor)
+app.command("bench")(bench.bench)
+
+
+def main() -> None:
+    """The console entry point."""
+    app()

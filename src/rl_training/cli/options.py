@@ -1,0 +1,67 @@
+"""Options that several commands share, and what they mean before a config is made of them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from rl_training.errors import UserError
+
+Text = str | None
+Texts = list[str] | None
+
+
+def option(text: str, *names: str, metavar: str | None = None) -> Any:
+    """An option of a command; `text` is its help."""
+    return typer.Option(*names, metavar=metavar, help=text)
+
+
+ConfigOption = Annotated[Text, option("A YAML file, or a packaged preset such as ppo/cartpole.", "--config", metavar="C")]
+AlgoOption = Annotated[Text, option("Algorithm, with its defaults (see `list`).", "--algo", metavar="NAME")]
+EnvOption = Annotated[Text, option("Gymnasium id, or module:Class.", "--env", metavar="ID")]
+ImportOption = Annotated[Texts, option("Import a module that registers environments.", "--import", metavar="MODULE")]
+SetOption = Annotated[
+    Texts, option("Set a config field or a hyper-parameter: learning_rate=1e-3.", "--set", metavar="KEY=VALUE")
+]
+CheckpointOption = Annotated[str, option("A .ckpt file of a run, or the run's folder.", "--checkpoint", metavar="P")]
+StepsOption = Annotated[Text, option("Budget in environment steps; 1e6 is fine.", "--total-timesteps", metavar="N")]
+OutputOption = Annotated[Text, option("Folder in which the run's own folder is made.", "--output-dir", metavar="DIR")]
+StochasticOption = Annotated[bool, option("Sample actions instead of taking the best.", "--stochastic")]
+
+
+def import_modules(names: Iterable[str] | None) -> None:
+    """Import the modules of `--import`; the working directory is searched first, as `python -m` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names or ():
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UserError(f"--import {name}: the module cannot be imported ({error}).") from error
+        except Exception as error:
+            raise UserError(f"--import {name}: the module fails with {type(error).__name__}: {error}.") from error
+
+
+def find_checkpoint(given: str) -> str:
+    """The checkpoint file; for a run's folder its newest one."""
+    for newest in (os.path.join(given, "checkpoints", "latest.ckpt"), os.path.join(given, "latest.ckpt")):
+        if os.path.isfile(newest):
+            return newest
+    return given
+
+
+def whole_number(option: str, text: str, *, least: int = 0) -> int:
+    """The whole number in an option's text (`1e5` counts as one)."""
+    try:
+        number = float(text)
+        whole = int(text) if text.lstrip("+-").isdigit() else int(number)
+    except (ValueError, OverflowError):
+        raise UserError(f"{option} is {text!r}; it must be a whole number.") from None
+    if whole != number or whole < least:
+        raise UserError(f"{option} is {text!r}; it must be a whole number of at least {least}.")
+    return whole

@@ -1,0 +1,108 @@
+"""From options to a `TrainConfig`: a preset or an algorithm's defaults, then `--set`, then the named options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rl_training.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from rl_training.experiment.config import TrainConfig
+
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def build_config(
+    config: str | None, algo: str | None, env: str | None, settings: Iterable[str] | None = None, **fields: Any
+) -> TrainConfig:
+    """The validated config of a command; `fields` that are None were not given."""
+    from rl_training.experiment.config import TrainConfig
+    from rl_training.validation import validate
+
+    data = starting_point(config, algo, env)
+    given = {name: value for name, value in fields.items() if value is not None}
+    changed = apply_settings(data, settings or ())
+    changed.update(given)
+    where = config or f"{algo} on {env}"
+    return validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
+
+
+def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:
+    """The mapping in a config file or preset, or the defaults of an algorithm for an environment."""
+    from rl_training.experiment.config import read_yaml
+
+    if config is not None:
+        if algo is not None or env is not None:
+            raise UserError("--config cannot stand beside --algo or --env; use --set env_id=ID to change a config.")
+        return read_yaml(config)
+    if algo is None or env is None:
+        missing = "--config, or --algo with --env" if algo is env else "--env" if env is None else "--algo"
+        raise UserError(f"{missing} is missing; give a config or preset, or an algorithm and an environment.")
+    from rl_training.runtime.spec import get_algorithm_spec
+
+    return {"algo": algo, "env_id": env, **get_algorithm_spec(algo).defaults}
+
+
+def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """A copy of the config mapping with each `key=value` of `--set` put in."""
+    result = dict(data)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not key or not equals:
+            raise UserError(f"--set {setting!r} is not KEY=VALUE, such as learning_rate=1e-3.")
+        result = _put(result, _path(key.strip(), data.get("algo")), read_value(setting, text), setting)
+    return result
+
+
+def read_value(setting: str, text: str) -> Any:
+    """A value as YAML reads it, but `1e-3` is a number."""
+    import yaml
+
+    try:
+        return _read_exponents(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise UserError(f"--set {setting!r}: the value is not valid YAML; quote it.") from None
+
+
+def _read_exponents(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _read_exponents(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_read_exponents(part) for part in value]
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+def _path(key: str, algo: Any) -> list[str]:
+    """Where a key belongs: a field of TrainConfig, or a hyper-parameter under `algo_kwargs`."""
+    from rl_training.experiment.config import TrainConfig
+
+    parts = key.split(".")
+    if parts[0] in TrainConfig.model_fields:
+        return parts
+    known = hyper_parameters(algo)
+    if parts[0] not in known:
+        nearest = did_you_mean(parts[0], [*known, *TrainConfig.model_fields])
+        raise UserError(f"--set: unknown key {parts[0]!r}; {nearest}")
+    return ["algo_kwargs", *parts]
+
+
+def hyper_parameters(algo: Any) -> list[str]:
+    """Names that `algo_kwargs` may hold for that algorithm, schedules included."""
+    from rl_training.runtime.params import _is_number
+    from rl_training.runtime.spec import get_algorithm_spec
+
+    fields = get_algorithm_spec(str(algo)).params.model_fields
+    schedules = [f"{name}_schedule" for name, field in fields.items() if _is_number(field.annotation)]
+    return [*(name for name in fields if name != "schedules"), *schedules]
+
+
+def _put(data: Mapping[str, Any], path: list[str], value: Any, setting: str) -> dict[str, Any]:
+    first, *rest = path
+    if not rest:
+        return {**data, first: value}
+    inner = data.get(first)
+    if inner is not None and not isinstance(inner, Mapping):
+        raise UserError(f"--set {setting!r}: {first} is {inner!r}, which has no parts.")
+    return {**data, first: _put(inner or {}, rest, value, setting)}

@@ -1,0 +1,70 @@
+"""`rl-training predict`: the action of a checkpoint's policy, as JSON; no environment is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from rl_training.cli.options import CheckpointOption, StochasticOption, find_checkpoint, option
+from rl_training.errors import UserError
+
+
+def predict(
+    checkpoint: CheckpointOption,
+    obs: Annotated[str, option("An observation or a batch: JSON, .json or .npy, - is stdin.", metavar="JSON|FILE|-")],
+    stochastic: StochasticOption = False,
+) -> None:
+    """Print the action for an observation as JSON; a batch gives a batch."""
+    observation = read_observation(obs)
+    from rl_training.runtime.workflows import load_policy
+
+    policy = load_policy(find_checkpoint(checkpoint))
+    action = policy.predict(_as_tuples(observation, policy.spaces.observation_space), not stochastic)
+    typer.echo(json.dumps(action if isinstance(action, int) else action.tolist()))
+
+
+def read_observation(given: str) -> Any:
+    """The observation in a JSON text, a file or stdin."""
+    if given.endswith(".npy"):
+        return _read_array(given)
+    try:
+        if given == "-":
+            return json.loads(sys.stdin.read())
+        if given.endswith(".json") or os.path.isfile(given):
+            with open(given, encoding="utf-8") as file:
+                return json.load(file)
+        return json.loads(given)
+    except OSError as error:
+        raise UserError(f"--obs {given} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        where = "stdin" if given == "-" else repr(given if len(given) <= 60 else given[:57] + "...")
+        raise UserError(f"--obs: {where} is not valid JSON; an observation looks like [0.1, 0.2].") from None
+
+
+def _read_array(path: str) -> Any:
+    import numpy as np
+
+    try:
+        return np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise UserError(f"--obs {path} cannot be read: {error.strerror or 'not a .npy file'}.") from None
+    except (ValueError, EOFError):
+        raise UserError(f"--obs {path} is not a .npy file of numbers.") from None
+
+
+def _as_tuples(observation: Any, space: Any) -> Any:
+    """JSON has no tuples: lists become the tuples of a Tuple space, of one observation or of a batch."""
+    parts = getattr(space, "spaces", None)
+    if not isinstance(parts, tuple) or not isinstance(observation, list) or not observation:
+        return observation
+    if _depth(observation[0]) == len(parts[0].shape or ()):
+        return tuple(observation)
+    return [tuple(row) if isinstance(row, list) else row for row in observation]
+
+
+def _depth(value: Any) -> int:
+    return 1 + _depth(value[0]) if isinstance(value, list) and value else int(isinstance(value, list))

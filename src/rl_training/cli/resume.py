@@ -1,0 +1,66 @@
+"""`rl-training resume`: go on from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from rl_training.cli.options import (
+    CheckpointOption,
+    ImportOption,
+    OutputOption,
+    SetOption,
+    StepsOption,
+    find_checkpoint,
+    import_modules,
+    option,
+    whole_number,
+)
+
+
+def resume(
+    checkpoint: CheckpointOption,
+    total_timesteps: StepsOption = None,
+    output_dir: OutputOption = None,
+    settings: SetOption = None,
+    force: Annotated[bool, option("Allow changes other than of the budget.", "--force")] = False,
+    modules: ImportOption = None,
+) -> None:
+    """Go on from a checkpoint, exactly where the run stopped.
+
+    The budget may change (schedules stretch with it); any other change needs --force.
+    """
+    from rl_training.cli.screen import make_console, print_run
+
+    budget = None if total_timesteps is None else whole_number("--total-timesteps", total_timesteps, least=1)
+    import_modules(modules)
+    path = find_checkpoint(checkpoint)
+    from rl_training.runtime.run import Callback, Run
+    from rl_training.runtime.workflows import resume_training
+
+    class Watch(Callback):
+        """Remembers where the resumed run began and what it trains."""
+
+        first_step, title = 0, ""
+
+        def on_start(self, run: Run) -> None:
+            self.first_step, self.title = run.step, f"{run.config.algo} on {run.config.env_id}"
+
+    watch = Watch()
+    result = resume_training(
+        path, total_timesteps=budget, output_dir=output_dir, changes=read_changes(path, settings), force=force,
+        callbacks=[watch], console=True,
+    )  # fmt: skip
+    trained = result.metrics["global_step"] - watch.first_step
+    print_run(make_console(), result, f"{watch.title}, resumed at step {watch.first_step:,}", trained=trained)
+
+
+def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:
+    """The config fields that `--set` changes, whole, as `resume_training` takes them."""
+    if not settings:
+        return {}
+    from rl_training.cli.overrides import apply_settings
+    from rl_training.runtime.workflows import read_checkpoint
+
+    stored = read_checkpoint(path)["config"]
+    changed = apply_settings(stored, settings)
+    return {name: value for name, value in changed.items() if stored.get(name) != value}

@@ -1,0 +1,129 @@
+"""What a person sees after a command: one console, summaries of runs, a table over seeds."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rl_training.runtime.workflows import TrainResult
+
+PIPE_WIDTH = 160  # a table in a file or pipe has no edge to keep to
+# Two-sided 95 % points of Student's t by degrees of freedom
+T_95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+REASONS = {
+    "total_timesteps": "finished", "max_updates": "finished (max_updates)", "max_seconds": "stopped by max_seconds",
+    "early_stopping": "solved, stopped early", "callback": "stopped by a callback", "SIGINT": "stopped by Ctrl-C",
+    "SIGTERM": "stopped by SIGTERM",
+}  # fmt: skip
+
+
+def make_console() -> Console:
+    """The console on stdout."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
+    """Names and values in two columns; a long path is never broken, so that it can be copied."""
+    rows = [(name, value) for name, value in facts if value]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        console.print(f"  [dim]{name.ljust(width)}[/dim]  {value}", soft_wrap=True)
+
+
+def describe_return(metrics: dict[str, Any]) -> str:
+    """The evaluation's return, or the training episodes' when nothing was evaluated."""
+    if "eval_return_mean" in metrics:
+        mean, std, count = (metrics[f"eval_{name}"] for name in ("return_mean", "return_std", "episodes"))
+        return f"[bold]{mean:.1f} ± {std:.1f}[/bold] over {count} evaluation episode{'s' if count != 1 else ''}"
+    if "episode_return_mean" in metrics:
+        return f"[bold]{metrics['episode_return_mean']:.1f}[/bold] over the last training episodes (not evaluated)"
+    return "no episode ended yet"
+
+
+def print_run(console: Console, result: TrainResult, title: str, *, trained: int | None = None) -> None:
+    """The summary of one run and the commands to run next."""
+    from rl_training.experiment.logging import format_duration
+
+    metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
+    steps, seconds = metrics["global_step"], metrics["train_seconds"]
+    rate = f"({steps / seconds:,.0f} steps/s)" if seconds > 0 else ""
+    reason = REASONS.get(str(metrics["stop_reason"]), str(metrics["stop_reason"]))
+    console.print(f"\n[bold]{title}[/bold]: {reason}")
+    if trained == 0:
+        console.print("  nothing was left to train; give a larger --total-timesteps", style="yellow")
+    print_facts(console, [
+        ("return", describe_return(metrics)),
+        ("steps", f"{steps:,} in {format_duration(seconds)} {rate}"),
+        ("run", quote(result.run_dir)),
+        ("metrics", quote(result.run_dir / "metrics.jsonl")),
+        ("checkpoint", quote(result.checkpoint_path)),
+        ("best", quote(best) if best.is_file() else ""),
+    ])  # fmt: skip
+    print_next(console, result)
+
+
+def print_next(console: Console, result: TrainResult) -> None:
+    """The commands that go on from here."""
+    metrics, path = result.metrics, quote(result.checkpoint_path)
+    interrupted = metrics["stop_reason"] in ("SIGINT", "SIGTERM", "max_seconds")
+    further = "" if interrupted else f" --total-timesteps {2 * metrics['global_step']}"
+    console.print("\nnext")
+    console.print(f"  rl-training eval --checkpoint {path} --num-episodes 20", soft_wrap=True)
+    console.print(f"  rl-training resume --checkpoint {path}{further}", soft_wrap=True)
+
+
+def quote(path: Path) -> str:
+    """A path as a shell reads it, safe from being taken for markup."""
+    return shlex.quote(str(path)).replace("[", r"\[")
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean and the half-width of its 95 % interval (Student's t); one value has no interval."""
+    mean = sum(values) / len(values)
+    freedom = len(values) - 1
+    if freedom < 1:
+        return mean, None
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / freedom)
+    factor = T_95[freedom - 1] if freedom <= len(T_95) else 1.96 + 2.5 / freedom
+    return mean, factor * deviation / math.sqrt(len(values))
+
+
+def print_seeds(console: Console, runs: Sequence[tuple[int, TrainResult]], title: str) -> None:
+    """One row per seed, then the mean over seeds with its interval."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("seed", "return", "steps", "steps/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("run", overflow="fold")
+    returns = []
+    for seed, result in runs:
+        metrics = result.metrics
+        value = metrics.get("eval_return_mean", metrics.get("episode_return_mean"))
+        shown = "-" if value is None else f"{value:.1f}"
+        if "eval_return_std" in metrics:
+            shown += f" ± {metrics['eval_return_std']:.1f}"
+        returns += [] if value is None else [float(value)]
+        rate = metrics["global_step"] / max(metrics["train_seconds"], 1e-9)
+        table.add_row(str(seed), shown, f"{metrics['global_step']:,}", f"{rate:,.0f}", quote(result.run_dir))
+    console.print()
+    console.print(table)
+    if returns:
+        mean, half = mean_interval(returns)
+        ends = "" if half is None else f", 95 % interval [bold]{mean - half:.1f} to {mean + half:.1f}[/bold] (Student's t)"
+        seeds = f"{len(returns)} seed{'s' if len(returns) != 1 else ''}"
+        console.print(f"mean over {seeds} [bold]{mean:.1f}[/bold]{ends}")

@@ -1,0 +1,83 @@
+"""`rl-training train`: one run, or one per seed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from rl_training.cli.options import (
+    AlgoOption,
+    ConfigOption,
+    EnvOption,
+    ImportOption,
+    OutputOption,
+    SetOption,
+    StepsOption,
+    Text,
+    import_modules,
+    option,
+    whole_number,
+)
+from rl_training.errors import UserError
+
+if TYPE_CHECKING:
+    from rl_training.experiment.config import TrainConfig
+
+
+def train(
+    config: ConfigOption = None,
+    algo: AlgoOption = None,
+    env: EnvOption = None,
+    output_dir: OutputOption = None,
+    total_timesteps: StepsOption = None,
+    num_envs: Annotated[Text, option("Environments stepped together.", metavar="N")] = None,
+    eval_episodes: Annotated[Text, option("Episodes per evaluation; 0 for none.", metavar="N")] = None,
+    seed: Annotated[Text, option("Seed of every random draw.", metavar="N")] = None,
+    seeds: Annotated[Text, option("One run per seed, then mean and interval.", metavar="1,2,3")] = None,
+    execution_backend: Annotated[Text, option("Where collection runs.", metavar="NAME")] = None,
+    device: Annotated[Text, option("cpu, cuda, cuda:<index> or auto.", metavar="NAME")] = None,
+    modules: ImportOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Train a policy: --config C, or --algo NAME --env ID.
+
+    Ctrl-C stops after the current update and writes a checkpoint; Ctrl-C again stops at once.
+    """
+    from rl_training.cli.overrides import build_config
+
+    if seed is not None and seeds is not None:
+        raise UserError("--seed and --seeds were both given; give one of them.")
+    import_modules(modules)
+    built = [
+        build_config(
+            config, algo, env, settings, output_dir=output_dir, total_timesteps=total_timesteps, num_envs=num_envs,
+            eval_episodes=eval_episodes, seed=one_seed, execution_backend=execution_backend, device=device,
+        )
+        for one_seed in ([seed] if seeds is None else read_seeds(seeds))
+    ]
+    run_all(built, several=seeds is not None)
+
+
+def read_seeds(text: str) -> list[int]:
+    """The seeds in `1,2,3`; each may stand once."""
+    seeds = [whole_number("--seeds", part.strip()) for part in text.split(",")]
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds is {text!r}; a seed stands in it twice.")
+    return seeds
+
+
+def run_all(configs: list[TrainConfig], *, several: bool) -> None:
+    """Run each config in turn and print what came out; a signal ends the series after the run that it stopped."""
+    from rl_training.cli.screen import make_console, print_run, print_seeds
+    from rl_training.runtime import workflows
+
+    console, runs = make_console(), []
+    title = f"{configs[0].algo} on {configs[0].env_id}"
+    for config in configs:
+        result = workflows.train(config, console=True)
+        runs.append((config.seed, result))
+        if not several:
+            print_run(console, result, title)
+        if result.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
+            break
+    if several:
+        print_seeds(console, runs, title)

@@ -1,0 +1,79 @@
+"""`FinalObservations`: the true last observations of the episodes in a replay buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_training.data.memory import Array, ArraySpec, map_array
+
+
+class FinalObservations:
+    """A pool with one slot per episode end still in the ring; it starts small, grows by half, and reuses free slots."""
+
+    def __init__(self, obs: ArraySpec, mask_size: int, folder: str | Path | None, capacity: int) -> None:
+        self._shape, self._dtype = obs.shape[2:], obs.dtype
+        self._folder = None if folder is None else Path(folder)
+        self._generation = 0
+        self.obs = self._new(max(16, capacity // 256))
+        self.masks: Array | None = np.ones((len(self.obs), mask_size), dtype=bool) if mask_size else None
+        self._free: list[int] = []
+        self._used = 0  # slots that were ever given out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+        return self.obs.nbytes + (0 if self.masks is None else self.masks.nbytes)
+
+    def put(self, obs: Array, masks: Array | None) -> Array:
+        """Store observations [K, ...] and the legal actions there [K, A] (None: all legal); returns their slots [K]."""
+        count = len(obs)
+        reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        fresh = count - len(reused)
+        if self._used + fresh > len(self.obs):
+            self._grow(self._used + fresh)
+        slots = np.array([*reused, *range(self._used, self._used + fresh)], dtype=np.int64)
+        self._used += fresh
+        self.obs[slots] = obs
+        if self.masks is not None:
+            self.masks[slots] = True if masks is None else masks
+        return slots
+
+    def free(self, slots: Array) -> None:
+        """The rows of these slots left the ring."""
+        self._free.extend(slots.tolist())
+
+    def _new(self, count: int) -> Array:
+        if self._folder is None:
+            return np.zeros((count, *self._shape), dtype=self._dtype)
+        self._generation += 1
+        return map_array(self._folder / f"finals_{self._generation}.npy", ArraySpec((count, *self._shape), self._dtype))
+
+    def _grow(self, at_least: int) -> None:
+        old, count = self.obs, max(at_least, len(self.obs) + len(self.obs) // 2)
+        self.obs = self._new(count)
+        self.obs[: len(old)] = old
+        if self._folder is not None:
+            (self._folder / f"finals_{self._generation - 1}.npy").unlink()
+        if self.masks is not None:
+            masks = np.ones((count, self.masks.shape[1]), dtype=bool)
+            masks[: len(old)] = self.masks
+            self.masks = masks
+
+    def state_dict(self) -> dict[str, Any]:
+        """The used part, as views."""
+        masks = None if self.masks is None else self.masks[: self._used]
+        return {"obs": self.obs[: self._used], "masks": masks, "free": np.array(self._free, dtype=np.int64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._used = len(state["obs"])
+        if self._used > len(self.obs):
+            self._grow(self._used)
+        self.obs[: self._used] = state["obs"]
+        if self.masks is not None:
+            self.masks[: self._used] = state["masks"]
+        self._free = [int(slot) for slot in state["free"]]

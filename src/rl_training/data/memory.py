@@ -1,0 +1,161 @@
+"""How much memory experience needs, whether it is there, and the arrays themselves (in memory or as mapped files)."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rl_training.errors import UserError
+
+Array = NDArray[Any]
+DType = Any  # "uint8", np.uint8, np.dtype("uint8") or torch.uint8
+_EPISODE_LENGTH = 50  # assumed when the final observations are counted in an estimate
+
+
+class ArraySpec(NamedTuple):
+    """One array to allocate."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, before it exists."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """The numpy dtype of a numpy name, a numpy dtype or a torch dtype."""
+    return np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+
+
+def action_dtype_of(continuous: bool, action_dtype: DType | None) -> np.dtype[Any]:
+    """float32 for continuous actions and int64 (what torch indexes with) for the others, unless told otherwise."""
+    return numpy_dtype(action_dtype if action_dtype is not None else "float32" if continuous else "int64")
+
+
+def rows_per_env(capacity: int, num_envs: int) -> int:
+    """Rows that each environment's ring gets of `capacity`."""
+    if num_envs < 1 or capacity < num_envs:
+        raise UserError(f"buffer_capacity is {capacity}, but {num_envs} environments need room for one step each.")
+    return capacity // num_envs
+
+
+def replay_specs(
+    capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
+    action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
+    frame_stack: int = 1, mask_size: int = 0,
+) -> dict[str, ArraySpec]:  # fmt: skip
+    """The arrays of a replay buffer, each [slots, num_envs, ...], before any of them exists."""
+    if frame_stack < 1 or (frame_stack > 1 and obs_shape[0] % frame_stack):
+        raise UserError(f"frame_stack is {frame_stack}, which does not divide the {obs_shape[0]} channels of {tuple(obs_shape)}.")
+    # One slot more than rows for the newest next observation, and k - 1 more for the oldest row's earlier frames.
+    lead = (rows_per_env(capacity, num_envs) + frame_stack, num_envs)
+    frame = (obs_shape[0] // frame_stack, *obs_shape[1:]) if frame_stack > 1 else tuple(obs_shape)
+    specs = {
+        "obs": ArraySpec((*lead, *frame), numpy_dtype(obs_dtype)),
+        "actions": ArraySpec((*lead, *action_shape), action_dtype_of(continuous, action_dtype)),
+        "rewards": ArraySpec(lead, np.dtype(np.float32)),
+        "terminated": ArraySpec(lead, np.dtype(bool)),
+        "truncated": ArraySpec(lead, np.dtype(bool)),
+        "final_slots": ArraySpec(lead, np.dtype(np.int32)),
+    }
+    if frame_stack > 1:
+        specs["ages"] = ArraySpec(lead, np.dtype(np.uint8))
+    if mask_size:
+        specs["masks"] = ArraySpec((*lead, mask_size), np.dtype(bool))
+    return specs
+
+
+def estimate_replay_bytes(capacity: int, num_envs: int = 1, *, prioritized: bool = False, **layout: Any) -> int:
+    """Bytes that a buffer of this layout will hold when full, with one final observation per 50 steps."""
+    specs = replay_specs(capacity, num_envs, **layout)
+    rows = sum(spec.nbytes for spec in specs.values())
+    slots = specs["rewards"].shape[0] * num_envs
+    finals = sum(specs[name].nbytes for name in ("obs", "masks") if name in specs) // _EPISODE_LENGTH
+    return rows + finals + (slots * 8 * 65 // 64 if prioritized else 0)
+
+
+def available_memory() -> int | None:
+    """Bytes this process may still take (machine and control group), or None where the system does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    limit = _control_group_room(Path("/sys/fs/cgroup"))
+    return free if limit is None else min(free, limit)
+
+
+def _control_group_room(folder: Path) -> int | None:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((folder / "memory.current").read_text())
+        stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(stats.get("inactive_file", 0))  # the page cache is given back on demand
+    except (OSError, ValueError):
+        return None
+
+
+def format_bytes(count: float) -> str:
+    """`7.19 GB` (decimal)."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{int(count)} bytes"
+
+
+def explain_bytes(specs: Mapping[str, ArraySpec]) -> str:
+    """The arithmetic: `6.4 GB = obs (100001 x 1 x 4 x 84 x 84 uint8) 2.82 GB + ...`, largest first."""
+    parts = sorted(specs.items(), key=lambda item: -item[1].nbytes)
+    shown = [f"{name} ({' x '.join(map(str, s.shape))} {s.dtype}) {format_bytes(s.nbytes)}" for name, s in parts]
+    return f"{format_bytes(sum(spec.nbytes for spec in specs.values()))} = {' + '.join(shown)}"
+
+
+def allocate(specs: Mapping[str, ArraySpec], folder: str | Path | None, what: str) -> dict[str, Array]:
+    """Zeroed arrays, in memory or mapped to `<folder>/<name>.npy`; refused with the arithmetic when they cannot fit."""
+    need = sum(spec.nbytes for spec in specs.values())
+    if folder is None:
+        _refuse_too_large(need, available_memory(), "of memory", specs, what)
+        return {name: np.zeros(spec.shape, spec.dtype) for name, spec in specs.items()}
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    _refuse_too_large(need, shutil.disk_usage(path).free, f"on the disk of {path}", specs, what)
+    return {name: map_array(path / f"{name}.npy", spec) for name, spec in specs.items()}
+
+
+def map_array(path: Path, spec: ArraySpec) -> Array:
+    """A zeroed array whose memory is the file `path` (a sparse one, so that it grows as it is written)."""
+    return np.lib.format.open_memmap(path, mode="w+", dtype=spec.dtype, shape=spec.shape)
+
+
+def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[str, ArraySpec], what: str) -> None:
+    if free is None or need <= free:
+        return
+    raise UserError(
+        f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} are free; "
+        "lower buffer_capacity, or keep images once with frame_stack, or map the storage to a folder on a larger disk."
+    )
+
+
+def filled_part(array: Array, count: int) -> Array:
+    """The first `count` rows, as a view: a checkpoint writer streams it without a copy."""
+    return array if count >= len(array) else array[:count]
+
+
+def check_same_layout(stored: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
+    """Refuse a state that a buffer of another layout wrote, naming the first difference."""
+    for name, value in own.items():
+        found = stored.get(name)
+        found = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else found
+        if found != value:
+            raise UserError(f"the stored {what} has {name} {found}, this one has {value}; resume with the same settings.")

@@ -1,0 +1,140 @@
+"""`PrioritizedReplayBuffer`: proportional prioritized replay (Schaul et al. 2016, arXiv:1511.05952)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.data.memory import Array
+from rl_training.data.replay import ReplayBuffer
+
+_BLOCK = 64
+
+
+class SumTree:
+    """Priorities of `size` leaves, found by cumulative sum.
+
+    Two levels: leaves in blocks of 64, and one sum per block. numpy pays per call and hardly per element, so that one
+    cumulative sum over all blocks and one over the 256 blocks that a batch hits are cheaper than 20 binary levels. A
+    block's sum is always recomputed from its leaves: nothing drifts, and leaves alone restore the tree bit for bit.
+    """
+
+    def __init__(self, size: int) -> None:
+        blocks = -(-size // _BLOCK)
+        self.leaves: Array = np.zeros(blocks * _BLOCK)
+        self._blocks = self.leaves.reshape(blocks, _BLOCK)
+        self._sums: Array = np.zeros(blocks)
+
+    @property
+    def total(self) -> float:
+        """The sum over all leaves, as `find` sees it."""
+        return float(self._sums.cumsum()[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tree."""
+        return self.leaves.nbytes + self._sums.nbytes
+
+    def set(self, index: Array, values: Array | float) -> None:
+        """Set leaves [B]; of equal indices the last one counts."""
+        self.leaves[index] = values
+        touched = index // _BLOCK
+        self._sums[touched] = self._blocks.take(touched, axis=0).sum(axis=1)
+
+    def set_slice(self, rows: slice, value: float) -> None:
+        """Set a few neighbouring leaves, at less cost than `set`."""
+        self.leaves[rows] = value
+        touched = slice(rows.start // _BLOCK, (rows.stop - 1) // _BLOCK + 1)
+        self._sums[touched] = self._blocks[touched].sum(axis=1)
+
+    def rebuild(self) -> None:
+        """Recompute every block after the leaves were written directly."""
+        self._sums[:] = self._blocks.sum(axis=1)
+
+    def find(self, values: Array) -> Array:
+        """For each value [B] in [0, total] the first leaf whose cumulative sum exceeds it; never a leaf of 0."""
+        return self._find(values, self._sums.cumsum())
+
+    def sample(self, count: int, rng: np.random.Generator) -> tuple[Array, float]:
+        """Leaves [count], one from each of `count` equal parts of the total (stratified), and the total."""
+        bounds = self._sums.cumsum()
+        total = bounds[-1]
+        return self._find((np.arange(count) + rng.random(count)) * (total / count), bounds), float(total)
+
+    def _find(self, values: Array, bounds: Array) -> Array:
+        # Rounding may carry a value to the very end; just below it lies the last leaf that is not 0.
+        values = np.minimum(values, np.nextafter(bounds[-1], 0.0))
+        blocks = bounds.searchsorted(values, side="right")
+        rest = values - np.where(blocks > 0, bounds[blocks - 1], 0.0)
+        sums = self._blocks.take(blocks, axis=0).cumsum(axis=1)
+        rest = np.minimum(rest, np.nextafter(sums[:, -1], 0.0))
+        inside: Array = (sums > rest[:, None]).argmax(axis=1)
+        return blocks * _BLOCK + inside
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """Replay with P(i) = p_i^alpha / sum p^alpha, p = |error| + eps; new rows get the largest p seen so far (first 1)."""
+
+    def __init__(self, *args: Any, alpha: float = 0.6, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.alpha, self.eps = alpha, eps
+        self.max_priority = 1.0
+        self._tree = SumTree(self._length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as they are now."""
+        return super().nbytes + self._tree.nbytes
+
+    def sample(self, batch_size: int, rng: np.random.Generator, *, beta: float = 0.4) -> dict[str, Tensor]:
+        """`batch_size` transitions in proportion to priority, one per stratum; `weights` are (N P)^-beta over their maximum."""
+        if not len(self):
+            raise ValueError("cannot sample from an empty replay buffer")
+        rows, total = self._tree.sample(batch_size, rng)
+        weights = (self._tree.leaves.take(rows) * (len(self) / total)) ** -beta
+        batch = self.gather(rows)
+        batch["weights"] = self._as_tensors({"w": (weights / weights.max()).astype(np.float32)})["w"]
+        return batch
+
+    def update_priorities(self, indices: Tensor | Array, errors: Tensor | Array) -> None:
+        """Set the priorities of sampled rows [B] from their unweighted errors [B]; rows that left the ring keep 0."""
+        rows, delta = _as_numpy(indices), np.abs(_as_numpy(errors).astype(np.float64)) + self.eps
+        largest = float(delta.max())
+        if not np.isfinite(largest):
+            raise ValueError("errors hold a NaN or an infinity; priorities must be finite")
+        self.max_priority = max(self.max_priority, largest)
+        self._tree.set(rows, np.where(self._tree.leaves.take(rows) > 0.0, delta**self.alpha, 0.0))
+
+    def _added(self, rows: slice | Array) -> None:
+        self._set(rows, self.max_priority**self.alpha)
+
+    def _dropped(self, rows: slice | Array) -> None:
+        self._set(rows, 0.0)
+
+    def _set(self, rows: slice | Array, value: float) -> None:
+        if isinstance(rows, slice):
+            self._tree.set_slice(rows, value)
+        else:
+            self._tree.set(rows, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buffer's state, the priorities of its filled part (a view) and the largest one."""
+        state = super().state_dict()
+        filled = len(state["arrays"]["rewards"]) * self.num_envs
+        return {**state, "priorities": self._tree.leaves[:filled], "max_priority": self.max_priority}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken."""
+        super().load_state_dict(state)
+        self._tree.leaves[:] = 0.0
+        self._tree.leaves[: len(state["priorities"])] = state["priorities"]
+        self._tree.rebuild()
+        self.max_priority = float(state["max_priority"])
+
+
+def _as_numpy(values: Tensor | Array) -> Array:
+    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)

@@ -1,0 +1,149 @@
+"""`ReplayBuffer`: one-step and n-step transitions of several environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.data.memory import Array
+from rl_training.data.rings import TransitionRings
+from rl_training.errors import UserError
+
+
+class ReplayBuffer(TransitionRings):
+    """The newest `capacity` transitions of `num_envs` environments.
+
+    Each environment has a ring of `capacity // num_envs` rows. An observation is stored once: the next observation of a row is the
+    observation of the next slot, and where an episode ended it lies in a side store with one entry per episode end, so
+    that memory stays at 1 + 1 / (episode length) observations per step. With `frame_stack=k`, observations
+    `[k * c, H, W]` are k frames, oldest first, of which only the newest is stored; an episode's first frame stands for
+    the ones before it, as in Gymnasium's FrameStackObservation.
+
+    n-step windows stop at an episode's end and at the newest row: a row whose window is not complete yet bootstraps
+    from the newest observation after fewer steps. `folder` keeps the arrays in mapped files instead of memory.
+    """
+
+    def __init__(
+        self, capacity: int, num_envs: int = 1, *, n_step: int = 1, gamma: float = 0.99,
+        device: str | torch.device = "cpu", **layout: Any,
+    ) -> None:  # fmt: skip
+        """`layout`: obs_shape, obs_dtype, action_shape, continuous or action_dtype, frame_stack, mask_size, folder."""
+        if n_step < 1:
+            raise UserError(f"n_step is {n_step}; it must be at least 1.")
+        super().__init__(capacity, num_envs, **layout)
+        self.n_step, self.gamma, self.device = n_step, gamma, torch.device(device)
+        self._backwards = np.arange(self.frame_stack - 1, -1, -1)
+        self._window = np.arange(n_step)
+        self._powers = (gamma ** np.arange(n_step + 1)).astype(np.float32)
+
+    def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
+        """`batch_size` transitions, uniformly and with replacement, as `gather` gives them."""
+        return self.gather(self._draw(batch_size, rng))
+
+    def _draw(self, batch_size: int, rng: np.random.Generator) -> Array:
+        total = len(self)
+        if not total:
+            raise ValueError("cannot sample from an empty replay buffer")
+        return self._rows_of(rng.integers(0, total, batch_size))
+
+    def _rows_of(self, ranks: Array) -> Array:
+        """Row indices of ranks 0 .. len - 1 (in step: oldest slot first; else environment by environment)."""
+        if self._lockstep:
+            oldest = int(self._heads[0] - self._sizes[0]) % self._slots
+            return (ranks + oldest * self.num_envs) % self._length if oldest else ranks
+        bounds = np.cumsum(self._sizes)
+        envs = bounds.searchsorted(ranks, side="right")
+        slots = (self._heads[envs] + ranks - bounds[envs]) % self._slots
+        return slots * self.num_envs + envs  # type: ignore[no-any-return]
+
+    def gather(self, rows: Array) -> dict[str, Tensor]:
+        """The transitions at row indices [B]: obs, actions, rewards (discounted n-step sum), next_obs, terminated,
+        truncated (of the window's last step), dones (terminated as float32), discounts (gamma ** steps really used,
+        0 where terminated), indices; action_masks and next_action_masks where masks are stored."""
+        rewards, last, powers = self._look_ahead(rows)
+        slots = self._final_slots.take(last)
+        ended = np.flatnonzero(slots >= 0)
+        after = last + self.num_envs
+        after[after >= self._length] -= self._length
+        terminated = self._terminated.take(last)
+        dones = terminated.astype(np.float32)
+        batch = {
+            "obs": self._stacks(rows) if self._channels else self._obs.take(rows, axis=0),
+            "actions": self._actions.take(rows, axis=0),
+            "rewards": rewards,
+            "next_obs": self._next_obs(last, after, ended, slots),
+            "terminated": terminated,
+            "truncated": self._truncated.take(last),
+            "dones": dones,
+            "discounts": powers * (1.0 - dones),
+            "indices": rows,
+        }
+        if self._masks is not None and self._finals.masks is not None:
+            batch["action_masks"] = self._masks.take(rows, axis=0)
+            batch["next_action_masks"] = next_masks = self._masks.take(after, axis=0)
+            next_masks[ended] = self._finals.masks[slots[ended]]
+        return self._as_tensors(batch)
+
+    def _as_tensors(self, batch: Mapping[str, Array]) -> dict[str, Tensor]:
+        if self.device.type == "cpu":
+            return {name: torch.from_numpy(array) for name, array in batch.items()}
+        return {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in batch.items()}
+
+    def _look_ahead(self, rows: Array) -> tuple[Array, Array, Any]:
+        """Discounted reward sums [B], the last row of each window [B], and gamma ** length."""
+        if self.n_step == 1:
+            return self._rewards.take(rows), rows, self._powers[1]
+        window = (rows[:, None] + self._window * self.num_envs) % self._length
+        room = (self._heads[rows % self.num_envs] - rows // self.num_envs) % self._slots
+        ended = self._final_slots.take(window) >= 0
+        # What lies beyond the newest row is stale; `room` cuts it off whatever it says.
+        lengths = np.minimum(np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, self.n_step), room)
+        rewards = self._rewards.take(window) * self._powers[:-1]
+        rewards[self._window >= lengths[:, None]] = 0.0
+        last = window[np.arange(len(rows)), lengths - 1]
+        return rewards.sum(axis=1), last, self._powers.take(lengths)
+
+    def _next_obs(self, last: Array, after: Array, ended: Array, slots: Array) -> Array:
+        if self._channels:
+            index = self._stack_index(after)
+            index[ended, :-1] = self._stack_index(last[ended])[:, 1:]
+            frames = self._obs.take(index, axis=0)
+            frames[ended, -1] = self._finals.obs[slots[ended]]
+            return frames.reshape(len(last), *self.obs_shape)
+        next_obs = self._obs.take(after, axis=0)
+        if len(ended):
+            next_obs[ended] = self._finals.obs[slots[ended]]
+        return next_obs
+
+    def _stack_index(self, rows: Array) -> Array:
+        """Where the frames [B, k] of the stacks at `rows` lie; never before the episode's first frame."""
+        assert self._ages is not None
+        back = np.minimum(self._backwards, self._ages.take(rows)[:, None])
+        return (rows[:, None] - back * self.num_envs) % self._length  # type: ignore[no-any-return]
+
+    def _stacks(self, rows: Array) -> Array:
+        return self._obs.take(self._stack_index(rows), axis=0).reshape(len(rows), *self.obs_shape)
+
+    def transitions(self) -> dict[str, Array]:
+        """Every one-step transition, each environment's in time order, as numpy arrays; the newest row of an episode
+        that is still going is marked truncated, because the next row belongs to another environment."""
+        oldest = (self._heads - self._sizes) % self._slots
+        parts = [
+            (oldest[env] + np.arange(self._sizes[env])) % self._slots * self.num_envs + env for env in self._env
+        ]
+        rows = np.concatenate(parts)
+        after = (rows + self.num_envs) % self._length
+        slots = self._final_slots[rows]
+        truncated = self._truncated[rows]
+        ends = np.cumsum(self._sizes)[self._sizes > 0] - 1
+        truncated[ends] |= ~self._terminated[rows[ends]]
+        return {
+            "obs": self._stacks(rows) if self._channels else self._obs[rows],
+            "actions": self._actions[rows], "rewards": self._rewards[rows],
+            "next_obs": self._next_obs(rows, after, np.flatnonzero(slots >= 0), slots),
+            "terminated": self._terminated[rows], "truncated": truncated,
+        }  # fmt: skip

@@ -1,0 +1,236 @@
+"""`TransitionRings`: where a replay buffer writes, one preallocated ring per environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_training.data.finals import FinalObservations
+from rl_training.data.memory import (
+    Array, DType, allocate, check_same_layout, filled_part, replay_specs, rows_per_env,
+)  # fmt: skip
+from rl_training.errors import UserError
+
+_STACK_CHECKS = 1000  # steps during which observations are compared with what frame_stack promises
+
+
+class TransitionRings:
+    """Storage, writing and resuming of `ReplayBuffer`, which adds the reading.
+
+    All rings lie in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the slots
+    of the observations that are acted on next: their rows have no action yet, and the `_sizes` rows before them are
+    what can be sampled. Rings are in lockstep, and written with slices, until an environment skips a step.
+    """
+
+    def __init__(
+        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
+        action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
+        frame_stack: int = 1, mask_size: int = 0, folder: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        specs = replay_specs(
+            capacity, num_envs, obs_shape=obs_shape, obs_dtype=obs_dtype, action_shape=action_shape,
+            continuous=continuous, action_dtype=action_dtype, frame_stack=frame_stack, mask_size=mask_size,
+        )  # fmt: skip
+        arrays = allocate(specs, folder, f"a replay buffer of {capacity} steps")
+        self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
+        self.obs_shape, self.frame_stack = tuple(obs_shape), frame_stack
+        self._arrays = arrays
+        self._slots = len(arrays["rewards"])
+        self._length = self._slots * num_envs  # of the flat arrays
+        flat = {name: array.reshape(self._length, *array.shape[2:]) for name, array in arrays.items()}
+        self._obs, self._actions, self._rewards = flat["obs"], flat["actions"], flat["rewards"]
+        self._terminated, self._truncated, self._final_slots = flat["terminated"], flat["truncated"], flat["final_slots"]
+        self._ages, self._masks = flat.get("ages"), flat.get("masks")
+        self._final_slots.fill(-1)
+        self._finals = FinalObservations(specs["obs"], mask_size, folder, self.capacity)
+        self._channels = self._obs.shape[1] if frame_stack > 1 else 0
+        self._env = np.arange(num_envs)
+        # The slot of the observation that is acted on next; rings start after the room for the first frame's history.
+        self._heads = np.full(num_envs, frame_stack - 1, dtype=np.int64)
+        self._sizes = np.zeros(num_envs, dtype=np.int64)
+        self._lockstep, self._started, self._wrapped, self._steps_checked = True, False, False, 0
+
+    # sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Transitions held when full."""
+        return self.rows_per_env * self.num_envs
+
+    def __len__(self) -> int:
+        return int(self._sizes.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as they are now."""
+        return sum(array.nbytes for array in self._arrays.values()) + self._finals.nbytes
+
+    # writing ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
+        final_obs: Array | None = None, valid: Array | None = None, masks: Array | None = None,
+        next_masks: Array | None = None, final_masks: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Store one step of N environments, everything [N, ...]; the new rows can be sampled at once.
+
+        `obs` was acted on; `next_obs` is what is acted on next. Where an episode ended, `final_obs` is its true last
+        observation; without it `next_obs` is taken for that (next-step autoreset, or plain tuples of a data set).
+        Rows with `valid` false only reset: nothing is stored for them. When `obs` is not the last `next_obs`, the
+        environment was moved by others: its open episode ends there as a truncation. `masks` are the legal actions
+        [N, A] in `obs`, `next_masks` in `next_obs`, `final_masks` in `final_obs` (all legal when None).
+        """
+        done = np.logical_or(terminated, truncated)
+        if self.frame_stack > 1 and self._steps_checked < _STACK_CHECKS:
+            self._check_stacks(obs, next_obs, done, final_obs is not None, valid)
+        self._meet(obs, masks)
+        envs: Any = None  # None: all of them
+        if valid is not None and not valid.all():
+            self._lockstep = False
+            envs = np.flatnonzero(valid)
+            idle = np.flatnonzero(~valid)
+            self._write_current(idle, next_obs[idle], None if next_masks is None else next_masks[idle], 0)
+        if not self._lockstep and envs is None:
+            envs = self._env
+        rows = self._rows_at(0, envs)
+        self._drop_oldest(envs)
+        pick = slice(None) if envs is None else envs
+        self._actions[rows], self._rewards[rows] = actions[pick], rewards[pick]
+        self._terminated[rows], self._truncated[rows] = terminated[pick], truncated[pick]
+        if done.any():
+            ended = np.flatnonzero(done if valid is None else done & valid)
+            finals, legal = (next_obs, next_masks) if final_obs is None else (final_obs, final_masks)
+            frames = self._newest_frames(finals[ended])
+            self._keep_finals(self._rows_at(0, ended), frames, None if legal is None else legal[ended])
+        self._advance(pick)
+        ages = 0 if self._ages is None else np.where(done[pick], 0, self._ages[rows] + 1)
+        self._write_current(envs, next_obs[pick], None if next_masks is None else next_masks[pick], ages)
+        self._added(rows)
+
+    def _added(self, rows: slice | Array) -> None:
+        """For subclasses: these rows have just been written."""
+
+    def _dropped(self, rows: slice | Array) -> None:
+        """For subclasses: these rows are not sampled any more."""
+
+    def _rows_at(self, offset: int, envs: Array | None) -> slice | Array:
+        """Rows `offset` slots from each head: one slice [N] while all rings are in step, else indices."""
+        if envs is None:
+            start = (int(self._heads[0]) + offset) % self._slots * self.num_envs
+            return slice(start, start + self.num_envs)
+        rows: Array = (self._heads[envs] + offset) % self._slots * self.num_envs + envs
+        return rows
+
+    def _newest_frames(self, obs: Array) -> Array:
+        return obs[:, -self._channels :] if self._channels else obs
+
+    def _meet(self, obs: Array, masks: Array | None) -> None:
+        """Make `obs` the current observation: nearly always it is already, bit for bit."""
+        rows = self._rows_at(0, None if self._lockstep else self._env)
+        if not self._started:
+            self._started = True
+            self._write_current(None, obs, masks, self._write_history(obs))
+            return
+        frames = self._newest_frames(np.asarray(obs)).astype(self._obs.dtype, copy=False)
+        stored = self._obs[rows]
+        if stored.tobytes() == frames.tobytes():
+            return
+        moved = np.flatnonzero((stored != frames).reshape(self.num_envs, -1).any(axis=1))
+        is_open = (self._sizes[moved] > 0) & (self._final_slots[self._rows_at(-1, moved)] < 0)
+        newest = self._rows_at(-1, moved[is_open])
+        self._truncated[newest] = True
+        legal = None if self._masks is None else self._masks[rows][moved[is_open]]
+        self._keep_finals(newest, stored[moved[is_open]], legal)
+        self._write_current(moved, obs[moved], None if masks is None else masks[moved], 0)
+
+    def _write_history(self, obs: Array) -> int | Array:
+        """Store the older frames of the very first observations, which may lie inside an episode (a resumed run);
+        returns how many of them count."""
+        if self._ages is None:
+            return 0
+        frames = np.asarray(obs).reshape(self.num_envs, self.frame_stack, *self._obs.shape[1:])
+        for back in range(1, self.frame_stack):
+            self._obs[self._rows_at(-back, None)] = frames[:, -1 - back]
+        repeated = (frames == frames[:, -1:]).all(axis=tuple(range(1, frames.ndim)))
+        return np.where(repeated, 0, self.frame_stack - 1)
+
+    def _write_current(self, envs: Array | None, obs: Array, masks: Array | None, ages: int | Array) -> None:
+        """Put observations into the head slots; `ages` counts the steps since their episode began."""
+        rows = self._rows_at(0, envs)
+        self._obs[rows] = self._newest_frames(obs)
+        if self._ages is not None:
+            self._ages[rows] = np.minimum(ages, self.frame_stack - 1)
+        if self._masks is not None:
+            self._masks[rows] = True if masks is None else masks
+
+    def _drop_oldest(self, envs: Array | None) -> None:
+        full = self._sizes[0] == self.rows_per_env if envs is None else self._sizes[envs] == self.rows_per_env
+        if not np.any(full):
+            return
+        rows = self._rows_at(-self.rows_per_env, envs if envs is None else envs[full])
+        slots = self._final_slots[rows]
+        self._finals.free(slots[slots >= 0])
+        self._final_slots[rows] = -1
+        self._dropped(rows)
+
+    def _keep_finals(self, rows: slice | Array, frames: Array, masks: Array | None) -> None:
+        if len(frames):
+            self._final_slots[rows] = self._finals.put(frames, masks)
+
+    def _advance(self, pick: slice | Array) -> None:
+        heads = self._heads[pick] + 1
+        self._wrapped = self._wrapped or bool((heads == self._slots).any())
+        self._heads[pick] = heads % self._slots
+        self._sizes[pick] = np.minimum(self._sizes[pick] + 1, self.rows_per_env)
+
+    def _check_stacks(
+        self, obs: Array, next_obs: Array, done: Array, has_finals: bool, valid: Array | None
+    ) -> None:
+        """Refuse observations that frames stored once could not rebuild."""
+        self._steps_checked += 1
+        c = self._channels
+        going = ~done if valid is None else ~done & valid
+        shifted = np.array_equal(next_obs[going, :-c], obs[going, c:])
+        begins = np.zeros_like(done) if valid is None else ~valid
+        begins = begins | done if has_finals else begins
+        starts = next_obs[begins].reshape(-1, self.frame_stack, *self._obs.shape[1:])
+        if not shifted or not (starts == starts[:, -1:]).all():
+            raise UserError(
+                f"the observations are not stacks of {self.frame_stack} frames, oldest first, that begin an episode with its "
+                "first frame repeated; set frame_stack to 1 to store them whole."
+            )
+
+    # resuming ---------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "capacity": self.capacity, "num_envs": self.num_envs, "obs_shape": list(self.obs_shape),
+            "frame_stack": self.frame_stack, "obs_dtype": str(self._obs.dtype), "action_dtype": str(self._actions.dtype),
+            "action_shape": list(self._actions.shape[1:]), "masks": self._masks is not None,
+        }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as views of the filled part: write them before the next `add`."""
+        filled = self._slots if self._wrapped else int(self._heads.max()) + 1
+        return {
+            "layout": self._layout(),
+            "arrays": {name: filled_part(array, filled) for name, array in self._arrays.items()},
+            "finals": self._finals.state_dict(),
+            "heads": self._heads.copy(), "sizes": self._sizes.copy(),
+            "lockstep": self._lockstep, "started": self._started, "wrapped": self._wrapped,
+            "steps_checked": self._steps_checked,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken; a state of another layout is refused."""
+        check_same_layout(state["layout"], self._layout(), "replay buffer")
+        for name, array in self._arrays.items():
+            stored = state["arrays"][name]
+            array[: len(stored)] = stored
+        self._finals.load_state_dict(state["finals"])
+        self._heads[:], self._sizes[:] = state["heads"], state["sizes"]
+        self._lockstep, self._started = bool(state["lockstep"]), bool(state["started"])
+        self._wrapped, self._steps_checked = bool(state["wrapped"]), int(state["steps_checked"])

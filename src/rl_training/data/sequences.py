@@ -1,0 +1,174 @@
+"""`RecurrentReplayBuffer`: windows [B, L] of consecutive steps for recurrent learners and world models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.data.memory import (
+    Array, ArraySpec, DType, action_dtype_of, allocate, check_same_layout, filled_part, numpy_dtype, rows_per_env,
+)  # fmt: skip
+from rl_training.errors import UserError
+
+
+def sequence_specs(
+    capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
+    action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
+) -> dict[str, ArraySpec]:  # fmt: skip
+    """The arrays of a sequence buffer, each [rows, num_envs, ...], before any of them exists."""
+    lead = (rows_per_env(capacity, num_envs), num_envs)
+    return {
+        "obs": ArraySpec((*lead, *obs_shape), numpy_dtype(obs_dtype)),
+        "actions": ArraySpec((*lead, *action_shape), action_dtype_of(continuous, action_dtype)),
+        "rewards": ArraySpec(lead, np.dtype(np.float32)),
+        "terminated": ArraySpec(lead, np.dtype(bool)),
+        "truncated": ArraySpec(lead, np.dtype(bool)),
+        "is_first": ArraySpec(lead, np.dtype(bool)),
+    }
+
+
+class RecurrentReplayBuffer:
+    """The newest rows of `num_envs` environments, one ring each, sampled as windows of `sequence_length` rows.
+
+    A row is an ARRIVAL: `obs[t]`, the action that LED there (`actions[t]`, taken at `obs[t - 1]`), the reward received
+    on arriving, and whether `obs[t]` is terminal or the last one before a time limit. An episode of T steps is T + 1
+    rows: its first row has `is_first` true, reward 0 and action 0 (which is no action: a learner zeroes state and
+    action there), its last one is the true final observation. So h_t = f(h_{t-1}, z_{t-1}, actions[t]) and the reward
+    and continue heads at t predict `rewards[t]` and `1 - terminated[t]`: nothing has to be shifted.
+
+    Windows may start inside an episode and may run across its end (`is_first` marks the next one's start), but never
+    across the place where the ring is being written. `capacity` counts rows.
+    """
+
+    def __init__(
+        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
+        action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
+        sequence_length: int = 64, folder: str | Path | None = None, device: str | torch.device = "cpu",
+    ) -> None:  # fmt: skip
+        specs = sequence_specs(
+            capacity, num_envs, obs_shape=obs_shape, obs_dtype=obs_dtype, action_shape=action_shape,
+            continuous=continuous, action_dtype=action_dtype,
+        )  # fmt: skip
+        self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
+        if not 1 <= sequence_length <= self.rows_per_env:
+            raise UserError(
+                f"sequence_length is {sequence_length}, but buffer_capacity leaves {self.rows_per_env} rows per environment."
+            )
+        self.sequence_length, self.device = sequence_length, torch.device(device)
+        self._arrays = allocate(specs, folder, f"a sequence buffer of {capacity} steps")
+        self._flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._arrays.items()}
+        self._heads = np.zeros(num_envs, dtype=np.int64)  # the next row to write
+        self._sizes = np.zeros(num_envs, dtype=np.int64)
+        self._env = np.arange(num_envs)
+
+    @property
+    def capacity(self) -> int:
+        """Rows held when full."""
+        return self.rows_per_env * self.num_envs
+
+    def __len__(self) -> int:
+        return int(self._sizes.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def add(
+        self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
+        final_obs: Array | None = None, valid: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Store one step of N environments, everything [N, ...], with the arguments of `ReplayBuffer.add`."""
+        self._meet(obs)
+        done = np.logical_or(terminated, truncated)
+        arrivals = next_obs
+        if final_obs is not None and done.any():
+            arrivals = np.where(done.reshape(-1, *[1] * (next_obs.ndim - 1)), final_obs, next_obs)
+        live = self._env if valid is None else np.flatnonzero(valid)
+        self._append(
+            live, obs=arrivals[live], actions=actions[live], rewards=rewards[live], terminated=terminated[live],
+            truncated=truncated[live], is_first=False,
+        )  # fmt: skip
+        resets = np.zeros_like(done) if valid is None else ~valid
+        self._begin(np.flatnonzero(resets | done if final_obs is not None else resets), next_obs)
+
+    def _meet(self, obs: Array) -> None:
+        """Begin an episode wherever `obs` is not the observation that arrived last (a start, or moved by others)."""
+        stored = self._flat["obs"]
+        newest = stored[(self._heads - 1) % self.rows_per_env * self.num_envs + self._env]
+        given = np.asarray(obs).astype(stored.dtype, copy=False)
+        if self._sizes.all() and newest.tobytes() == given.tobytes():
+            return
+        moved = (newest != given).reshape(self.num_envs, -1).any(axis=1) | (self._sizes == 0)
+        self._cut(np.flatnonzero(moved))
+        self._begin(np.flatnonzero(moved), given)
+
+    def _cut(self, envs: Array) -> None:
+        """An episode that is followed by another one's first row was truncated if it had not ended."""
+        envs = envs[self._sizes[envs] > 0]
+        rows = (self._heads[envs] - 1) % self.rows_per_env * self.num_envs + envs
+        self._flat["truncated"][rows] |= ~self._flat["terminated"][rows]
+
+    def _begin(self, envs: Array, obs: Array) -> None:
+        if len(envs):
+            self._append(
+                envs, obs=obs[envs], actions=0, rewards=0.0, terminated=False, truncated=False, is_first=True
+            )
+
+    def _append(self, envs: Array, **values: Any) -> None:
+        rows = self._heads[envs] * self.num_envs + envs
+        for name, value in values.items():
+            self._flat[name][rows] = value
+        self._heads[envs] = (self._heads[envs] + 1) % self.rows_per_env
+        self._sizes[envs] = np.minimum(self._sizes[envs] + 1, self.rows_per_env)
+
+    def num_windows(self, sequence_length: int | None = None) -> int:
+        """How many different windows can be sampled now."""
+        length = sequence_length or self.sequence_length
+        return int(np.maximum(self._sizes - length + 1, 0).sum())
+
+    def sample(
+        self, batch_size: int, rng: np.random.Generator, sequence_length: int | None = None
+    ) -> dict[str, Tensor]:
+        """`batch_size` windows, uniformly: obs, actions, rewards, terminated, truncated, is_first, each [B, L, ...]."""
+        length = sequence_length or self.sequence_length
+        starts = np.maximum(self._sizes - length + 1, 0)
+        bounds = np.cumsum(starts)
+        if not bounds[-1]:
+            raise ValueError(f"no environment has {length} rows yet")
+        ranks = rng.integers(0, bounds[-1], batch_size)
+        envs = bounds.searchsorted(ranks, side="right")
+        first = self._heads[envs] - self._sizes[envs] + ranks - (bounds - starts)[envs]
+        rows = (first[:, None] + np.arange(length)) % self.rows_per_env * self.num_envs + envs[:, None]
+        batch = {name: torch.from_numpy(array.take(rows, axis=0)) for name, array in self._flat.items()}
+        if self.device.type == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _layout(self) -> dict[str, Any]:
+        obs, actions = self._flat["obs"], self._flat["actions"]
+        return {
+            "capacity": self.capacity, "num_envs": self.num_envs, "obs_shape": list(obs.shape[1:]),
+            "obs_dtype": str(obs.dtype), "action_shape": list(actions.shape[1:]), "action_dtype": str(actions.dtype),
+        }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as views of the filled part: write them before the next `add`."""
+        filled = int(self._sizes.max())
+        arrays = {name: filled_part(array, filled) for name, array in self._arrays.items()}
+        return {
+            "layout": self._layout(), "arrays": arrays, "heads": self._heads.copy(), "sizes": self._sizes.copy()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state_dict` was taken; a state of another layout is refused."""
+        check_same_layout(state["layout"], self._layout(), "sequence buffer")
+        for name, array in self._arrays.items():
+            stored = state["arrays"][name]
+            array[: len(stored)] = stored
+        self._heads[:], self._sizes[:] = state["heads"], state["sizes"]

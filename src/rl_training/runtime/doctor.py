@@ -1,0 +1,235 @@
+"""Checks of this machine, and of an environment with an algorithm: what works, what it costs, what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rl_training.envs.engines import choose_vectorization, make_engine
+from rl_training.envs.episodes import ReplayableEpisodes
+from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.stepper import Stepper
+from rl_training.errors import UserError
+from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.logging import format_duration
+from rl_training.runtime.bench import format_bytes, measure_rate, storage_bytes
+from rl_training.runtime.random_play import play, sample_action, sample_actions
+from rl_training.runtime.session import open_session
+from rl_training.runtime.spec import AlgorithmSpec
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+STEPS = 200  # of the checks that compare step by step
+SECONDS = 1.0  # of each timing
+LARGE = 10.0  # observations beyond this learn badly unless normalised
+
+
+class Check(NamedTuple):
+    """What one check found, and what to do about it."""
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def check_environment(recipe: EnvRecipe, spec: AlgorithmSpec | None = None, seed: int = 0) -> Iterator[Check]:
+    """Every check of one environment, each as soon as it is done."""
+    spaces = probe_spaces(recipe)
+    yield from check_spaces(recipe, spaces, seed)
+    if spec is not None:
+        yield check_support(spec, spaces)
+    yield check_action_scaling(spaces)
+    yield from _guarded("truncation", lambda: check_truncation(recipe, spaces, seed))
+    yield from _guarded("episodes", lambda: check_episodes(recipe, spaces, seed))
+    yield from _guarded("determinism", lambda: check_determinism(recipe, spaces, seed))
+    yield from _guarded("replay", lambda: check_replay(recipe, spaces, seed))
+    yield from _guarded("step cost", lambda: check_step_cost(recipe, spaces, seed))
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Iterator[Check]:
+    try:
+        yield check()
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        yield Check(name, FAIL, f"the environment raised {type(error).__name__}: {reason}", "Fix what it raises first.")
+
+
+def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Check]:
+    """Whether observations are what the space says, and of a size that learns well."""
+    rows = [obs for obs, *_ in play(recipe, spaces, seed, STEPS)]
+    encoded = spaces.encode(np.stack(rows))
+    detail = f"{_shorten(spaces.observation_space)}, read as {spaces.obs_kind} {list(spaces.obs_shape)}"
+    if not np.isfinite(encoded.astype(np.float64)).all():
+        yield Check("observations", FAIL, f"{detail}: a NaN or infinity within {STEPS} steps",
+                    "Return finite observations only.")  # fmt: skip
+        return
+    env = make_env(recipe)
+    inside = all(env.observation_space.contains(row) for row in rows)
+    env.close()
+    fix = "Return observations of the space's dtype, shape and bounds." if not inside else ""
+    yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside of it"), fix)
+    largest = float(np.abs(encoded).max()) if spaces.obs_kind == "vector" else 0.0
+    if largest > LARGE and not spaces.normalize_observations:
+        yield Check("observation size", WARN, f"values up to {largest:.3g} in random play",
+                    "--set env_kwargs.wrappers.normalize_observation=true")  # fmt: skip
+    yield Check("actions", OK, f"{_shorten(spaces.action_space)}, {spaces.action_kind}"
+                + (", with action masks" if spaces.has_action_mask else ""))  # fmt: skip
+
+
+def _shorten(space: Any) -> str:
+    text = " ".join(str(space).split())
+    return text if len(text) <= 80 else f"{type(space).__name__}{tuple(space.shape or ())}"
+
+
+def check_support(spec: AlgorithmSpec, spaces: EnvSpaces) -> Check:
+    """Whether the algorithm takes these spaces."""
+    try:
+        spec.check_support(spaces)
+    except UserError as error:
+        return Check("algorithm", FAIL, str(error), "Choose another algorithm: rl-training list shows what each takes.")
+    return Check("algorithm", OK, f"{spec.name} takes {spaces.action_kind} actions and {spaces.obs_kind} observations")
+
+
+def check_action_scaling(spaces: EnvSpaces) -> Check:
+    """Whether the policy's range meets the environment's, there and back."""
+    if spaces.action_kind != "continuous":
+        return Check("action scaling", OK, "not needed: actions are choices")
+    low, high = spaces.action_space.low, spaces.action_space.high  # type: ignore[attr-defined]
+    ends = np.stack([np.full(spaces.action_shape, -1.0), np.zeros(spaces.action_shape), np.ones(spaces.action_shape)])
+    mapped = spaces.map_actions(ends.astype(np.float32))
+    exact = np.allclose(mapped[0], low) and np.allclose(mapped[2], high)
+    exact = exact and np.allclose(spaces.unmap_actions(mapped), ends, atol=1e-4)
+    detail = f"[-1, 1] becomes [{np.min(low):g}, {np.max(high):g}]"
+    if not exact:
+        return Check("action scaling", FAIL, f"{detail}, but not exactly", "Make the action space's bounds smaller.")
+    return Check("action scaling", OK, detail)
+
+
+def check_truncation(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
+    """Whether a time limit arrives as a truncation, with the true last observation, and the episode after it starts."""
+    short = dataclasses.replace(recipe, max_episode_steps=1)
+    vectorization = choose_vectorization("auto", short, 2)
+    stepper = Stepper(make_engine(short, spaces, 2, seed, vectorization), spaces, 2)
+    try:
+        stepper.start()
+        first = stepper.obs.copy()
+        step, episodes = stepper.step(sample_actions(spaces, np.random.default_rng(seed), 2, stepper.masks))
+        final = step.obs if stepper.resets_next_step else step.final_obs
+    finally:
+        stepper.close()
+    how = f"{'next' if stepper.resets_next_step else 'same'}-step autoreset, {vectorization}"
+    if step.terminated.all():
+        return Check("truncation", OK, f"every episode terminates at its first step ({how})")
+    if not (step.truncated | step.terminated).all() or len(episodes) != 2 or final is None:
+        return Check("truncation", FAIL, f"a time limit of one step did not end the episodes ({how})",
+                     "Return truncated=True at your own limit, and keep gymnasium's TimeLimit outermost.")  # fmt: skip
+    if np.array_equal(final, first) or (not stepper.resets_next_step and np.array_equal(final, step.obs)):
+        return Check("truncation", WARN, f"the last observation equals one at a reset ({how})",
+                     "Return a new array from step and reset, not one that is written again.")  # fmt: skip
+    return Check("truncation", OK, f"told apart from termination, with the true last observation ({how})")
+
+
+def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
+    """Whether episodes end in random play, and whether rewards are finite and of a sane size."""
+    rewards, ends, cuts = [], 0, 0
+    budget = time.perf_counter() + 2 * SECONDS
+    for _, reward, terminated, truncated, _ in play(recipe, spaces, seed, 10 * STEPS):
+        rewards.append(float(reward))
+        ends, cuts = ends + bool(terminated), cuts + bool(truncated and not terminated)
+        if time.perf_counter() > budget:
+            break
+    env = make_env(recipe)
+    limit = recipe.max_episode_steps or getattr(env.spec, "max_episode_steps", None)
+    env.close()
+    sizes = f"reward {min(rewards):.3g}..{max(rewards):.3g}"
+    detail = f"{ends} terminated, {cuts} truncated in {len(rewards):,} random steps, time limit {limit or 'none'}, {sizes}"
+    if not np.isfinite(rewards).all():
+        return Check("episodes", FAIL, detail, "Return finite rewards only.")
+    if not ends and not cuts and limit is None:
+        return Check("episodes", WARN, detail, "An episode may never end: --set env_kwargs.max_episode_steps=1000")
+    if max(map(abs, rewards)) > 100:
+        return Check("episodes", WARN, detail, "Rewards are large: --set env_kwargs.wrappers.normalize_reward=true")
+    return Check("episodes", OK, detail)
+
+
+def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
+    """Whether two environments with one seed and the same actions go the same way."""
+    for number, (one, other) in enumerate(zip(*(play(recipe, spaces, seed, STEPS) for _ in range(2)), strict=True)):
+        if not np.array_equal(one[0], other[0]) or one[1:4] != other[1:4]:
+            return Check("determinism", WARN, f"two copies with the same seed and actions differ at step {number}",
+                         "Draw every random number from self.np_random, seeded by super().reset(seed=seed).")  # fmt: skip
+    return Check("determinism", OK, f"two copies agree in every value over {STEPS} steps")
+
+
+def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
+    """Whether a new copy comes to the same observation from the episode's seed and actions: what a resume does."""
+    original, copy = (ReplayableEpisodes(make_env(recipe), seed, 0) for _ in range(2))
+    rng = np.random.default_rng(seed)
+    try:
+        for _ in range(3):  # an environment may carry something over from the episodes before
+            obs, info = original.reset()
+            for _ in range(20):
+                obs, _, terminated, truncated, info = original.step(sample_action(spaces, rng, info))
+                if terminated or truncated:
+                    obs, info = original.reset()
+        same = np.array_equal(obs, copy.restore_episode([original.episode_state()]))
+        for _ in range(20 if same else 0):
+            action = sample_action(spaces, rng, info)
+            (obs, _, terminated, truncated, info), (replayed, *_) = original.step(action), copy.step(action)
+            same = same and np.array_equal(obs, replayed)
+            if terminated or truncated:
+                break
+    finally:
+        original.close()
+        copy.close()
+    if same:
+        return Check("replay", OK, "an episode replays exactly, so resuming is exact")
+    return Check("replay", WARN, "an episode does not replay to the same observation, so resuming is not exact",
+                 "Let reset(seed=...) rebuild everything that an episode before may have changed.")  # fmt: skip
+
+
+def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int = 8) -> Check:
+    """Microseconds per environment step of several environments, as a run would step them."""
+    vectorization = choose_vectorization("auto", recipe, num_envs)
+    stepper = Stepper(make_engine(recipe, spaces, num_envs, seed, vectorization), spaces, num_envs)
+    rng = np.random.default_rng(seed)
+    try:
+        begun = time.perf_counter()
+        stepper.start()
+        reset = (time.perf_counter() - begun) / num_envs
+        steps, spent = 0, 0.0
+        while spent < SECONDS and steps < 100 * STEPS:
+            actions = sample_actions(spaces, rng, num_envs, stepper.masks)
+            begun = time.perf_counter()
+            stepper.step(actions)
+            spent += time.perf_counter() - begun
+            steps += num_envs
+    finally:
+        stepper.close()
+    cost = 1e6 * spent / steps
+    fix = "Steps are slow: --set vectorization=async runs environments in processes." if cost > 2000 else ""
+    detail = f"{cost:,.1f} µs per step ({num_envs} environments, {vectorization}), first reset {1e3 * reset:,.1f} ms"
+    return Check("step cost", WARN if fix else OK, detail, fix)
+
+
+def check_algorithm(config: TrainConfig) -> Iterator[Check]:
+    """What the algorithm needs in this environment: memory, and time for its budget."""
+    session = open_session(config)
+    try:
+        weights = sum(tensor.numel() for tensor in session.algorithm.parameters())
+        stored = storage_bytes(session)
+        yield Check("memory", OK, f"{format_bytes(stored)} of experience ({config.num_envs} environments), "
+                    f"{weights:,} weights ({format_bytes(4 * weights)})")  # fmt: skip
+        rate = measure_rate(session, SECONDS)
+    finally:
+        session.source.close()
+    left = config.total_timesteps / rate
+    detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate:,.0f} steps/s"
+    where = f"{session.config.device}, {session.config.vectorization}"
+    fix = "Shorten it with --total-timesteps, or see rl-training bench." if left > 24 * 3600 else ""
+    yield Check("time", WARN if fix else OK, f"{detail} ({where})", fix)

@@ -1,0 +1,53 @@
+"""IMPALA in the registry: hyper-parameters, build, spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import Field
+
+from rl_training.algorithms.impala import IMPALA
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
+from rl_training.runtime.run import Callback
+from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.workflows import TrainResult, train_as
+
+
+class IMPALAParams(RolloutParams):
+    """Hyper-parameters of IMPALA."""
+
+    num_steps: int = Field(20, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    learning_rate: float = Field(6e-4, ge=0, le=10, description="Step size of the optimizer.")
+    ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
+    max_grad_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null does not clip.")
+    rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the temporal difference.")
+    c_clip: float = Field(1.0, gt=0, description="Largest ratio in the trace.")
+    pg_rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the policy gradient.")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="Decay of the V-trace traces; 1 is the paper.")
+    importance_correction: bool = Field(True, description="Off forces every ratio to 1: a control, not a way to train.")
+
+
+def build(params: IMPALAParams, spaces: EnvSpaces) -> IMPALA:
+    """The learner with a fresh policy."""
+    policy = make_policy(params, spaces)
+    return IMPALA(policy=policy, normalize_rewards=spaces.normalize_rewards, **params.arguments_of(IMPALA))
+
+
+SPECS = [
+    AlgorithmSpec(
+        name="impala", class_name="IMPALA", year=2018, lane="rollout",
+        paper="Espeholt et al. 2018, IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures (arXiv:1802.01561)",
+        scope="Narrow synchronous v1: V-trace on rollouts of one process, behaviour lag by policy_lag; every action kind, vectors and images.",
+        params=IMPALAParams, learner=IMPALA, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
+        defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 500_000},
+    )
+]  # fmt: skip
+
+
+def train_impala(
+    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+) -> TrainResult:
+    """Train IMPALA as the config says."""
+    return train_as(["impala"], config, run_suffix, callbacks)

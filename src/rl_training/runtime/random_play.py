@@ -1,0 +1,45 @@
+"""Random play: legal actions drawn from a seeded generator, for checks that need no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+
+
+def play(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, steps: int) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
+    """Random play: (observation, reward, terminated, truncated, info) per step; every reset is seeded."""
+    env, rng = make_env(recipe), np.random.default_rng(seed)
+    try:
+        _, info = env.reset(seed=seed)
+        for number in range(steps):
+            obs, reward, terminated, truncated, info = env.step(sample_action(spaces, rng, info))
+            yield np.array(obs), reward, terminated, truncated, info
+            if terminated or truncated:
+                _, info = env.reset(seed=seed + number + 1)
+    finally:
+        env.close()
+
+
+def sample_action(spaces: EnvSpaces, rng: np.random.Generator, info: dict[str, Any]) -> Any:
+    """One random action of the environment's own kind, legal by its info."""
+    masks = read_action_mask(info, spaces)[None] if spaces.has_action_mask else None
+    action = spaces.map_actions(sample_actions(spaces, rng, 1, masks))[0]
+    return action.item() if spaces.action_kind == "discrete" else action
+
+
+def sample_actions(spaces: EnvSpaces, rng: np.random.Generator, count: int, masks: Array | None) -> Array:
+    """Uniform random actions of a policy [count, ...] that keep to the masks."""
+    if spaces.action_kind == "continuous":
+        return rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
+    scores = rng.random((count, spaces.action_dim))
+    if masks is not None:
+        scores = np.where(masks, scores, -1.0)
+    starts = np.cumsum([0, *spaces.action_sizes])
+    columns = [scores[:, a:b].argmax(axis=1) for a, b in pairwise(starts)]
+    return columns[0] if spaces.action_kind == "discrete" else np.stack(columns, axis=1)

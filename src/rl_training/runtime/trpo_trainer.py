@@ -1,0 +1,61 @@
+"""TRPO in the registry: hyper-parameters, build, spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from rl_training.algorithms.trpo import TRPO
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
+from rl_training.runtime.run import Callback
+from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.workflows import TrainResult, train_as
+
+
+class TRPOParams(RolloutParams):
+    """Hyper-parameters of TRPO."""
+
+    value_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the critic; the policy has none.")
+    value_updates: int = Field(80, ge=0, description="Gradient steps of the critic per rollout.")
+    value_minibatch_size: int = Field(128, ge=1, description="Rows per step of the critic.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm of the critic; null does not clip.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages.")
+    normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation.")
+    max_kl: float = Field(0.01, gt=0, description="Size of the trust region.")
+    cg_iterations: int = Field(15, ge=1, le=10_000, description="Conjugate-gradient steps.")
+    cg_damping: float = Field(0.1, gt=0, description="Added to the diagonal of the Fisher matrix.")
+    line_search_steps: int = Field(10, ge=1, le=10_000, description="Most backtracking steps.")
+    line_search_shrink: float = Field(0.8, gt=0, lt=1, description="Factor of each backtracking step.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_learning_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """`learning_rate` is the critic's, since there is no other."""
+        return {"value_learning_rate": data["learning_rate"], **data} if "learning_rate" in data else data
+
+
+def build(params: TRPOParams, spaces: EnvSpaces) -> TRPO:
+    """The learner with a fresh policy."""
+    policy = make_policy(params, spaces)
+    return TRPO(policy=policy, normalize_rewards=spaces.normalize_rewards, **params.arguments_of(TRPO))
+
+
+SPECS = [
+    AlgorithmSpec(
+        name="trpo", class_name="TRPO", year=2015, lane="rollout",
+        paper="Schulman et al. 2015, Trust Region Policy Optimization (arXiv:1502.05477)",
+        scope="Conjugate gradient and line search on the whole batch, separate critic steps; every action kind, vectors and images.",
+        params=TRPOParams, learner=TRPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
+        defaults={"num_envs": 8, "total_timesteps": 200_000},
+    )
+]  # fmt: skip
+
+
+def train_trpo(
+    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+) -> TrainResult:
+    """Train TRPO as the config says."""
+    return train_as(["trpo"], config, run_suffix, callbacks)
