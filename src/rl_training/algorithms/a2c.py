@@ -1,4 +1,4 @@
-"""A2C: synchronous advantage actor-critic (Mnih et al. 2016, "Asynchronous Methods for Deep RL", without the asynchrony).
+"""A2C: synchronous advantage actor-critic (Mnih et al. 2016, arXiv:1602.01783, without the asynchrony).
 
 One gradient step per rollout on -log pi(a|s) A + c_v (R - V)^2 / 2 - c_e H, with A by GAE (lambda 1: n-step returns).
 """
@@ -27,14 +27,15 @@ class A2C(ActorCriticAlgorithm):
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
-        gamma: float = 0.99, gae_lambda: float = 1.0, normalize_advantages: bool = False, max_grad_norm: float | None = 0.5,
-        optimizer: str = "rmsprop_tf", optimizer_eps: float = 1e-5, **options: Any,
+        gamma: float = 0.99, gae_lambda: float = 1.0, normalize_advantages: bool = False,
+        max_grad_norm: float | None = 0.5, optimizer: str = "rmsprop_tf", optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
         self.ent_coef, self.vf_coef, self.normalize_advantages = ent_coef, vf_coef, normalize_advantages
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm
-        )
+            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
 
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """One gradient step on the whole rollout."""

@@ -18,7 +18,8 @@ class RewardScale(nn.Module):
         super().__init__()
         self.gamma, self.clip = gamma, clip
         self.moments: Tensor
-        self.register_buffer("moments", torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64))  # count, mean, sum of squares
+        # count, mean, sum of squares
+        self.register_buffer("moments", torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64))
         self.running: Tensor | None = None
 
     @torch.no_grad()
@@ -52,7 +53,9 @@ class RewardScale(nn.Module):
 class ActorCriticAlgorithm(Algorithm):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
-    def __init__(self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False) -> None:
+    def __init__(
+        self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False
+    ) -> None:
         super().__init__()
         self.policy: Any = policy
         self.gamma, self.gae_lambda = gamma, gae_lambda
@@ -60,7 +63,7 @@ class ActorCriticAlgorithm(Algorithm):
 
     def acting(self) -> nn.Module:
         """Policy and normaliser."""
-        return self.policy  # type: ignore[no-any-return]
+        return self.policy
 
     def numpy_policy(self) -> NumpyPolicy | None:
         """The policy's own, where it has one."""
@@ -77,12 +80,15 @@ class ActorCriticAlgorithm(Algorithm):
         return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
-        """What returns are computed from, all [T, N]: rewards, discounts, next-value overrides and cuts."""
-        terminated = batch.get("terminated", batch.get("dones"))
-        assert terminated is not None, "a rollout batch needs 'terminated' or 'dones'"
-        terminated = terminated.bool()
-        truncated = batch.get("truncated")
-        cuts = terminated if truncated is None else terminated | truncated.bool()
+        """What returns are computed from, all [T, N]: rewards, discounts and cuts.
+
+        Without `terminated`, `dones` that are not `truncated` mean it.
+        """
+        cuts = terminated = batch["terminated" if "terminated" in batch else "dones"].bool()
+        if "truncated" in batch:
+            truncated = batch["truncated"].bool()
+            cuts = terminated | truncated
+            terminated = terminated if "terminated" in batch else terminated & ~truncated
         rewards = batch["rewards"].float()
         if self.reward_scale is not None:
             rewards = self.reward_scale(rewards, cuts, batch.get("valid"))
@@ -95,9 +101,8 @@ class ActorCriticAlgorithm(Algorithm):
             flat = batch["obs"].flatten(0, 1)
             with torch.no_grad():
                 values = self.policy.values(flat).view(batch["obs"].shape[:2])
-        advantages = gae(
-            values=values, next_values=successor_values(values, batch), lambda_=self.gae_lambda, **self.time_major(batch)
-        )
+        next_values = successor_values(values, batch)
+        advantages = gae(values=values, next_values=next_values, lambda_=self.gae_lambda, **self.time_major(batch))
         return advantages, advantages + values
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
@@ -127,15 +132,19 @@ def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
 
 
 def successor_values(values: Tensor, batch: Batch) -> Tensor:
-    """Value of each row's true successor [T, N]: the final observation's at a truncation, the bootstrap's at the end."""
+    """Value of each row's true successor [T, N]: of the final observation at a truncation, the bootstrap at the end."""
     following = torch.cat([values[1:], batch["bootstrap_value"].to(values.dtype).unsqueeze(0)])
     if "truncation_values" not in batch:
         return following
     return torch.where(batch["truncated"].bool(), batch["truncation_values"], following)
 
 
-def normalize(x: Tensor, dim: int | None = None) -> Tensor:
-    """Zero mean and unit deviation; one row alone stays as it is."""
-    if x.shape[-1] < 2:
+def normalize(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Zero mean and unit deviation, over the rows whose weight is not 0; one row alone stays as it is."""
+    if x.numel() < 2:
         return x
-    return (x - x.mean(dim, keepdim=dim is not None)) / (x.std(dim, keepdim=dim is not None) + 1e-8)
+    if weights is None:
+        return (x - x.mean()) / (x.std() + 1e-8)
+    count = weights.sum().clamp(min=1.0)
+    x = x - (x * weights).sum() / count
+    return x / (((x.square() * weights).sum() / (count - 1.0).clamp(min=1.0)).sqrt() + 1e-8)

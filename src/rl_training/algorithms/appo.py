@@ -9,6 +9,7 @@ is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalised with a coefficie
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +74,7 @@ class APPO(IMPALA):
             return
         order = torch.randperm(count, generator=self.generator, device=rollout["rewards"].device)
         for chosen in order.split(size):
-            yield {name: value.index_select(0 if name == "bootstrap_value" else 1, chosen) for name, value in rollout.items()}
+            yield {name: x.index_select(0 if name == "bootstrap_value" else 1, chosen) for name, x in rollout.items()}
 
     def minibatch_step(self, rollout: Batch) -> Tensor:
         """One gradient step on trajectories [T, B]; returns its metrics in the order of METRICS."""
@@ -85,11 +86,11 @@ class APPO(IMPALA):
         else:
             reference = self._target_logprobs(rollout)
             targets, advantages = self.vtrace(rollout, reference, policy["values"], self.pg_rho_clip)
-            correction = (rollout["behavior_logprobs"] - reference).exp().clamp(max=2.0)
-            quantities["behavior_logprobs"] = rollout["behavior_logprobs"] - correction.log()
+            correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
+            quantities["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
             kl = weighted_mean(self._target_kl(rollout), rollout.get("weights"))
         if self.normalize_advantages:
-            advantages = normalize(advantages)
+            advantages = normalize(advantages, rollout.get("weights"))
         quantities |= {"vtrace_targets": targets, "pg_advantages": advantages}
         losses = appo_loss(quantities, self.clip_coef, self.ent_coef, self.vf_coef)
         if self.target is not None:
@@ -101,14 +102,14 @@ class APPO(IMPALA):
     def _target_logprobs(self, rollout: Batch) -> Tensor:
         masks = rollout.get("action_masks")
         policy = self.target.distribution(rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1))
-        return policy.log_prob(rollout["actions"].flatten(0, 1)).view(rollout["rewards"].shape)  # type: ignore[no-any-return]
+        return policy.log_prob(rollout["actions"].flatten(0, 1)).view(rollout["rewards"].shape)
 
     def _target_kl(self, rollout: Batch) -> Tensor:
         masks = rollout.get("action_masks")
         obs, masks = rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1)
         with torch.no_grad():
             target = self.target.distribution(obs, masks)
-        return target.kl(self.policy.distribution(obs, masks)).view(rollout["rewards"].shape)  # type: ignore[no-any-return]
+        return target.kl(self.policy.distribution(obs, masks)).view(rollout["rewards"].shape)
 
     @torch.no_grad()
     def _copy_target(self, kl: Tensor) -> None:

@@ -17,8 +17,8 @@ from rl_training.algorithms.ops.returns import vtrace
 
 
 def weighted_mean(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean over the rows whose weight is not 0."""
-    return x.mean() if weights is None else (x * weights).sum() / weights.sum()
+    """Mean over the rows whose weight is not 0; 0 where there is none, as in a minibatch of reset rows."""
+    return x.mean() if weights is None else (x * weights).sum() / weights.sum().clamp(min=1e-8)
 
 
 def impala_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
@@ -55,12 +55,15 @@ class IMPALA(ActorCriticAlgorithm):
         self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
         self.importance_correction = importance_correction
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm
-        )
+            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
 
     def trajectories(self, batch: Batch) -> dict[str, Tensor]:
-        """The rollout [T, B] with what V-trace reads: rewards, discounts, cuts, weights, behaviour log-probabilities."""
-        names = ("obs", "actions", "action_masks", "behavior_logprobs", "bootstrap_value", "truncated", "truncation_values")
+        """The rollout [T, B] with what V-trace reads: rewards, discounts, cuts, weights, log-probabilities of mu."""
+        names = (
+            "obs", "actions", "action_masks", "behavior_logprobs", "bootstrap_value", "truncated", "truncation_values",
+        )  # fmt: skip
         rollout = {name: batch[name] for name in names if name in batch} | self.time_major(batch)
         if "valid" in batch:
             rollout["weights"] = batch["valid"].float()
@@ -69,16 +72,17 @@ class IMPALA(ActorCriticAlgorithm):
     def evaluate(self, rollout: Batch) -> dict[str, Tensor]:
         """target_logprobs, values and entropy [T, B] of the learning policy."""
         masks = rollout.get("action_masks")
-        policy = self.policy.evaluate_actions(
-            rollout["obs"].flatten(0, 1), rollout["actions"].flatten(0, 1), None if masks is None else masks.flatten(0, 1)
-        )
+        masks = None if masks is None else masks.flatten(0, 1)
+        policy = self.policy.evaluate_actions(rollout["obs"].flatten(0, 1), rollout["actions"].flatten(0, 1), masks)
         shape = rollout["rewards"].shape
         return {
             "target_logprobs": policy.logprobs.view(shape), "values": policy.values.view(shape),
             "entropy": policy.entropy.reshape(shape),
         }  # fmt: skip
 
-    def vtrace(self, rollout: Batch, logprobs: Tensor, values: Tensor, pg_rho_clip: float | None) -> tuple[Tensor, Tensor]:
+    def vtrace(
+        self, rollout: Batch, logprobs: Tensor, values: Tensor, pg_rho_clip: float | None
+    ) -> tuple[Tensor, Tensor]:
         """V-trace targets and advantages [T, B] with ratios of `logprobs` to the behaviour policy's."""
         log_rhos = logprobs.detach() - rollout["behavior_logprobs"]
         if not self.importance_correction:

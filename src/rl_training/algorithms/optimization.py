@@ -71,7 +71,8 @@ class Optimizer(nn.Module):
     @torch.no_grad()
     def apply_gradients(self, gradients: Iterable[Tensor | None]) -> Tensor:
         """Clip and move the parameters along given gradients, one per parameter in order."""
-        pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in zip(self._params, gradients, strict=True)]
+        pairs = zip(self._params, gradients, strict=True)
+        pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]
         grad = torch.cat(pieces, out=self._grad) if len(pieces) > 1 else self._grad.copy_(pieces[0])
         norm = torch.linalg.vector_norm(grad)
         if self.max_grad_norm is not None:

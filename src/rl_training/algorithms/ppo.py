@@ -47,8 +47,9 @@ class PPO(ActorCriticAlgorithm):
         self.update_epochs, self.minibatch_size, self.target_kl = update_epochs, minibatch_size, target_kl
         self.normalize_advantages = normalize_advantages
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm
-        )
+            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
 
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""

@@ -1,8 +1,8 @@
 """TRPO: trust region policy optimization (Schulman et al. 2015, arXiv:1502.05477).
 
-The policy moves by sqrt(2 delta / x'Fx) x with F x = g solved by conjugate gradients, F the Hessian of the KL divergence
-over the whole batch, and backtracks until KL <= delta and the surrogate improved; else it stays. The critic learns by
-gradient steps of its own that never touch what the policy depends on.
+The policy moves by sqrt(2 delta / x'Fx) x with F x = g solved by conjugate gradients, F the Hessian of the KL
+divergence over the whole batch, and backtracks until KL <= delta and the surrogate improved; else it stays. The critic
+learns by gradient steps of its own that never touch what the policy depends on.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ class TRPO(ActorCriticAlgorithm):
         normalize_advantages: bool = True, max_grad_norm: float | None = None, optimizer: str = "adam",
         optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
-        for name, value, right in (
-            ("max_kl", max_kl, max_kl > 0), ("cg_damping", cg_damping, cg_damping > 0),
-            ("line_search_shrink", line_search_shrink, 0 < line_search_shrink < 1),
-            ("cg_iterations", cg_iterations, cg_iterations >= 1), ("line_search_steps", line_search_steps, line_search_steps >= 1),
-            ("value_updates", value_updates, value_updates >= 0),
-            ("value_learning_rate", value_learning_rate, value_learning_rate >= 0),
+        for name, value, bound, right in (
+            ("max_kl", max_kl, "> 0", max_kl > 0),
+            ("cg_damping", cg_damping, "> 0", cg_damping > 0),
+            ("cg_iterations", cg_iterations, ">= 1", cg_iterations >= 1),
+            ("line_search_steps", line_search_steps, ">= 1", line_search_steps >= 1),
+            ("line_search_shrink", line_search_shrink, "between 0 and 1", 0 < line_search_shrink < 1),
+            ("value_updates", value_updates, ">= 0", value_updates >= 0),
+            ("value_learning_rate", value_learning_rate, ">= 0", value_learning_rate >= 0),
+            ("value_minibatch_size", value_minibatch_size, ">= 1",
+             value_minibatch_size is None or value_minibatch_size >= 1),
         ):  # fmt: skip
             if not right:
-                bound = {"line_search_shrink": "between 0 and 1", "cg_iterations": ">= 1", "line_search_steps": ">= 1"}.get(
-                    name, "> 0" if name in ("max_kl", "cg_damping") else ">= 0"
-                )
                 raise ValueError(f"{name} must be {bound}, got {value}")
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
         self.max_kl, self.cg_iterations, self.cg_damping = max_kl, cg_iterations, cg_damping
@@ -71,9 +72,10 @@ class TRPO(ActorCriticAlgorithm):
     def value_learning_rate(self, value: float) -> None:
         self.value_optimizer.learning_rate = value
 
-    def _actor_gradient(self, scalar: Tensor, **options: bool) -> Tensor:
-        """Gradient of a scalar with respect to the policy, flat [P]."""
-        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(scalar, self._actor_params, **options)])
+    def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
+        """Gradient of a scalar with respect to the policy, flat [P]; the graph stays for the next."""
+        gradients = torch.autograd.grad(scalar, self._actor_params, retain_graph=True, create_graph=create_graph)
+        return torch.cat([g.reshape(-1) for g in gradients])
 
     def policy_step(self, rows: Batch) -> dict[str, Any]:
         """The trust-region step on all rows [B]."""
@@ -81,31 +83,30 @@ class TRPO(ActorCriticAlgorithm):
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
         policy = self.policy.distribution(obs, masks)
         surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
-        gradient = self._actor_gradient(surrogate, retain_graph=True)
+        gradient = self._actor_gradient(surrogate)
         old = policy.detach()
         kl_gradient = self._actor_gradient(old.kl(policy).mean(), create_graph=True)
 
         def fisher(vector: Tensor) -> Tensor:
-            return self._actor_gradient(kl_gradient.dot(vector), retain_graph=True).add_(vector, alpha=self.cg_damping)
+            return self._actor_gradient(kl_gradient.dot(vector)).add_(vector, alpha=self.cg_damping)
 
         direction = conjugate_gradient(fisher, gradient, self.cg_iterations)
         curvature = direction.dot(fisher(direction)).clamp(min=1e-12)
         full_step = direction * (2.0 * self.max_kl / curvature).sqrt()
         start, before = self._actor_flat.clone(), surrogate.detach()
-        fraction, accepted = 1.0, False
-        for backtracks in range(self.line_search_steps):
+        fraction, backtracks, accepted = 1.0, 0, False
+        while not accepted and backtracks < self.line_search_steps:
             self._actor_flat.copy_(start + fraction * full_step)
             with torch.no_grad():
                 policy = self.policy.distribution(obs, masks)
                 surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
                 kl = old.kl(policy).mean()
-            if bool((kl <= self.max_kl) & (surrogate > before)):
-                accepted = True
-                break
-            fraction *= self.line_search_shrink
+            accepted = bool((kl <= self.max_kl) & (surrogate > before))
+            if not accepted:
+                fraction, backtracks = fraction * self.line_search_shrink, backtracks + 1
         if not accepted:
             self._actor_flat.copy_(start)
-            surrogate, kl, fraction = before, torch.zeros_like(kl), 0.0
+            policy, surrogate, kl, fraction = old, before, torch.zeros_like(kl), 0.0
         return {
             "surrogate_gain": gradient.dot(full_step) * fraction, "surrogate_improvement": surrogate - before,
             "policy_loss": -surrogate, "entropy": policy.entropy().mean(), "approx_kl": kl,

@@ -12,20 +12,27 @@ from rl_training.cli.options import AlgoOption, ConfigOption, EnvOption, ImportO
 
 def list_algorithms() -> None:
     """Show every algorithm: year, actions, observations, scope."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from rl_training.cli.screen import make_console
     from rl_training.experiment.registry import list_algorithm_specs
 
-    table = Table(header_style="bold", row_styles=["", "dim"])
+    specs = list_algorithm_specs()
+    every = max((spec.action_kinds for spec in specs), key=len)
+    table = Table(header_style="bold", box=SIMPLE_HEAD)
     table.add_column("name", style="bold cyan", no_wrap=True)
     table.add_column("year", no_wrap=True)
     for name in ("actions", "observations", "status"):
         table.add_column(name)
-    for spec in list_algorithm_specs():
-        kinds = (", ".join(spec.action_kinds), ", ".join(spec.observation_kinds))
-        table.add_row(spec.name, str(spec.year), *kinds, f"implemented: {spec.scope}")
-    make_console().print(table)
+    for spec in specs:
+        actions = "any" if set(spec.action_kinds) == set(every) else ", ".join(spec.action_kinds)
+        observations = ", ".join(spec.observation_kinds)
+        table.add_row(spec.name, str(spec.year), actions, observations, f"implemented. {spec.scope}")
+    console = make_console()
+    console.print(table)
+    console.print(f"any: {', '.join(every)}", style="dim")
+    console.print("presets: rl-training config --list", style="dim")
 
 
 def show_config(

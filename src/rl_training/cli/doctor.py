@@ -86,7 +86,7 @@ def _describe_package(name: str, extra: str, use: str) -> str:
 
 def _check_environment(console: Console, env: str, algo: str | None, settings: list[str], budget: str | None) -> None:
     from rl_training.cli.overrides import apply_settings, build_config
-    from rl_training.envs.factory import read_recipe
+    from rl_training.envs.factory import probe_spaces, read_recipe
     from rl_training.runtime import doctor as checks
     from rl_training.runtime.spec import get_algorithm_spec
 
@@ -99,8 +99,9 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
         spec = get_algorithm_spec(algo)
         config = build_config(None, algo, env, settings, total_timesteps=budget)
         recipe = read_recipe(config.env_id, config.env_kwargs)
+    spaces = probe_spaces(recipe)
     console.print(f"[bold]{env}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
-    found = [_show(console, check) for check in checks.check_environment(recipe, spec)]
+    found = [_show(console, check) for check in checks.check_environment(recipe, spaces, spec)]
     if config is not None and not any(check.status == "fail" for check in found):
         found += [_show(console, check) for check in checks.check_algorithm(config)]
     _show_fixes(console, found)

@@ -21,7 +21,7 @@ def option(text: str, *names: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, metavar=metavar, help=text)
 
 
-ConfigOption = Annotated[Text, option("A YAML file, or a packaged preset such as ppo/cartpole.", "--config", metavar="C")]
+ConfigOption = Annotated[Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C")]
 AlgoOption = Annotated[Text, option("Algorithm, with its defaults (see `list`).", "--algo", metavar="NAME")]
 EnvOption = Annotated[Text, option("Gymnasium id, or module:Class.", "--env", metavar="ID")]
 ImportOption = Annotated[Texts, option("Import a module that registers environments.", "--import", metavar="MODULE")]

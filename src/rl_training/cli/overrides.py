@@ -84,6 +84,8 @@ def _path(key: str, algo: Any) -> list[str]:
     known = hyper_parameters(algo)
     if parts[0] not in known:
         nearest = did_you_mean(parts[0], [*known, *TrainConfig.model_fields])
+        if nearest.startswith("known:"):  # sixty names are no help
+            nearest = f"rl-training config --schema --algo {algo} shows them all."
         raise UserError(f"--set: unknown key {parts[0]!r}; {nearest}")
     return ["algo_kwargs", *parts]
 

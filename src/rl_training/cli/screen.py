@@ -87,8 +87,10 @@ def print_next(console: Console, result: TrainResult) -> None:
 
 
 def quote(path: Path) -> str:
-    """A path as a shell reads it, safe from being taken for markup."""
-    return shlex.quote(str(path)).replace("[", r"\[")
+    """A path as a shell reads it, from here where that is shorter, and safe from being taken for markup."""
+    here = Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return shlex.quote(str(shown)).replace("[", r"\[")
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -124,6 +126,6 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, TrainResult]], title
     console.print(table)
     if returns:
         mean, half = mean_interval(returns)
-        ends = "" if half is None else f", 95 % interval [bold]{mean - half:.1f} to {mean + half:.1f}[/bold] (Student's t)"
         seeds = f"{len(returns)} seed{'s' if len(returns) != 1 else ''}"
+        ends = "" if half is None else f", 95 % interval {mean - half:.1f} to {mean + half:.1f} (Student's t)"
         console.print(f"mean over {seeds} [bold]{mean:.1f}[/bold]{ends}")

@@ -55,7 +55,7 @@ def replay_specs(
 ) -> dict[str, ArraySpec]:  # fmt: skip
     """The arrays of a replay buffer, each [slots, num_envs, ...], before any of them exists."""
     if frame_stack < 1 or (frame_stack > 1 and obs_shape[0] % frame_stack):
-        raise UserError(f"frame_stack is {frame_stack}, which does not divide the {obs_shape[0]} channels of {tuple(obs_shape)}.")
+        raise UserError(f"frame_stack is {frame_stack}, which does not divide the {obs_shape[0]} channels of obs.")
     # One slot more than rows for the newest next observation, and k - 1 more for the oldest row's earlier frames.
     lead = (rows_per_env(capacity, num_envs) + frame_stack, num_envs)
     frame = (obs_shape[0] // frame_stack, *obs_shape[1:]) if frame_stack > 1 else tuple(obs_shape)
@@ -115,10 +115,11 @@ def format_bytes(count: float) -> str:
 
 
 def explain_bytes(specs: Mapping[str, ArraySpec]) -> str:
-    """The arithmetic: `6.4 GB = obs (100001 x 1 x 4 x 84 x 84 uint8) 2.82 GB + ...`, largest first."""
+    """The arithmetic: `2.84 GB = obs (100001 x 1 x 4 x 84 x 84 uint8) 2.82 GB + actions ... + others 1 MB`."""
     parts = sorted(specs.items(), key=lambda item: -item[1].nbytes)
-    shown = [f"{name} ({' x '.join(map(str, s.shape))} {s.dtype}) {format_bytes(s.nbytes)}" for name, s in parts]
-    return f"{format_bytes(sum(spec.nbytes for spec in specs.values()))} = {' + '.join(shown)}"
+    shown = [f"{name} ({' x '.join(map(str, s.shape))} {s.dtype}) {format_bytes(s.nbytes)}" for name, s in parts[:2]]
+    others = format_bytes(sum(spec.nbytes for _, spec in parts[2:]))
+    return f"{format_bytes(sum(spec.nbytes for spec in specs.values()))} = {' + '.join(shown)} + others {others}"
 
 
 def allocate(specs: Mapping[str, ArraySpec], folder: str | Path | None, what: str) -> dict[str, Array]:
@@ -143,7 +144,7 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
         return
     raise UserError(
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} are free; "
-        "lower buffer_capacity, or keep images once with frame_stack, or map the storage to a folder on a larger disk."
+        "lower buffer_capacity, store stacked frames once (frame_stack), or map the storage to a folder on a disk."
     )
 
 
@@ -158,4 +159,4 @@ def check_same_layout(stored: Mapping[str, Any], own: Mapping[str, Any], what: s
         found = stored.get(name)
         found = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else found
         if found != value:
-            raise UserError(f"the stored {what} has {name} {found}, this one has {value}; resume with the same settings.")
+            raise UserError(f"the stored {what} has {name} {found}, this one {value}; resume with the same settings.")

@@ -77,7 +77,7 @@ class SumTree:
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """Replay with P(i) = p_i^alpha / sum p^alpha, p = |error| + eps; new rows get the largest p seen so far (first 1)."""
+    """Replay with P(i) = p_i^alpha / sum p^alpha, p = |error| + eps; new rows get the largest p so far (first 1)."""
 
     def __init__(self, *args: Any, alpha: float = 0.6, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,7 +91,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return super().nbytes + self._tree.nbytes
 
     def sample(self, batch_size: int, rng: np.random.Generator, *, beta: float = 0.4) -> dict[str, Tensor]:
-        """`batch_size` transitions in proportion to priority, one per stratum; `weights` are (N P)^-beta over their maximum."""
+        """`batch_size` transitions, one per stratum of the priorities; `weights` are (N P)^-beta over their maximum."""
         if not len(self):
             raise ValueError("cannot sample from an empty replay buffer")
         rows, total = self._tree.sample(batch_size, rng)

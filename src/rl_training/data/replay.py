@@ -17,11 +17,11 @@ from rl_training.errors import UserError
 class ReplayBuffer(TransitionRings):
     """The newest `capacity` transitions of `num_envs` environments.
 
-    Each environment has a ring of `capacity // num_envs` rows. An observation is stored once: the next observation of a row is the
-    observation of the next slot, and where an episode ended it lies in a side store with one entry per episode end, so
-    that memory stays at 1 + 1 / (episode length) observations per step. With `frame_stack=k`, observations
-    `[k * c, H, W]` are k frames, oldest first, of which only the newest is stored; an episode's first frame stands for
-    the ones before it, as in Gymnasium's FrameStackObservation.
+    Each environment has a ring of `capacity // num_envs` rows. An observation is stored once: the next observation of
+    a row is the observation of the next slot, and where an episode ended it lies in a side store with one entry per
+    episode end, so that memory stays at 1 + 1 / (episode length) observations per step. With `frame_stack=k`,
+    observations `[k * c, H, W]` are k frames, oldest first, of which only the newest is stored; an episode's first
+    frame stands for the ones before it, as in Gymnasium's FrameStackObservation.
 
     n-step windows stop at an episode's end and at the newest row: a row whose window is not complete yet bootstraps
     from the newest observation after fewer steps. `folder` keeps the arrays in mapped files instead of memory.
@@ -58,7 +58,7 @@ class ReplayBuffer(TransitionRings):
         bounds = np.cumsum(self._sizes)
         envs = bounds.searchsorted(ranks, side="right")
         slots = (self._heads[envs] + ranks - bounds[envs]) % self._slots
-        return slots * self.num_envs + envs  # type: ignore[no-any-return]
+        return slots * self.num_envs + envs
 
     def gather(self, rows: Array) -> dict[str, Tensor]:
         """The transitions at row indices [B]: obs, actions, rewards (discounted n-step sum), next_obs, terminated,
@@ -123,7 +123,7 @@ class ReplayBuffer(TransitionRings):
         """Where the frames [B, k] of the stacks at `rows` lie; never before the episode's first frame."""
         assert self._ages is not None
         back = np.minimum(self._backwards, self._ages.take(rows)[:, None])
-        return (rows[:, None] - back * self.num_envs) % self._length  # type: ignore[no-any-return]
+        return (rows[:, None] - back * self.num_envs) % self._length
 
     def _stacks(self, rows: Array) -> Array:
         return self._obs.take(self._stack_index(rows), axis=0).reshape(len(rows), *self.obs_shape)

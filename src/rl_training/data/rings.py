@@ -10,7 +10,13 @@ import numpy as np
 
 from rl_training.data.finals import FinalObservations
 from rl_training.data.memory import (
-    Array, DType, allocate, check_same_layout, filled_part, replay_specs, rows_per_env,
+    Array,
+    DType,
+    allocate,
+    check_same_layout,
+    filled_part,
+    replay_specs,
+    rows_per_env,
 )  # fmt: skip
 from rl_training.errors import UserError
 
@@ -20,9 +26,9 @@ _STACK_CHECKS = 1000  # steps during which observations are compared with what f
 class TransitionRings:
     """Storage, writing and resuming of `ReplayBuffer`, which adds the reading.
 
-    All rings lie in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the slots
-    of the observations that are acted on next: their rows have no action yet, and the `_sizes` rows before them are
-    what can be sampled. Rings are in lockstep, and written with slices, until an environment skips a step.
+    All rings lie in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the
+    slots of the observations that are acted on next: their rows have no action yet, and the `_sizes` rows before them
+    are what can be sampled. Rings are in lockstep, and written with slices, until an environment skips a step.
     """
 
     def __init__(
@@ -42,8 +48,9 @@ class TransitionRings:
         self._length = self._slots * num_envs  # of the flat arrays
         flat = {name: array.reshape(self._length, *array.shape[2:]) for name, array in arrays.items()}
         self._obs, self._actions, self._rewards = flat["obs"], flat["actions"], flat["rewards"]
-        self._terminated, self._truncated, self._final_slots = flat["terminated"], flat["truncated"], flat["final_slots"]
+        self._terminated, self._truncated = flat["terminated"], flat["truncated"]
         self._ages, self._masks = flat.get("ages"), flat.get("masks")
+        self._final_slots = flat["final_slots"]  # of the rows where an episode ended, else -1
         self._final_slots.fill(-1)
         self._finals = FinalObservations(specs["obs"], mask_size, folder, self.capacity)
         self._channels = self._obs.shape[1] if frame_stack > 1 else 0
@@ -199,17 +206,18 @@ class TransitionRings:
         starts = next_obs[begins].reshape(-1, self.frame_stack, *self._obs.shape[1:])
         if not shifted or not (starts == starts[:, -1:]).all():
             raise UserError(
-                f"the observations are not stacks of {self.frame_stack} frames, oldest first, that begin an episode with its "
-                "first frame repeated; set frame_stack to 1 to store them whole."
+                f"the observations are not stacks of {self.frame_stack} frames, oldest first, that begin an episode "
+                "with its first frame repeated; set frame_stack to 1 to store them whole."
             )
 
     # resuming ---------------------------------------------------------------------------------------------------
 
     def _layout(self) -> dict[str, Any]:
         return {
-            "capacity": self.capacity, "num_envs": self.num_envs, "obs_shape": list(self.obs_shape),
-            "frame_stack": self.frame_stack, "obs_dtype": str(self._obs.dtype), "action_dtype": str(self._actions.dtype),
-            "action_shape": list(self._actions.shape[1:]), "masks": self._masks is not None,
+            "capacity": self.capacity, "num_envs": self.num_envs, "frame_stack": self.frame_stack,
+            "obs_shape": list(self.obs_shape), "obs_dtype": str(self._obs.dtype),
+            "action_shape": list(self._actions.shape[1:]), "action_dtype": str(self._actions.dtype),
+            "masks": self._masks is not None,
         }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,6 +235,7 @@ class TransitionRings:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken; a state of another layout is refused."""
         check_same_layout(state["layout"], self._layout(), "replay buffer")
+        self._final_slots.fill(-1)
         for name, array in self._arrays.items():
             stored = state["arrays"][name]
             array[: len(stored)] = stored

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from rl_training.data.memory import (
-    Array, ArraySpec, DType, action_dtype_of, allocate, check_same_layout, filled_part, numpy_dtype, rows_per_env,
+    Array,
+    ArraySpec,
+    DType,
+    action_dtype_of,
+    allocate,
+    check_same_layout,
+    filled_part,
+    numpy_dtype,
+    rows_per_env,
 )  # fmt: skip
 from rl_training.errors import UserError
 
@@ -57,7 +65,8 @@ class RecurrentReplayBuffer:
         self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
         if not 1 <= sequence_length <= self.rows_per_env:
             raise UserError(
-                f"sequence_length is {sequence_length}, but buffer_capacity leaves {self.rows_per_env} rows per environment."
+                f"sequence_length is {sequence_length}, but buffer_capacity leaves {self.rows_per_env} rows for each "
+                "environment."
             )
         self.sequence_length, self.device = sequence_length, torch.device(device)
         self._arrays = allocate(specs, folder, f"a sequence buffer of {capacity} steps")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -78,7 +80,7 @@ class SyncEngine:
             rows[i], rewards[i], ended, cut, infos[i] = env.step(action)
             if ended or cut:
                 terminated[i], truncated[i] = ended, cut
-                finals[i] = np.array(rows[i])  # a copy: an environment may write its next observation into this one
+                finals[i] = rows[i]
                 rows[i], infos[i] = env.reset()
         obs = self.spaces.encode(np.array(rows))  # a quarter of the time of np.stack
         final_obs = None
@@ -210,6 +212,13 @@ def _make_replayable(recipe: EnvRecipe, seed: int, index: int, evaluation: bool 
     return ReplayableEpisodes(make_env(recipe, evaluation=evaluation), seed, index)
 
 
+def _make_in_worker(maker: Callable[[], ReplayableEpisodes], parent: int) -> ReplayableEpisodes:
+    """The environment of a worker; Ctrl-C reaches every process of a terminal, and only the parent may act on it."""
+    if os.getpid() != parent:  # AsyncVectorEnv makes one in the parent too, to look at it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return maker()
+
+
 def has_native_engine(recipe: EnvRecipe) -> bool:
     """Whether a vectorised implementation exists whose state can be saved and restored exactly."""
     spec = gym.registry.get(recipe.env_id)
@@ -239,5 +248,5 @@ def make_engine(
         return CartPoleEngine(vector.unwrapped, seed)
     makers = [partial(_make_replayable, recipe, seed, index, evaluation) for index in range(num_envs)]
     if vectorization == "async":
-        return AsyncEngine(makers, spaces)
+        return AsyncEngine([partial(_make_in_worker, maker, os.getpid()) for maker in makers], spaces)
     return SyncEngine([maker() for maker in makers], spaces)

@@ -51,7 +51,10 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         if len(recent) == PACK_EVERY:
             self._packed.append(np.asarray(recent))
             self._recent = []
-        return self.env.step(action)
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:  # a copy, because an environment may write its next observation into the last one
+            observation = np.array(observation)
+        return observation, reward, terminated, truncated, info
 
     def actions(self) -> NDArray[Any]:
         """The actions since the last reset."""

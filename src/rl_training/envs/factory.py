@@ -70,6 +70,12 @@ class EnvRecipe:
         return self.maker is None and not self.uses_wrappers and not _looks_like_entry_point(self.env_id)
 
     @property
+    def image_frame_stack(self) -> int:
+        """How many frames the wrappers stack into one image observation."""
+        options = self.wrappers.atari or self.wrappers.pixels
+        return options.frame_stack if options is not None else 1
+
+    @property
     def uses_wrappers(self) -> bool:
         """Whether a wrapper of ours changes observations or rewards."""
         options = self.wrappers
@@ -116,8 +122,9 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             maker = _import_entry_point(recipe.env_id)
         if maker is None:
             _register_atari(recipe.env_id)
-            spec = copy.deepcopy(gym.spec(recipe.env_id))
-            spec.order_enforce = False  # a layer around every step, for an order that we keep anyway
+            spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
+            if not isinstance(spec, str):
+                spec.order_enforce = False  # a layer around every step, for an order that is kept here anyway
             return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
         env = maker(**kwargs)
     except UserError:
@@ -167,7 +174,7 @@ def _import_entry_point(env_id: str) -> Callable[..., Env] | None:
     maker = getattr(module, name, None)
     if not callable(maker):
         raise UserError(f"env_id {env_id!r}: {module_name} has no class or function {name!r}.")
-    return maker  # type: ignore[no-any-return]
+    return maker
 
 
 def _wrap_atari(env: Env, options: AtariOptions, evaluation: bool) -> Env:
@@ -204,8 +211,9 @@ def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> En
         image = frames.reshape(-1, *frames.shape[2:])
         return np.ascontiguousarray(image if first else np.moveaxis(image, 0, -1))
 
-    low, high = (fold(np.stack([bound] * count)) for bound in (space.low, space.high))  # type: ignore[attr-defined]
-    return gym.wrappers.TransformObservation(stacked, fold, gs.Box(low, high, dtype=space.dtype.type))  # type: ignore[union-attr]
+    assert isinstance(space, gs.Box)
+    low, high = (fold(np.stack([bound] * count)) for bound in (space.low, space.high))
+    return gym.wrappers.TransformObservation(stacked, fold, gs.Box(low, high, dtype=space.dtype.type))
 
 
 def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:

@@ -75,7 +75,7 @@ class Stepper:
         if not state:
             return []
         if state["format"] != self.engine.state_format or len(state["obs"]) != self.num_envs:
-            return [f"{self.spaces.env_id} is stepped by another engine or in another number; its episodes start afresh."]
+            return [f"{self.spaces.env_id} has another engine or number of environments now; episodes start afresh."]
         self.obs, self.masks = self.engine.load_state_dict(state["engine"])
         self.is_first = np.array(state["is_first"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])

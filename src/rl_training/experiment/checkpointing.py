@@ -62,6 +62,12 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Mapping[str, Any], *, du
     return path
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a small text file whole or not at all."""
+    with _replacing(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A hidden name beside `path` that becomes `path` when the block succeeds and disappears when it does not."""
@@ -163,14 +169,19 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if path.is_dir():
         raise UserError(f"{path} is a directory; give a file such as the checkpoints/latest.ckpt of a run.")
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise UserError(f"{path} is not a plain file; give a .ckpt file that a run wrote.")
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             _check_ends(path, file, size)
             buffer = _read_whole(file, size)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give the path of a checkpoint file.") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions.") from None
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a name that no file system has
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read ({reason}); check the path and its permissions.") from None
     version = _HEADER.unpack_from(buffer)[1]
     index_length, crc, _ = _TRAILER.unpack_from(buffer, size - _TRAILER.size)
     if zlib.crc32(memoryview(buffer)[: size - _TRAILER.size + 8]) != crc:

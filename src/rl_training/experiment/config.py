@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -11,8 +12,9 @@ import yaml
 from pydantic import Field, model_validator
 
 from rl_training.errors import UserError, did_you_mean
-from rl_training.validation import StrictModel, validate
+from rl_training.validation import StrictModel, check_plain, validate
 
+MOST_PROCESSES = 1024
 Presets = files("rl_training").joinpath("assets/configs")
 
 
@@ -36,7 +38,7 @@ class TrainConfig(StrictModel):
     replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint holds the replay buffer.")
     threads: int | Literal["auto"] = Field("auto", description="Threads that torch may use, or auto.")
     vectorization: Literal["auto", "native", "sync", "async"] = Field(
-        "auto", description="How several environments are stepped: the environment's own vector code, in turn, or in processes."
+        "auto", description="How environments are stepped: by their own vector code, in turn, or in processes."
     )
     accelerate: str = Field("auto", description="auto or none; compiled and captured updates do not exist yet.")
     max_seconds: float | None = Field(None, gt=0, description="Stop after this many seconds of wall-clock.")
@@ -55,10 +57,14 @@ class TrainConfig(StrictModel):
             )
         if self.accelerate not in ("auto", "none"):
             raise ValueError(f"accelerate is {self.accelerate!r}; only 'auto' and 'none' exist (compiling is planned)")
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdigit():
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:<index>")
         if isinstance(self.threads, int) and not 1 <= self.threads <= 1024:
             raise ValueError(f"threads is {self.threads}; it must be auto or from 1 to 1024")
+        if self.vectorization == "async" and self.num_envs > MOST_PROCESSES:
+            raise ValueError(f"num_envs is {self.num_envs}; async runs a process for each, of at most {MOST_PROCESSES}")
+        for name in ("benchmark", "env_kwargs"):  # the algorithm checks its own
+            check_plain(getattr(self, name), name)
         return self
 
 
@@ -86,7 +92,8 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1})" if mark is not None else ""
-        raise UserError(f"{source} is not valid YAML{place}: {getattr(error, 'problem', None) or 'unreadable'}.") from None
+        reason = getattr(error, "problem", None) or "unreadable"
+        raise UserError(f"{source} is not valid YAML{place}: {reason}.") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply; a config is a flat YAML mapping.") from None
     if not isinstance(data, dict):

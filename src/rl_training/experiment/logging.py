@@ -29,7 +29,8 @@ class RunLogger:
     """The metrics file, the event file and the terminal of one run.
 
     `append` continues the files of a run that is resumed: rows after `resume_step` are dropped, since they are going to
-    be written again, and so is a line that a kill left half written.
+    be written again, and so are rows that were there only because the run ended (`last`) and a line that a kill left
+    half written.
     """
 
     def __init__(
@@ -55,9 +56,14 @@ class RunLogger:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def log(self, step: int, metrics: Mapping[str, Any], *, kind: str = "train") -> None:
-        """Append one row; values are numbers (numpy scalars and 0-dim tensors too)."""
-        head = {"step": step, "kind": kind, "time": round(self._clock() - self._start, 4)}
+    def log(self, step: int, metrics: Mapping[str, Any], *, kind: str = "train", last: bool = False) -> None:
+        """Append one row; values are numbers (numpy scalars and 0-dim tensors too).
+
+        `last` marks a row that is not due but written because the run ends here; if it is resumed, the row goes.
+        """
+        head: dict[str, Any] = {"step": step, "kind": kind, "time": round(self._clock() - self._start, 4)}
+        if last:
+            head["last"] = True
         row = {**head, **metrics, **head}  # a metric named "step" must not hide the step
         try:
             text = _encode_row(row)
@@ -85,7 +91,11 @@ class RunLogger:
         if not self._live:
             self._print(text + "\n")
             return
-        text = text[: shutil.get_terminal_size().columns - 1]
+        width = shutil.get_terminal_size().columns - 1
+        text = f"{self._bar(step, width - len(text) - 1)} {text}"
+        while len(text) > width and "  " in text:  # whole parts only: half a number reads as another number
+            text = text.rpartition("  ")[0]
+        text = text[:width]
         self._print("\r" + text.ljust(len(self._line)))
         self._line = text
 
@@ -104,16 +114,19 @@ class RunLogger:
             self._events.flush()
 
     def _describe(self, step: int, rate: float, return_mean: float | None, losses: Mapping[str, Any]) -> str:
-        done = min(1.0, step / self._total) if self._total > 0 else 1.0
         left = (self._total - step) / rate if rate > 0 else math.inf
         parts = [f"{step:,}/{self._total:,}", f"{rate:,.0f} steps/s", f"eta {format_duration(left)}"]
         parts += [] if return_mean is None else [f"return {float(return_mean):.4g}"]
         parts += [f"{name} {float(value):.3g}" for name, value in itertools.islice(losses.items(), 3)]
-        return f"{self._bar(done) if self._live else ''}{math.floor(100 * done):3d}%  " + "  ".join(parts)
+        return f"{math.floor(100 * self._share(step)):3d}%  " + "  ".join(parts)
 
-    def _bar(self, done: float, width: int = 20) -> str:
+    def _share(self, step: int) -> float:
+        return min(1.0, step / self._total) if self._total > 0 else 1.0
+
+    def _bar(self, step: int, room: int) -> str:
+        width = min(20, max(8, room))
         full, empty = "━╌" if "utf" in (getattr(self._stream, "encoding", None) or "").lower() else "#-"
-        return (full * int(done * width)).ljust(width, empty) + " "
+        return (full * int(self._share(step) * width)).ljust(width, empty)
 
     def _print(self, text: str) -> None:
         if self._stream is None:
@@ -155,13 +168,15 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def _trim_rows(path: Path, last_step: int | None) -> float:
-    """Drop the rows after `last_step` and whatever is not a row; returns the time of the last row that stays."""
-    kept, elapsed = path.with_name(f".{path.name}.{os.getpid()}.tmp"), 0.0
+    """Drop rows after `last_step`, rows marked `last`, and what is no row; returns the time of the last one kept."""
+    kept, elapsed = path.with_name(f".{path.name}.tmp"), 0.0  # one writer: what a kill left is written over
     try:
         with open(path, "rb") as source, open(kept, "wb") as target:
             for line in source:
                 row = _parse_row(line)
-                if row is not None and (last_step is None or row["step"] <= last_step):
+                if row is None or row.get("last") is True:
+                    continue
+                if last_step is None or row["step"] <= last_step:
                     target.write(line.rstrip() + b"\n")
                     elapsed = row["time"] if isinstance(row.get("time"), float) else elapsed
         os.replace(kept, path)

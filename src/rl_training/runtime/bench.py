@@ -138,11 +138,15 @@ def _wrap_parts(watch: Stopwatch, roots: dict[str, Any]) -> None:
 
 def measure_rate(session: Session, seconds: float) -> float:
     """Environment steps per second of collecting and learning; a lane without an environment counts updates."""
-    warm_up(session)
-    begun, steps = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
-        steps += warm_up(session) or 1
-    return steps / (time.perf_counter() - begun)
+    begun = time.perf_counter()
+    steps = warm_up(session) or 1
+    spent = time.perf_counter() - begun
+    if spent < 3 * seconds:  # a turn that takes long is not worth a second one: first calls hardly show in it
+        begun, steps = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            steps += warm_up(session) or 1
+        spent = time.perf_counter() - begun
+    return steps / spent
 
 
 def storage_bytes(session: Session) -> int:

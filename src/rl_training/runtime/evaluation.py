@@ -99,23 +99,28 @@ def run_episodes(
 
 
 def record_video(
-    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, folder: Path
-) -> EvaluationResult:
+    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, folder: Path, *,
+    deterministic: bool = True,
+) -> EvaluationResult:  # fmt: skip
     """The same evaluation, one environment, each episode as a video in `folder`."""
     env = make_env(recipe, evaluation=True, render_mode="rgb_array")
     try:
         recorder = gym.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
-        result = run_episodes([recorder], spaces, algorithm, episodes, seed)
+        result = run_episodes([recorder], spaces, algorithm, episodes, seed, deterministic=deterministic)
         recorder.close()
     except gym.error.DependencyNotInstalled as error:
         raise UserError(f"recording a video needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
     return result
 
 
-def watch(recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int) -> EvaluationResult:
+def watch(
+    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True
+) -> EvaluationResult:
     """The same evaluation in a window."""
     env = make_env(recipe, evaluation=True, render_mode="human")
     try:
-        return run_episodes([env], spaces, algorithm, episodes, seed)
+        return run_episodes([env], spaces, algorithm, episodes, seed, deterministic=deterministic)
+    except gym.error.DependencyNotInstalled as error:
+        raise UserError(f"a window needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
     finally:
         env.close()

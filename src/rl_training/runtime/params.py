@@ -13,6 +13,7 @@ from rl_training.errors import UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
 
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
+WIDEST = 16384  # two such layers hold a gigabyte of weights between them
 OptimizerKind = Literal["adam", "rmsprop", "rmsprop_tf", "sgd"]
 
 
@@ -60,15 +61,17 @@ class Params(StrictModel):
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null does not clip.")
-    eval_interval: int = Field(0, ge=0, description="Environment steps between evaluations; 0 evaluates at the end only.")
+    eval_interval: int = Field(0, ge=0, description="Environment steps between evaluations; 0 is at the end only.")
     early_stopping: EarlyStopping | None = Field(None, description="Stop when an evaluation metric is good enough.")
     max_updates: int | None = Field(None, ge=1, description="Stop after this many updates, counted across resumes.")
-    schedules: dict[str, Schedule] = Field(default_factory=dict, exclude=True, description="From the <name>_schedule keys.")
+    schedules: dict[str, Schedule] = Field(
+        default_factory=dict, exclude=True, description="From the <name>_schedule keys."
+    )
 
     @model_validator(mode="after")
     def _positive_widths(self) -> Params:
-        if any(width < 1 or width > 65536 for width in self.hidden_sizes):
-            raise ValueError(f"hidden_sizes is {list(self.hidden_sizes)}; every width must be from 1 to 65536")
+        if any(width < 1 or width > WIDEST for width in self.hidden_sizes):
+            raise ValueError(f"hidden_sizes is {list(self.hidden_sizes)}; every width must be from 1 to {WIDEST}")
         return self
 
     def built_in_schedules(self) -> dict[str, Schedule]:

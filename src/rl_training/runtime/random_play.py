@@ -43,3 +43,16 @@ def sample_actions(spaces: EnvSpaces, rng: np.random.Generator, count: int, mask
     starts = np.cumsum([0, *spaces.action_sizes])
     columns = [scores[:, a:b].argmax(axis=1) for a, b in pairwise(starts)]
     return columns[0] if spaces.action_kind == "discrete" else np.stack(columns, axis=1)
+
+
+def reuses_arrays(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> bool:
+    """Whether an observation that was given out changes when the environment is reset."""
+    env = make_env(recipe)
+    try:
+        _, info = env.reset(seed=seed)
+        last, *_ = env.step(sample_action(spaces, np.random.default_rng(seed), info))
+        kept = np.array(last)
+        env.reset(seed=seed + 1)
+        return not np.array_equal(last, kept)
+    finally:
+        env.close()

@@ -89,6 +89,10 @@ class RolloutSource:
             may_hold_resets=context.stepper.resets_next_step,
         )  # fmt: skip
 
+    def describe(self) -> str:
+        """The rollout's size, for the start of a run."""
+        return f"rollouts of {self.storage.num_steps} x {self.storage.num_envs} steps"
+
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
         """Fill the storage with the behaviour policy's experience."""
         self._take_policy(algorithm)

@@ -10,20 +10,25 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import Tensor
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
+from rl_training.errors import did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
 from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.session import Session
 from rl_training.runtime.spec import Collected
+from rl_training.validation import StrictModel
 
 CHECKPOINT_SECONDS = 60.0
+MOST_SAVING = 19  # seconds of training per second of writing checkpoints, at least
 SCHEMA = 1
+AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class TrainingFailure(RuntimeError):
@@ -46,12 +51,29 @@ class Callback:
         """After the last step."""
 
 
+class RunState(StrictModel):
+    """What a checkpoint holds of a `Run`: a field is the attribute of the same name."""
+
+    step: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    train_seconds: float = Field(ge=0)
+    best_return: AnyFloat
+    good_evaluations: int = Field(ge=0)
+    next_log: int = Field(ge=1)
+    next_evaluation: int = Field(ge=0)
+    next_checkpoint: int = Field(ge=0)
+    episodes: list[tuple[float, int]]
+    latest: dict[str, AnyFloat]
+    collected_metrics: dict[str, AnyFloat]
+    last_evaluation: dict[str, int | AnyFloat]
+
+
 class Run:
     """The state of a run beside its algorithm and source, and everything that happens at a cadence."""
 
     def __init__(
         self, session: Session, run_dir: Path, *, callbacks: Iterable[Callback] = (), console: bool = False,
-        restored: dict[str, Any] | None = None,
+        restored: RunState | None = None,
     ) -> None:  # fmt: skip
         self.session, self.run_dir = session, run_dir
         self.config, self.params = session.config, session.params
@@ -82,7 +104,8 @@ class Run:
         self._signal: int | None = None
         self._begun = self._resumed_at = self._last_save = time.perf_counter()
         self._steps_at_start = self.step
-        self._paused = 0.0
+        self._paused = self._save_seconds = 0.0
+        self._logged_update = self._evaluated_step = -1
 
     # the loop's questions ----------------------------------------------------------------------------------------
 
@@ -108,8 +131,9 @@ class Run:
     def apply_schedules(self) -> None:
         """Move every scheduled number to its value at this step."""
         progress = min(1.0, self.step / self.config.total_timesteps)
+        algorithm, source = self.session.algorithm, self.session.source
         for name, schedule in self.schedules.items():
-            setattr(self.session.algorithm, name, schedule.value(progress))
+            setattr(algorithm if algorithm.scheduled(name) else source, name, schedule.value(progress))
 
     def count_steps(self, collected: Collected) -> None:
         """Count real transitions and finished episodes."""
@@ -137,8 +161,7 @@ class Run:
             self.next_evaluation += self.params.eval_interval * (
                 1 + (self.step - self.next_evaluation) // self.params.eval_interval
             )
-            if self.step < self.config.total_timesteps:  # the end has an evaluation of its own
-                self.evaluate()
+            self.evaluate()
         if self._checkpoint_due():
             self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
         if self.callbacks:
@@ -156,14 +179,15 @@ class Run:
         metrics.update({name: schedule.value(progress) for name, schedule in self.schedules.items()})
         return metrics
 
-    def log_row(self) -> None:
-        """One row of metrics, checked for NaN."""
+    def log_row(self, *, last: bool = False) -> None:
+        """One row of metrics, checked for NaN; `last` when it is there only because the run ends."""
         metrics = read_metrics(self.latest)
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(name)
-        row = {**self.progress_metrics(), **self.collected_metrics, **metrics, "steps_per_second": self.steps_per_second()}
-        self.logger.log(self.step, row)
+        row = {**self.progress_metrics(), **self.collected_metrics, **metrics}
+        self.logger.log(self.step, {**row, "steps_per_second": self.steps_per_second()}, last=last)
+        self._logged_update = self.updates
         if self.logger.progress_due:
             self._show_progress(metrics)
 
@@ -188,19 +212,21 @@ class Run:
             self._resumed_at = time.perf_counter()
             self._paused += self._resumed_at - begun
 
-    def evaluate(self) -> dict[str, Any]:
-        """Evaluate now; keeps the best checkpoint and watches for early stopping."""
+    def evaluate(self, *, last: bool = False) -> dict[str, Any]:
+        """Evaluate now; keeps the best checkpoint and, unless `last` as in `log_row`, watches for early stopping."""
         if not self.config.eval_episodes:
             return {}
         with self.pause():
             result = self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
             self.last_evaluation = metrics = result.metrics()
-            self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval")
+            self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
+            self._evaluated_step = self.step
+            if not last:
+                self._watch_early_stopping({**self.progress_metrics(), **read_metrics(self.latest), **metrics})
             if metrics["eval_return_mean"] > self.best_return:
                 self.best_return = metrics["eval_return_mean"]
                 self._check_parameters()
                 self.checkpoints.save_best(self.checkpoint_tree(replay=False))
-        self._watch_early_stopping({**self.progress_metrics(), **read_metrics(self.latest), **metrics})
         self._tell("on_evaluation", metrics)
         return metrics
 
@@ -208,6 +234,9 @@ class Run:
         rule = self.params.early_stopping
         if rule is None:
             return
+        if rule.metric not in metrics:
+            hint = did_you_mean(rule.metric, metrics)
+            self.logger.message(f"warning: early_stopping watches {rule.metric!r}, which is no metric here; {hint}")
         good = metrics.get(rule.metric, -math.inf) >= rule.threshold
         self.good_evaluations = self.good_evaluations + 1 if good else 0
         if self.good_evaluations >= rule.patience:
@@ -216,19 +245,23 @@ class Run:
     def _checkpoint_due(self) -> bool:
         if self.config.checkpoint_interval:
             return self.step >= self.next_checkpoint
-        return time.perf_counter() - self._last_save >= CHECKPOINT_SECONDS
+        return time.perf_counter() - self._last_save >= max(
+            CHECKPOINT_SECONDS, MOST_SAVING * self._save_seconds  # a large buffer must not stall training for long
+        )
 
     def save_checkpoint(self, *, keep_step: bool = False) -> None:
         """Write `latest`, and `step_<n>` when asked."""
         interval = self.config.checkpoint_interval
         if interval and self.step >= self.next_checkpoint:
             self.next_checkpoint += interval * (1 + (self.step - self.next_checkpoint) // interval)
+        begun = time.perf_counter()
         with self.pause():
             self._check_parameters()
             self.checkpoints.save_latest(self.checkpoint_tree(replay=self.config.replay_in_checkpoint))
             if keep_step:
                 self.checkpoints.save_step(self.step, self.checkpoint_tree(replay=False))
-        self._last_save = time.perf_counter()
+        self._last_save = self._resumed_at
+        self._save_seconds = self._last_save - begun
 
     def checkpoint_tree(self, *, replay: bool) -> dict[str, Any]:
         """Everything that resuming, evaluating and predicting need."""
@@ -246,15 +279,13 @@ class Run:
         }
 
     def _state(self) -> dict[str, Any]:
-        names = ("step", "updates", "train_seconds", "best_return", "good_evaluations", "next_log", "next_evaluation",
-                 "next_checkpoint", "last_evaluation")  # fmt: skip
-        return {name: getattr(self, name) for name in names} | {"episodes": [list(e) for e in self.episodes]}
+        state = {name: getattr(self, name) for name in RunState.model_fields}
+        return state | {"episodes": [list(e) for e in self.episodes], "latest": read_metrics(self.latest)}
 
-    def _restore(self, restored: dict[str, Any]) -> None:
-        state = dict(restored["run"])
-        self.episodes.extend((value, length) for value, length in state.pop("episodes"))
-        for name, value in state.items():
-            setattr(self, name, value)
+    def _restore(self, state: RunState) -> None:
+        for name in RunState.model_fields:
+            setattr(self, name, getattr(state, name))
+        self.episodes = deque(state.episodes, maxlen=100)
         if self.params.eval_interval:  # the interval may have changed with the budget
             self.next_evaluation = max(self.next_evaluation, self.params.eval_interval)
 
@@ -283,11 +314,11 @@ class Run:
         """Evaluate, write the last checkpoint, and return the run's metrics."""
         with self.pause():
             pass
-        if self.latest:
-            self.log_row()
+        if self.latest and self._logged_update != self.updates:
+            self.log_row(last=True)
         interrupted = self.stop_reason in ("SIGINT", "SIGTERM")
-        if not interrupted and self.stop_reason != "early_stopping":
-            self.evaluate()
+        if not interrupted and self._evaluated_step != self.step:
+            self.evaluate(last=True)
         self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
         self._tell("on_end")
         return {

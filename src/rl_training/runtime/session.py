@@ -47,12 +47,19 @@ def open_session(
     config = resolve(config, params, recipe, spaces)
     torch.set_num_threads(int(config.threads))
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device)
-    for name in (*params.schedules, *params.built_in_schedules()):
-        if not algorithm.scheduled(name):
-            raise UserError(f"algo_kwargs.{name}_schedule: {spec.name} cannot move {name} during a run.")
     engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
-    stepper = Stepper(engine, spaces, config.num_envs)
-    source = spec.source(SourceContext(params, spaces, stepper, config.seed))
+    try:
+        stepper = Stepper(engine, spaces, config.num_envs)
+        source = spec.source(
+            SourceContext(params, spaces, stepper, config.seed, config.device, recipe.image_frame_stack)
+        )
+    except MemoryError as error:
+        engine.close()
+        raise UserError(f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}.") from None
+    for name in (*params.schedules, *params.built_in_schedules()):
+        if not algorithm.scheduled(name) and not hasattr(source, name):
+            engine.close()
+            raise UserError(f"algo_kwargs.{name}_schedule: {spec.name} cannot move {name} during a run.")
     return Session(spec, config, params, recipe, spaces, algorithm, source)
 
 

@@ -30,6 +30,9 @@ class Collected(NamedTuple):
 class Source(Protocol):
     """Where experience comes from; a training lane is a Source."""
 
+    def describe(self) -> str:
+        """What it keeps in memory, in one line for the start of a run."""
+
     def collect(self, algorithm: Algorithm, step: int) -> Collected: ...
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
@@ -53,6 +56,8 @@ class SourceContext:
     spaces: EnvSpaces
     stepper: Stepper
     seed: int
+    device: str = "cpu"
+    frame_stack: int = 1  # frames in an image observation, of which a buffer need keep the newest only
 
 
 @dataclass(frozen=True)

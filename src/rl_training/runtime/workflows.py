@@ -19,21 +19,21 @@ import torch
 import rl_training
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.factory import Env, probe_spaces, read_recipe
-from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint, remove_stale_temporaries
+from rl_training.experiment.checkpointing import load_checkpoint, write_text
 from rl_training.experiment.config import TrainConfig, dump_yaml, load_config
 from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator, record_video, watch
 from rl_training.runtime.loop import run_loop
-from rl_training.runtime.params import read_params
-from rl_training.runtime.run import SCHEMA, Callback, Run
-from rl_training.runtime.session import Session, build_algorithm, check_same_spaces, open_session
+from rl_training.runtime.params import dump_params, read_params
+from rl_training.runtime.run import SCHEMA, Callback, Run, RunState
+from rl_training.runtime.session import Session, build_algorithm, check_same_spaces, choose_threads, open_session
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.validation import validate
 
 PathLike = str | Path
-BUDGET_KEYS = {"total_timesteps", "max_seconds", "output_dir"}
+BUDGET_KEYS = {"total_timesteps", "max_seconds", "output_dir", "algo_kwargs.max_updates"}
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,17 @@ def train(
 ) -> TrainResult:  # fmt: skip
     """One run from the start."""
     session = open_session(config, env=env)
-    run_dir = make_run_dir(session.config, run_suffix)
-    write_run_files(run_dir, session.config)
+    try:
+        run_dir = make_run_dir(session.config, run_suffix)
+    except UserError:
+        session.source.close()
+        raise
     return execute(session, run_dir, callbacks or (), console)
 
 
-def train_as(names: Iterable[str], config: Any, run_suffix: str | None, callbacks: Iterable[Callback] | None) -> TrainResult:
+def train_as(
+    names: Iterable[str], config: Any, run_suffix: str | None, callbacks: Iterable[Callback] | None
+) -> TrainResult:
     """What every `train_<name>` is: `train`, for a config of that algorithm."""
     loaded = load_config(config)
     if loaded.algo not in names:
@@ -95,20 +100,20 @@ def train_as(names: Iterable[str], config: Any, run_suffix: str | None, callback
 
 def execute(
     session: Session, run_dir: Path, callbacks: Iterable[Callback], console: bool | None,
-    restored: dict[str, Any] | None = None,
+    restored: RunState | None = None, notes: Iterable[str] = (),
 ) -> TrainResult:  # fmt: skip
     """Run the loop of an open session in its folder."""
+    write_run_files(run_dir, session.config)
     shows = sys.stderr.isatty() if console is None else console
     run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored)
     try:
-        if restored is not None:
-            for sentence in session.source.load_state_dict(restored["source"]):
-                run.logger.message(f"warning: {sentence}")
         resolved = session.config
         run.logger.message(
             f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
-            f"{resolved.num_envs} environments {resolved.vectorization})"
+            f"{resolved.num_envs} environments {resolved.vectorization}, {session.source.describe()})"
         )
+        for note in notes:
+            run.logger.message(note)
         with run.signals():
             run.start()
             run_loop(session.algorithm, session.source, run)
@@ -121,9 +126,8 @@ def execute(
 
 def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
     """A new folder for the run; an existing one is never reused."""
-    name = "-".join([config.algo, re.sub(r"[^\w.]+", "_", config.env_id), f"s{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
-    if suffix:
-        name += f"-{suffix}"
+    env = re.sub(r"[^\w.]+", "_", config.env_id)
+    name = f"{config.algo}-{env}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}{f'-{suffix}' if suffix else ''}"
     parent = Path(config.output_dir)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -134,15 +138,17 @@ def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
                 return path
             except FileExistsError:
                 continue
-    except OSError as error:
-        raise UserError(f"output_dir is {config.output_dir!r}, where no folder can be made: {error.strerror}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file system has, such as one with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"output_dir is {config.output_dir!r}, where no folder can be made: {reason}.") from None
     raise UserError(f"output_dir {config.output_dir!r} holds a thousand runs named {name}; clean it up.")
 
 
 def write_run_files(run_dir: Path, config: TrainConfig) -> None:
     """`config.yaml`, resolved, and `manifest.json`: versions, platform, git state, seed, command."""
-    (run_dir / "config.yaml").write_text(dump_yaml(config.model_dump(mode="json")), encoding="utf-8")
     import gymnasium
+
+    write_text(run_dir / "config.yaml", dump_yaml(config.model_dump(mode="json")))
 
     manifest = {
         "rl_training": rl_training.__version__,
@@ -156,7 +162,7 @@ def write_run_files(run_dir: Path, config: TrainConfig) -> None:
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    (run_dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_text(run_dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def git_state() -> dict[str, Any] | None:
@@ -176,28 +182,86 @@ def read_checkpoint(path: PathLike) -> dict[str, Any]:
     if missing:
         raise UserError(f"{path} is not a training checkpoint: it has no {', '.join(sorted(missing))}.")
     if tree["schema"] != SCHEMA:
-        raise UserError(f"{path} has the schema {tree['schema']}; this rl-training reads schema {SCHEMA}.")
+        raise UserError(f"{path} has the schema {tree['schema']!r}; this rl-training reads schema {SCHEMA}.")
+    if odd := [part for part in ("config", "spaces", "algorithm", "source", "run") if not isinstance(tree[part], dict)]:
+        raise UserError(f"{path} is not a training checkpoint: its {odd[0]} is not a mapping.")
     return tree
 
 
-def load_algorithm(path: PathLike, tree: dict[str, Any], device: str = "cpu") -> tuple[Algorithm, EnvSpaces, TrainConfig]:
-    """The learner in a checkpoint, with its weights."""
+def load_algorithm(
+    path: PathLike, tree: dict[str, Any], device: str = "cpu"
+) -> tuple[Algorithm, EnvSpaces, TrainConfig]:
+    """The learner in a checkpoint, with its weights; the config's `auto`s are decided."""
     config = validate(TrainConfig, tree["config"], str(path))
     spec = get_algorithm_spec(config.algo)
     params = read_params(spec.params, config.algo_kwargs)
-    spaces = EnvSpaces.from_dict(tree["spaces"])
+    spaces = read_spaces(path, tree["spaces"])
+    spec.check_support(spaces)
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=device)
     load_weights(path, algorithm, tree["algorithm"])
-    return algorithm, spaces, config
+    threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
+    return algorithm, spaces, config.model_copy(update={"threads": threads})
+
+
+def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
+    """The spaces in a checkpoint, checked to be what an environment with them would give."""
+    try:
+        spaces = EnvSpaces.from_dict(data)
+        flags = {
+            name: bool(getattr(spaces, name))
+            for name in ("has_action_mask", "normalize_observations", "normalize_rewards")
+        }
+        again = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags).to_dict()
+    except Exception as error:  # what an edited file holds can fail in any way
+        raise UserError(f"{path}: its spaces make no sense ({describe_error(error)}).") from None
+    stored = spaces.to_dict()
+    odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
+    if odd or not isinstance(spaces.env_id, str):
+        raise UserError(f"{path}: its spaces do not fit together; {(odd or ['env_id'])[0]} is wrong.")
+    return spaces
+
+
+def describe_error(error: Exception) -> str:
+    """An exception in a few words."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()[:160]}" if lines else type(error).__name__
 
 
 def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) -> None:
-    """Put a checkpoint's state into a learner."""
+    """Put a checkpoint's state into a learner, after a look at every part of it."""
+    if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
+        raise UserError(f"{path} does not fit its own config: {problem}.")
     try:
         algorithm.load_state_dict(state)
-    except (RuntimeError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()
-        raise UserError(f"{path} does not fit its own config: {(reason[-1] if reason else 'state').strip()}.") from None
+    except Exception as error:  # such as a generator's state of the right size that is none
+        raise UserError(f"{path} does not fit its own config: {describe_error(error)}.") from None
+    if (bad := algorithm.first_bad_tensor()) is not None:
+        raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
+
+
+def first_difference(stored: Any, built: Any, name: str) -> str | None:
+    """Where a stored state differs in kind or shape from a freshly built one, in words; None where it does not.
+
+    A built None stands for what only exists later, and fits anything.
+    """
+    if isinstance(built, Mapping):
+        if not isinstance(stored, Mapping) or set(stored) != set(built):
+            names = set(stored) ^ set(built) if isinstance(stored, Mapping) else set()
+            odd = min(names, key=str) if names else None
+            verb = "lacks" if odd in built else "has an unknown"
+            return f"{name} is not a mapping" if odd is None else f"{name} {verb} {odd!r}"
+        problems = (first_difference(stored[key], built[key], f"{name}.{key}") for key in built)
+        return next((problem for problem in problems if problem), None)
+    if isinstance(built, torch.Tensor):
+        if not isinstance(stored, torch.Tensor):
+            return f"{name} is a {type(stored).__name__}, not a tensor"
+        if stored.shape != built.shape or stored.dtype != built.dtype:
+            there, here = ((str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in (stored, built))
+            return f"{name} is {there[0]} {there[1]}, not {here[0]} {here[1]}"
+        return None
+    if built is not None and type(stored) is not type(built):
+        return f"{name} is a {type(stored).__name__}, not a {type(built).__name__}"
+    return None
 
 
 def load_policy(path: PathLike) -> TrainedPolicy:
@@ -212,23 +276,26 @@ def predict_checkpoint(path: PathLike, obs: Any, *, deterministic: bool = True) 
 
 
 def evaluate_checkpoint(
-    path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True, env: Callable[..., Env] | None = None,
-    seed: int | None = None, record_video_dir: PathLike | None = None, render: bool = False,
+    path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
+    env: Callable[..., Env] | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
+    render: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of whole episodes with a checkpoint's policy, per-episode returns and lengths among them."""
+    if num_episodes is not None and (type(num_episodes) is not int or num_episodes < 1):
+        raise UserError(f"num_episodes is {num_episodes!r}; it must be a whole number of at least 1.")
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
     episodes = num_episodes if num_episodes is not None else max(config.eval_episodes, 1)
-    if episodes < 1:
-        raise UserError(f"num_episodes is {episodes}; it must be at least 1.")
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     check_same_spaces(spaces, probe_spaces(recipe))
     seed = config.seed if seed is None else seed
     torch.set_num_threads(int(config.threads))
     result: EvaluationResult
     if record_video_dir is not None:
-        result = record_video(recipe, spaces, algorithm, episodes, seed, Path(record_video_dir))
+        result = record_video(
+            recipe, spaces, algorithm, episodes, seed, Path(record_video_dir), deterministic=deterministic
+        )
     elif render:
-        result = watch(recipe, spaces, algorithm, episodes, seed)
+        result = watch(recipe, spaces, algorithm, episodes, seed, deterministic=deterministic)
     else:
         evaluator = Evaluator(recipe, spaces, seed)
         result = evaluator.evaluate(algorithm, episodes, deterministic=deterministic)
@@ -247,56 +314,69 @@ def resume_training(
     """
     tree = read_checkpoint(path)
     stored = validate(TrainConfig, tree["config"], str(path))
+    state = validate(RunState, tree["run"], f"{path}, run")
     wanted = dict(changes or {})
     if total_timesteps is not None:
         wanted["total_timesteps"] = total_timesteps
     if output_dir is not None:
         wanted["output_dir"] = str(output_dir)
     config, notes = change_config(stored, wanted, force=force)
+    if config.total_timesteps != stored.total_timesteps and config.total_timesteps < state.step:
+        raise UserError(
+            f"total_timesteps is {config.total_timesteps}, but {path} is at step {state.step} already; "
+            "the budget counts from the start of the run."
+        )
+    read_spaces(path, tree["spaces"])
     session = open_session(config, env=env, restored=tree)
-    load_weights(path, session.algorithm, tree["algorithm"])
-    run_dir = Path(path).resolve().parent.parent
-    if output_dir is not None or not (run_dir / "config.yaml").is_file():
-        run_dir = make_run_dir(session.config, "resumed")
-    else:
-        remove_stale_temporaries(run_dir / "checkpoints")
-    write_run_files(run_dir, session.config)
-    result = execute(session, run_dir, [*(callbacks or ()), Notes(notes)], console, restored=tree)
-    return result
+    try:
+        load_weights(path, session.algorithm, tree["algorithm"])
+        notes += [f"warning: {sentence}" for sentence in load_source(path, session, tree["source"])]
+        run_dir = Path(path).resolve().parent.parent
+        if "output_dir" in wanted or not is_run_dir_of(run_dir, Path(path)):
+            run_dir = make_run_dir(session.config, "resumed")
+    except BaseException:
+        session.source.close()
+        raise
+    return execute(session, run_dir, callbacks or (), console, restored=state, notes=notes)
 
 
-class Notes(Callback):
-    """Says at the start what a resume changed."""
+def is_run_dir_of(folder: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint lies in a run's own `checkpoints/`; elsewhere a folder with a config.yaml is somebody's."""
+    in_place = checkpoint.resolve().parent.name == "checkpoints"
+    return in_place and (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
 
-    def __init__(self, notes: list[str]) -> None:
-        self.notes = notes
 
-    def on_start(self, run: Run) -> bool | None:
-        """Print the notes."""
-        for note in self.notes:
-            run.logger.message(note)
-        return None
+def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
+    """Bring environments, generators and buffers back; returns sentences on what did not come back exactly."""
+    try:
+        return session.source.load_state_dict(state)
+    except UserError:
+        raise
+    except Exception as error:  # what an edited file holds can fail in any way
+        raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
 
 
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
     """The stored config with the wanted keys, and a sentence on each change; only budgets change without `force`."""
-    changed = {key: value for key, value in wanted.items() if getattr(stored, key, None) != value}
-    refused = sorted(set(changed) - BUDGET_KEYS)
-    if "algo_kwargs" in changed:
-        kwargs = {k: v for k, v in changed["algo_kwargs"].items() if stored.algo_kwargs.get(k) != v}
-        if set(kwargs) <= {"max_updates"}:
-            refused.remove("algo_kwargs")
-        changed["algo_kwargs"] = {**stored.algo_kwargs, **kwargs}
+    before = stored.model_dump(mode="json")
+    merged = {**before, **wanted}
+    if isinstance(wanted.get("algo_kwargs"), Mapping):
+        merged["algo_kwargs"] = {**stored.algo_kwargs, **wanted["algo_kwargs"]}
+    config = validate(TrainConfig, merged, "resume")
+    old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
+    changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
+    refused = [key for key in changed if key not in BUDGET_KEYS]
     if refused and not force:
-        raise UserError(
-            f"resuming would change {', '.join(refused)} "
-            f"({', '.join(f'{key}: {getattr(stored, key, None)!r} -> {changed[key]!r}' for key in refused)}); "
-            "only the budget may change, anything else needs --force."
-        )
-    config = validate(TrainConfig, {**stored.model_dump(mode="json"), **changed}, "resume")
-    notes = [f"changed by --force: {key} is now {changed[key]!r} (was {getattr(stored, key)!r})" for key in refused]
+        what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
+        raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")
+    notes = [f"changed by --force: {key} is now {new.get(key)!r} (was {old.get(key)!r})" for key in refused]
     if config.total_timesteps != stored.total_timesteps:
-        notes.append(
-            f"the budget is now {config.total_timesteps} steps (was {stored.total_timesteps}); schedules stretch with it"
-        )
+        budgets = f"{config.total_timesteps} steps (was {stored.total_timesteps})"
+        notes.append(f"the budget is now {budgets}; schedules stretch with it")
     return config, notes
+
+
+def flat_params(config: TrainConfig) -> dict[str, Any]:
+    """Every hyper-parameter of a config under `algo_kwargs.<name>`."""
+    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
+    return {f"algo_kwargs.{name}": value for name, value in dump_params(params).items()}

@@ -1,0 +1,75 @@
+# `make demo` and `make test` need nothing but make and python3, 3.11 or newer for the versions in constraints.txt:
+# they set up $(VENV) themselves.
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+DEMO = runs/demo
+JOBS ?= 2
+
+.PHONY: help demo test test-slow lint types docs results bench clean
+
+help:
+	@echo "make demo       train IMPALA on CartPole-v1 until it is solved, evaluate it, draw its curve"
+	@echo "make test       quick tests         make test-slow  kill tests, full resume matrix, long checks"
+	@echo "make lint       ruff                make types      mypy"
+	@echo "make docs       write the generated pages and type stubs"
+	@echo "make results    run the learning gates that are not recorded, then draw docs/results.md"
+	@echo "make bench      every benchmark in benchmarks/, beside Stable-Baselines3 where it has the same"
+
+# Installation, each once: a stamp file stands for what was installed and from which versions of these files.
+INPUTS = pyproject.toml constraints.txt
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(INPUTS) | $(BIN)/python
+	@echo "installing rl-training into $(VENV) (once; torch is large, this takes a few minutes)"
+	$(INSTALL) torch
+	$(INSTALL) -e '.[results]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what the tests need into $(VENV) (once)"
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(INSTALL) -e '.[results,bench]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/rl-training train --config impala/cartpole --output-dir $(DEMO) \
+	    --set eval_interval=20000 --set 'early_stopping={threshold: 475, patience: 2}'
+	@set -e; run=$$(ls -td $(DEMO)/*/ | head -n 1); run=$${run%/}; \
+	echo; echo "evaluating the final weights on 100 episodes that were not used so far"; \
+	$(BIN)/rl-training eval --checkpoint "$$run/checkpoints/latest.ckpt" --num-episodes 100 --seed 12345; \
+	$(BIN)/python scripts/render_results.py --run "$$run" >/dev/null; \
+	echo; echo "run:        $$run"; echo "curve:      $$run/curve.png"; \
+	echo "checkpoint: $$run/checkpoints/latest.ckpt"
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/python scripts/generate_docs.py
+	$(BIN)/python scripts/render_results.py
+
+results: $(VENV)/.installed
+	$(BIN)/python scripts/run_gates.py --jobs $(JOBS)
+	$(BIN)/python scripts/render_results.py
+
+bench: $(VENV)/.installed-bench
+	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+clean:
+	rm -rf $(DEMO) .pytest_cache .mypy_cache .ruff_cache build dist

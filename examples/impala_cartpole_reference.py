@@ -1,0 +1,8 @@
+"""IMPALA on CartPole-v1 with the packaged preset; --help lists what can be changed."""
+
+from _runner import reference
+
+main = reference("impala/cartpole")
+
+if __name__ == "__main__":
+    main()

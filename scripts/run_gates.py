@@ -1,0 +1,373 @@
+"""Run the learning gates of `gates.yaml`: one small JSON file per (gate, seed), skipped when it is recorded already.
+
+`python scripts/run_gates.py [--only NAME] [--seeds 0,1] [--jobs 2]` trains what is missing, `--list` says what is
+recorded, `--check` runs nothing and exits 1 when a recorded gate does not meet its rule. A record counts as long as the
+preset, spelled out with every default, is the one it was made with; otherwise the job is stale and runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from rl_training.errors import UserError, did_you_mean
+from rl_training.experiment.config import TrainConfig, load_config, read_yaml
+from rl_training.experiment.logging import read_metrics
+from rl_training.validation import StrictModel, validate
+
+ROOT = Path(__file__).resolve().parents[1]
+GATES, RESULTS = ROOT / "scripts" / "gates.yaml", ROOT / "results"
+WORST_SLACK = 0.1  # of |bar|: how far below the bar the worst seed may be
+TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
+UNHASHED = {"seed", "output_dir", "tags", "benchmark"}  # of a config: what does not change what is learned
+BAD = ("fail", "stale", "incomplete")
+
+Record = dict[str, Any]
+
+
+class Gate(StrictModel):
+    """What a preset must reach in a budget, or stay below; the fields are explained in gates.yaml."""
+
+    name: str
+    preset: str
+    env: str
+    budget: int = Field(ge=1)
+    threshold: float | None = None
+    seeds: tuple[int, ...] = Field((0, 1, 2, 3, 4), min_length=1)
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    control: bool = False
+    below: float | str | None = None
+    figure: str
+    eval_episodes: int = Field(20, ge=1)
+
+
+Job = tuple[Gate, int]  # and a seed
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`pass`, `fail`, `recorded` (nothing is claimed), `not run`, `incomplete` or `stale`, and why."""
+
+    status: str
+    reason: str
+    records: tuple[Record, ...] = ()
+
+    @property
+    def returns(self) -> list[float]:
+        """Mean evaluation return of each recorded seed."""
+        return [record["eval"]["mean"] for record in self.records]
+
+
+def load_gates(path: Path = GATES) -> dict[str, Gate]:
+    """The gates of a file by name."""
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    shared = {key: value for key, value in data.items() if key != "gates"}
+    gates = {name: validate(Gate, {"name": name, **shared, **entry}, name) for name, entry in data["gates"].items()}
+    for gate in gates.values():
+        if isinstance(gate.below, str) and gate.below not in gates:
+            raise UserError(f"{gate.name}: below names the gate {gate.below!r}; {did_you_mean(gate.below, gates)}")
+        if gate.threshold is None and not gate.control:
+            raise UserError(f"{gate.name} has no threshold; only a control goes without.")
+    return gates
+
+
+# configs and records -------------------------------------------------------------------------------------------------
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` put in, mapping by mapping."""
+    merged = dict(base)
+    for key, value in changes.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def gate_config(gate: Gate, seed: int, output_dir: str = "runs") -> TrainConfig:
+    """The config of one job: the preset with the gate's overrides."""
+    data = merge(read_yaml(gate.preset), gate.overrides)
+    config = load_config({**data, "seed": seed, "output_dir": output_dir})
+    if config.env_id != gate.env:
+        raise UserError(f"{gate.name}: env is {gate.env!r}, but {gate.preset} trains on {config.env_id}.")
+    return config
+
+
+def config_hash(gate: Gate) -> str:
+    """Of the job's config with every default spelled out: what a record must have been made with to count."""
+    from rl_training.runtime.params import dump_params, read_params
+    from rl_training.runtime.spec import get_algorithm_spec
+
+    config = gate_config(gate, seed=0)
+    plain = config.model_dump(mode="json", exclude=UNHASHED)
+    plain["algo_kwargs"] = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
+    text = json.dumps([plain, gate.eval_episodes], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def record_path(results: Path, gate: Gate, seed: int) -> Path:
+    """Where a job's record is."""
+    return results / gate.name / f"seed_{seed}.json"
+
+
+def read_record(path: Path) -> Record | None:
+    """A job's record, None when there is none."""
+    if not path.is_file():
+        return None
+    record: Record = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write a record whole or not at all; one line per key, so that a curve does not fill pages."""
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+# one job -------------------------------------------------------------------------------------------------------------
+
+
+def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
+    """Train one (gate, seed), evaluate its final weights, and write the record."""
+    from rl_training.runtime.workflows import evaluate_checkpoint, train
+
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="gate-") as folder:
+        run = train(gate_config(gate, seed, folder), console=False)
+        if run.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
+            raise KeyboardInterrupt
+        evaluation = evaluate_checkpoint(run.checkpoint_path, num_episodes=gate.eval_episodes)
+        resolved = yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8"))
+        manifest = json.loads((run.run_dir / "manifest.json").read_text(encoding="utf-8"))
+        curve = read_curve(run.run_dir / "metrics.jsonl")
+    record = {
+        "gate": gate.name, "preset": gate.preset, "env": gate.env, "overrides": gate.overrides, "seed": seed,
+        "config_hash": config_hash(gate),
+        "eval": {
+            "mean": evaluation["eval_return_mean"], "std": evaluation["eval_return_std"],
+            "episodes": gate.eval_episodes, "deterministic": True, "returns": evaluation["eval_returns"],
+        },
+        "global_step": run.metrics["global_step"], "stop_reason": run.metrics["stop_reason"],
+        "train_seconds": round(run.metrics["train_seconds"], 3), "wall_seconds": round(time.perf_counter() - begun, 3),
+        "curve": curve,
+        "resolved": {name: resolved[name] for name in ("device", "threads", "num_envs", "vectorization")},
+        "versions": {name: manifest[name] for name in ("rl_training", "python", "torch", "gymnasium", "numpy", "git")},
+        "machine": describe_machine(jobs),
+        "command": f"python scripts/run_gates.py --only {gate.name} --seeds {seed}",
+    }  # fmt: skip
+    write_record(record_path(results, gate, seed), record)
+    return record
+
+
+def read_curve(path: Path) -> dict[str, list[list[float]]]:
+    """Thinned [step, return] points: mean over the last 100 training episodes, and evaluations."""
+    rows = read_metrics(path)
+    train = [[row["step"], round(row["episode_return_mean"], 3)] for row in rows if "episode_return_mean" in row]
+    evaluations = [[row["step"], round(row["eval_return_mean"], 3)] for row in rows if "eval_return_mean" in row]
+    return {"train": thin(train, TRAIN_POINTS), "eval": thin(evaluations, EVAL_POINTS)}
+
+
+def thin(points: Sequence[list[float]], most: int) -> list[list[float]]:
+    """At most that many of the points, evenly spread, the first and the last among them."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+
+
+def describe_machine(jobs: int) -> str:
+    """Processor, cores, system, and how many jobs shared them."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else ():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return f"{model}, {os.cpu_count()} cores, {platform.system()}; jobs side by side: {jobs}"
+
+
+# verdicts ------------------------------------------------------------------------------------------------------------
+
+
+def judge(gate: Gate, gates: Mapping[str, Gate], results: Path, seeds: Sequence[int] | None = None) -> Verdict:
+    """Whether the records of a gate meet its rule, over its own seeds or the given ones."""
+    wanted = seeds or gate.seeds
+    found = {seed: record for seed in wanted if (record := read_record(record_path(results, gate, seed)))}
+    records = tuple(found.values())
+    if not found:
+        return Verdict("not run", "nothing recorded")
+    expected = config_hash(gate)
+    if stale := [seed for seed, record in found.items() if record["config_hash"] != expected]:
+        return Verdict("stale", f"seeds {join(stale)} were recorded with another config", records)
+    if missing := [seed for seed in wanted if seed not in found]:
+        return Verdict("incomplete", f"seeds {join(missing)} are missing", records)
+    status, reason = decide(gate, gates, results, wanted, records)
+    return Verdict(status, reason, records)
+
+
+def decide(
+    gate: Gate, gates: Mapping[str, Gate], results: Path, seeds: Sequence[int], records: Sequence[Record]
+) -> tuple[str, str]:
+    """The rule itself, on a complete set of records."""
+    returns = [record["eval"]["mean"] for record in records]
+    median, worst = statistics.median(returns), min(returns)
+    steps = max(record["global_step"] for record in records)
+    reasons = []
+    if steps > gate.budget:
+        reasons.append(f"{steps:,} steps are over the budget of {gate.budget:,}")
+    if gate.threshold is not None:
+        lowest = worst_allowed(gate.threshold)
+        if median < gate.threshold:
+            reasons.append(f"median {median:.1f} is below {gate.threshold:g}")
+        if worst < lowest:
+            reasons.append(f"worst {worst:.1f} is below {lowest:g}")
+    if gate.below is not None:
+        limit, name = below_limit(gate.below, gates, results, seeds)
+        if limit is None:
+            return "incomplete", f"{name} is not recorded to compare with"
+        if not median < limit:
+            reasons.append(f"median {median:.1f} is not below {name}")
+    if reasons:
+        return "fail", "; ".join(reasons)
+    claims = gate.threshold is not None or gate.below is not None
+    return ("pass" if claims else "recorded"), f"median {median:.1f}, worst {worst:.1f}, at most {steps:,} steps"
+
+
+def below_limit(
+    below: float | str, gates: Mapping[str, Gate], results: Path, seeds: Sequence[int]
+) -> tuple[float | None, str]:
+    """The number a control must stay below, None when the gate it is compared with has no fresh records."""
+    if not isinstance(below, str):
+        return below, f"{below:g}"
+    verdict = judge(gates[below], gates, results, seeds)
+    if verdict.status in ("not run", "incomplete", "stale"):
+        return None, below
+    median = statistics.median(verdict.returns)
+    return median, f"the median {median:.1f} of {below}"
+
+
+def worst_allowed(bar: float) -> float:
+    """The bar less 10 % of its size, which is downwards for negative bars too."""
+    return bar - WORST_SLACK * abs(bar)
+
+
+# the command ---------------------------------------------------------------------------------------------------------
+
+
+def join(values: Iterable[object]) -> str:
+    """Words with commas."""
+    return ", ".join(str(value) for value in values)
+
+
+def due_jobs(gates: Iterable[Gate], results: Path, seeds: Sequence[int] | None) -> Iterator[Job]:
+    """The jobs that have no fresh record."""
+    for gate in gates:
+        expected = config_hash(gate)
+        for seed in seeds or gate.seeds:
+            record = read_record(record_path(results, gate, seed))
+            if record is None or record["config_hash"] != expected:
+                yield gate, seed
+
+
+def run_jobs(jobs: Sequence[Job], results: Path, processes: int) -> int:
+    """Run the jobs and print a line for each; returns how many failed."""
+    failed = 0
+    for name, outcome in outcomes(jobs, results, processes):
+        if isinstance(outcome, Exception):
+            failed += 1
+            print(f"{name}: {type(outcome).__name__}: {outcome}", flush=True)
+        else:
+            score = f"{outcome['eval']['mean']:.1f} ± {outcome['eval']['std']:.1f}"
+            print(f"{name}: {score} at {outcome['global_step']:,} steps, {outcome['wall_seconds']:.0f} s", flush=True)
+    return failed
+
+
+def outcomes(jobs: Sequence[Job], results: Path, processes: int) -> Iterator[tuple[str, Record | Exception]]:
+    """Each job's name with its record or its error, as they finish; one process works in this one."""
+    if processes == 1:
+        for gate, seed in jobs:
+            try:
+                yield f"{gate.name} seed {seed}", run_job(gate, seed, results)
+            except Exception as error:
+                yield f"{gate.name} seed {seed}", error
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(run_job, *job, results, processes): f"{job[0].name} seed {job[1]}" for job in jobs}
+        for future in as_completed(running):
+            problem = future.exception()  # result() raises what is no Exception, such as an interrupt
+            yield running[future], problem if isinstance(problem, Exception) else future.result()
+
+
+def print_verdicts(gates: Iterable[Gate], every: Mapping[str, Gate], results: Path, seeds: Sequence[int] | None) -> int:
+    """One line per gate; returns how many do not meet their rule."""
+    bad = 0
+    for gate in gates:
+        verdict = judge(gate, every, results, seeds)
+        bad += verdict.status in BAD
+        print(f"{gate.name:26} {verdict.status:10} {verdict.reason}")
+    return bad
+
+
+def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Run the learning gates, or check what is recorded.")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this gate; may be repeated (default: all)")
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], help="such as 0,1")
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")
+    parser.add_argument("--gates", type=Path, default=GATES, help="another gates.yaml")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="another folder of records")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="run nothing; say what is recorded")
+    what.add_argument("--check", action="store_true", help="run nothing; exit 1 if a recorded gate misses its rule")
+    return parser.parse_args(argv)
+
+
+def select_gates(gates: Mapping[str, Gate], names: Sequence[str] | None) -> list[Gate]:
+    """The gates of these names, all when none is given."""
+    for name in names or ():
+        if name not in gates:
+            raise UserError(f"there is no gate {name!r}; {did_you_mean(name, gates)}")
+    return [gates[name] for name in names or gates]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, list or check."""
+    arguments = read_arguments(argv)
+    try:
+        gates = load_gates(arguments.gates)
+        selected = select_gates(gates, arguments.only)
+        if arguments.list or arguments.check:
+            bad = print_verdicts(selected, gates, arguments.results, arguments.seeds)
+            return 1 if bad and arguments.check else 0
+        jobs = list(due_jobs(selected, arguments.results, arguments.seeds))
+        print(f"{len(jobs)} jobs to run, {max(1, arguments.jobs)} side by side", flush=True)
+        failed = run_jobs(jobs, arguments.results, max(1, arguments.jobs))
+        print_verdicts(selected, gates, arguments.results, arguments.seeds)
+        return 1 if failed else 0
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; what is recorded is kept, and the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

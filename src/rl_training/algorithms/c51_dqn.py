@@ -1,0 +1,56 @@
+"""C51: a categorical distribution of returns on fixed atoms (Bellemare et al. 2017, arXiv:1707.06887).
+
+The target's distribution, shifted by the reward and shrunk by the discount, is projected onto the atoms; the loss is
+the cross-entropy to it, which is also the priority. With `double_q`, a dueling noisy network, n-step returns and
+prioritized replay this is Rainbow (Hessel et al. 2018, arXiv:1710.02298).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.ops.distributional import categorical_cross_entropy, project_categorical
+from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
+from rl_training.errors import UserError
+
+
+class C51DQN(QLearning):
+    """The learner; `q_network` maps [B, ...] to logits [B, A, num_atoms] on atoms from `v_min` to `v_max`."""
+
+    def __init__(
+        self, *, q_network: nn.Module, v_min: float = -10.0, v_max: float = 10.0, num_atoms: int = 51, **options: Any
+    ) -> None:
+        if num_atoms < 2 or v_max <= v_min:
+            raise UserError(f"the support has {num_atoms} atoms from {v_min} to {v_max}; v_max must be above v_min.")
+        super().__init__(q_network=q_network, **options)
+        self.v_min, self.v_max, self.num_atoms = v_min, v_max, num_atoms
+        self.support: Tensor
+        self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))
+        self.make_target()
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Means of the distributions [B, A]."""
+        return outputs.softmax(-1) @ self.support
+
+    def numpy_values(self, outputs: Array) -> Array:
+        """`values` in numpy."""
+        weights = np.exp(outputs - outputs.max(-1, keepdims=True))
+        return (weights @ self.support.numpy()) / weights.sum(-1)  # type: ignore[no-any-return]
+
+    def targets(self, rows: Batch) -> tuple[Tensor, Tensor]:
+        """Projected distributions [B, K], and their means [B] before the projection clips them."""
+        logits = self.target_network(rows["next_obs"])
+        probs = choose(logits, self.next_scores(rows, logits).argmax(-1)).softmax(-1)
+        atoms = torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), self.support)
+        return project_categorical(atoms=atoms, probs=probs, support=self.support), (probs * atoms).sum(-1)
+
+    def terms(self, rows: Batch, targets: tuple[Tensor, Tensor]) -> SampleTerms:
+        """Cross-entropies to the projected distributions."""
+        logits = choose(self.q_network(rows["obs"]), rows["actions"])
+        losses = categorical_cross_entropy(logits=logits, target_probs=targets[0])
+        return SampleTerms(losses, losses.detach(), self.values(logits.detach()), targets[1])

@@ -1,0 +1,51 @@
+"""DQN: Q-learning with a replay buffer and a target network (Mnih et al. 2015, Nature 518; arXiv:1312.5602).
+
+y = r + gamma (1 - terminated) max_a Q_target(s', a), Huber loss. Also the scalar variants: double Q-learning
+(van Hasselt et al. 2016, arXiv:1509.06461) by `double_q`; dueling, noisy, prioritized and n-step by network and batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import Batch
+from rl_training.algorithms.ops.targets import bellman_target, double_q_values
+from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose, weighted_mean
+
+
+def dqn_terms(q_values: Tensor, actions: Tensor, targets: Tensor) -> SampleTerms:
+    """From values [B, A], actions [B] and targets [B]: Huber loss with its corner at 1; the priority is |target - Q|."""
+    chosen = choose(q_values, actions)
+    losses = F.smooth_l1_loss(chosen, targets, reduction="none")
+    chosen = chosen.detach()
+    return SampleTerms(losses, (targets - chosen).abs_(), chosen, targets)
+
+
+def dqn_loss(batch: Batch) -> dict[str, Tensor]:
+    """From q_values [B, A], actions [B] and target_q_values [B]; `weights` [B] optional."""
+    terms = dqn_terms(batch["q_values"], batch["actions"].long(), batch["target_q_values"].detach())
+    return {
+        "loss": weighted_mean(terms.losses, batch.get("weights")), "q_value_mean": terms.q_values.mean(),
+        "target_mean": terms.targets.mean(), "td_error_mean": terms.td_errors.mean(),
+    }  # fmt: skip
+
+
+class DQN(QLearning):
+    """The learner; `q_network` is any module [B, ...] -> [B, A]."""
+
+    def __init__(self, *, q_network: nn.Module, **options: Any) -> None:
+        super().__init__(q_network=q_network, **options)
+        self.make_target()
+
+    def targets(self, rows: Batch) -> Tensor:
+        """[B]."""
+        next_q = self.target_network(rows["next_obs"])
+        next_values = double_q_values(q_selector=self.next_scores(rows, next_q), q_value=next_q)
+        return bellman_target(rewards=rows["rewards"], discounts=rows["discounts"], next_values=next_values)
+
+    def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
+        """Huber losses of the taken actions' values."""
+        return dqn_terms(self.q_network(rows["obs"]), rows["actions"], targets)

@@ -1,0 +1,83 @@
+"""IQN: the quantile function at random fractions (Dabney et al. 2018, arXiv:1806.06923).
+
+Fractions are drawn anew for every transition, independently for the online (N) and the target quantiles (N'); K more,
+shared by the batch, choose the next action and act. Quantile Huber loss, summed over N and averaged over N'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
+from rl_training.algorithms.quantile_huber import quantile_losses
+
+
+class IQN(QLearning):
+    """The learner; `q_network` has `features`, `quantiles` and `expected_values` (see `MLPIQNNetwork`)."""
+
+    def __init__(
+        self, *, q_network: nn.Module, num_quantiles: int = 32, num_target_quantiles: int | None = None,
+        num_acting_quantiles: int = 32, kappa: float = 1.0, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(q_network=q_network, **options)
+        self.num_quantiles, self.num_target_quantiles = num_quantiles, num_target_quantiles or num_quantiles
+        self.num_acting_quantiles, self.kappa = num_acting_quantiles, kappa
+        self.make_target()
+
+    def draws(self, count: int) -> dict[str, Tensor]:
+        """Noise, and fractions in (0, 1): N and N' per transition, K for the batch."""
+        online, target = count * self.num_quantiles, count * self.num_target_quantiles
+        uniform = self.uniform(online + target + self.num_acting_quantiles)
+        taus, target_taus, acting_taus = uniform.split([online, target, self.num_acting_quantiles])
+        fractions = {"taus": taus.view(count, -1), "target_taus": target_taus.view(count, -1), "acting_taus": acting_taus}
+        return fractions | super().draws(count)
+
+    def uniform(self, count: int) -> Tensor:
+        """Random fractions [count]."""
+        return torch.empty(count, device=self.generator.device).uniform_(generator=self.generator)
+
+    def targets(self, rows: Batch) -> Tensor:
+        """Target quantiles [B, N']."""
+        network, features = self.target_network, self.target_network.features(rows["next_obs"])
+        quantiles = network.quantiles(features, rows["target_taus"])
+        if self.double_q:
+            network, features = self.q_network, self.q_network.features(rows["next_obs"])
+        scores = network.expected_values(features, rows["acting_taus"])
+        chosen = choose(quantiles, mask_scores(scores, rows.get("next_action_masks")).argmax(-1))
+        return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
+
+    def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
+        """Quantile Huber losses."""
+        features = self.q_network.features(rows["obs"])
+        quantiles = choose(self.q_network.quantiles(features, rows["taus"]), rows["actions"])
+        losses = quantile_losses(quantiles, targets, rows["taus"], self.kappa)
+        return SampleTerms(losses, losses.detach(), quantiles.detach(), targets)
+
+    def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
+        """Means [N, A] over K fractions: drawn anew, or midpoints when deterministic."""
+        count = self.num_acting_quantiles
+        even = (torch.arange(count, device=obs.device) + 0.5) / count
+        taus = even if deterministic else self.uniform(count)
+        return self.q_network.expected_values(self.q_network.features(obs), taus)  # type: ignore[no-any-return]
+
+    def numpy_action_values(self) -> NumpyValues | None:
+        """`action_values` in numpy."""
+        make = getattr(self.q_network, "numpy_parts", None)
+        parts = make() if make is not None else None
+        if parts is None:
+            return None
+        features, expected = parts
+        count = self.num_acting_quantiles
+        even = (np.arange(count, dtype=np.float32)[None] + 0.5) / count
+        widths = np.full((1, count), 1.0 / count, dtype=np.float32)
+
+        def values(obs: Array, rng: np.random.Generator | None) -> Array:
+            taus = even if rng is None else rng.random((1, count), dtype=np.float32)
+            return expected(features(obs, rng), taus, widths, rng)  # type: ignore[no-any-return]
+
+        return values

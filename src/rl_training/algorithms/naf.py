@@ -1,0 +1,84 @@
+"""NAF: continuous Q-learning with normalised advantage functions (Gu et al. 2016, arXiv:1603.00748).
+
+Q(s, a) = V(s) - (a - mu(s))' P(s) (a - mu(s)) / 2 with P positive definite, so that V(s) is the maximum and mu(s) the
+action that attains it: Q-learning on y = r + g V'(s') without an actor and without a search.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.ddpg import noisy_policy
+from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
+from rl_training.algorithms.target import TargetNetwork
+
+
+def naf_loss(batch: Batch) -> dict[str, Tensor]:
+    """From q_values and target_q_values, both [B]; `weights` [B] optional."""
+    squares = (batch["target_q_values"].detach() - batch["q_values"]).square()
+    weights = batch.get("weights")
+    q_mean = batch["q_values"].detach().mean()
+    return {
+        "loss": (squares if weights is None else weights * squares).mean(),
+        "q_value_mean": q_mean, "q_mean": q_mean, "target_q_mean": batch["target_q_values"].mean(),
+    }  # fmt: skip
+
+
+class NAF(Algorithm):
+    """The learner; `model` has `actor(obs)` [B, A], `q_values(obs, actions)` [B] and `state_values(obs)` [B]."""
+
+    def __init__(
+        self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
+        exploration_noise: float = 0.1, max_grad_norm: float | None = None, optimizer: str = "adam",
+        optimizer_eps: float = 1e-8,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model: Any = model
+        self.gamma, self.tau, self.exploration_noise = gamma, tau, exploration_noise
+        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        self.optimizer = self.make_optimizer("optimizer", model.parameters(), learning_rate, **options)
+        self._target = TargetNetwork(model)
+        self.target_network: Any = self._target.network
+
+    def acting(self) -> nn.Module:
+        """The network: mu shares its torso with V and L."""
+        return self.model
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        step: int = 0, action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """mu(s), with Gaussian noise unless deterministic."""
+        actions = self.model.actor(obs)
+        if not deterministic:
+            noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
+            actions = (actions + self.exploration_noise * noise).clamp_(-1.0, 1.0)
+        return ActOutput(actions)
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The same in numpy."""
+        make = getattr(self.model, "numpy_forward", None)
+        forward = None if make is None else make()
+        return None if forward is None else noisy_policy(self, forward)
+
+    def critic_step(self, batch: Batch, discounts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """One gradient step on the Bellman error; its metrics, and priorities [B]."""
+        with torch.no_grad():
+            targets = bellman_target(batch["rewards"], discounts, self.target_network.state_values(batch["next_obs"]))
+        q_values = self.model.q_values(batch["obs"], batch["actions"])
+        losses = naf_loss({**batch, "q_values": q_values, "target_q_values": targets})
+        self.optimizer.step(losses["loss"])
+        losses["loss"] = losses["loss"].detach()
+        return losses, (targets - q_values.detach()).abs_()
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """A gradient step and the target's move."""
+        metrics, priorities = self.critic_step(batch, fold_discounts(batch, self.gamma))
+        self._target.polyak_(self.tau)
+        self.model.observation_input.update(batch["obs"])
+        return UpdateResult(metrics, priorities=priorities)

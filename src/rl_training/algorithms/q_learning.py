@@ -1,0 +1,226 @@
+"""What the DQN family shares: acting, target network, noise, and the gradient step; a head adds targets and losses.
+
+One learner per head (scalar, categorical, quantile, implicit, fully parameterised). Double Q-learning is a switch here,
+dueling and noisy layers are properties of the network, n-step returns and priorities come with the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.ops.targets import fold_discounts
+from rl_training.algorithms.target import TargetNetwork
+from rl_training.errors import UserError
+
+# obs [N, D] and a generator (None: deterministic) -> action values [N, A]
+NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]
+COLUMNS = ("obs", "next_obs", "rewards", "weights", "next_action_masks")
+
+
+class SampleTerms(NamedTuple):
+    """Of a batch: losses [B] (with gradient, unweighted) and priorities [B]; values and targets [B, ...] for metrics.
+
+    `extras` are further scalars of a head: metrics, and losses for an optimizer of its own.
+    """
+
+    losses: Tensor
+    td_errors: Tensor
+    q_values: Tensor
+    targets: Tensor
+    extras: dict[str, Tensor] = {}
+
+
+class QLearning(Algorithm):
+    """A learner of action values from transitions; `q_network` is any module [B, ...] -> [B, A] or what the head says.
+
+    `target_update_interval` counts updates; `tau` below 1 moves the target only that share of the way each time.
+    A batch holds obs, actions, rewards, next_obs and `dones` or `terminated`, or `discounts` (which win over them);
+    optional are `weights` of the loss and `next_action_masks` [B, A], true where an action is legal.
+    """
+
+    def __init__(
+        self, *, q_network: nn.Module, learning_rate: float = 1e-3, gamma: float = 0.99,
+        target_update_interval: int = 500, double_q: bool = False, tau: float = 1.0, epsilon: float = 0.0,
+        max_grad_norm: float | None = 10.0, optimizer: str = "adam", optimizer_eps: float = 1e-5,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if target_update_interval < 1:
+            raise UserError(f"target_update_interval is {target_update_interval}; it must be at least 1.")
+        self.q_network: Any = q_network
+        self.gamma, self.double_q, self.epsilon = gamma, double_q, epsilon
+        self.target_update_interval, self.tau = target_update_interval, tau
+        self.optimizer = self.make_optimizer(
+            "optimizer", self.value_parameters(), learning_rate,
+            kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.noisy = bool(getattr(q_network, "noise_dim", 0))
+        self.last_td_errors: Tensor | None = None
+
+    def value_parameters(self) -> list[nn.Parameter]:
+        """What the value loss trains."""
+        return list(self.q_network.parameters())
+
+    def make_target(self) -> None:
+        """Copy the network; the last line of a constructor, when every optimizer has flattened its parameters."""
+        self.target = TargetNetwork(self.q_network)
+        self.target_network: Any = self.target.network
+
+    # what a head writes ----------------------------------------------------------------------------------------
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Action values [B, A] of what the network gives."""
+        return outputs
+
+    def numpy_values(self, outputs: Array) -> Array:
+        """`values` in numpy."""
+        return outputs
+
+    def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
+        """Values [N, A] of the online network, to act by."""
+        return self.values(self.q_network(obs))
+
+    def targets(self, rows: Batch) -> Any:
+        """What the taken action's value is compared with; called without gradients."""
+        raise NotImplementedError
+
+    def terms(self, rows: Batch, targets: Any) -> SampleTerms:
+        """Losses of the transitions."""
+        raise NotImplementedError
+
+    # the update ------------------------------------------------------------------------------------------------
+
+    def draws(self, count: int) -> dict[str, Tensor]:
+        """The random numbers of one update with `count` transitions: noise of the online, selecting and target network."""
+        return {"noise": self.q_network.draw_noise(3, self.generator)} if self.noisy else {}
+
+    def rows(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch with discounts folded in and the draws beside it: all that `critic_step` reads."""
+        rows = {name: batch[name] for name in COLUMNS if name in batch}
+        rows["actions"] = batch["actions"].long()
+        rows["discounts"] = fold_discounts(batch, self.gamma)
+        return rows | self.draws(len(rows["actions"]))
+
+    def critic_step(self, rows: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        """One gradient step: straight-line, without a draw, a read-back or a branch on a tensor."""
+        noise = rows.get("noise")
+        with torch.no_grad():
+            if noise is not None:
+                self.q_network.set_noise(noise[1])
+                self.target_network.set_noise(noise[2])
+            targets = self.targets(rows)
+        if noise is not None:
+            self.q_network.set_noise(noise[0])
+        terms = self.terms(rows, targets)
+        loss = weighted_mean(terms.losses, rows.get("weights"))
+        metrics = {
+            "loss": loss.detach(), "q_value_mean": terms.q_values.mean(), "target_mean": terms.targets.mean(),
+            "td_error_mean": terms.td_errors.mean(), "grad_norm": self.optimizer.step(loss),
+            **terms.extras,
+        }  # fmt: skip
+        if noise is not None:
+            self.q_network.set_noise(None)
+        return metrics, terms.td_errors
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """One gradient step, then the target network when it is due."""
+        metrics, self.last_td_errors = self.critic_step(self.rows(batch))
+        observation_input = getattr(self.q_network, "observation_input", None)
+        if observation_input is not None:
+            observation_input.update(batch["obs"])
+        if (self.num_updates + 1) % self.target_update_interval == 0:
+            if self.tau < 1.0:
+                self.target.polyak_(self.tau)
+            else:
+                self.target.copy_()
+        return UpdateResult(metrics, priorities=self.last_td_errors)
+
+    def next_scores(self, rows: Batch, outputs: Tensor) -> Tensor:
+        """Scores [B, A] that choose the next action: the target's own, or the online network's with double Q-learning.
+
+        `outputs` is what the target network gives at the next observations. An illegal action is never chosen.
+        """
+        scores = self.values(self.q_network(rows["next_obs"]) if self.double_q else outputs)
+        return mask_scores(scores, rows.get("next_action_masks"))
+
+    # acting ----------------------------------------------------------------------------------------------------
+
+    def acting(self) -> nn.Module:
+        """The online network."""
+        return self.q_network  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        step: int = 0, action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""
+        if self.noisy:
+            self.q_network.set_noise(None if deterministic else self.q_network.draw_noise(1, self.generator)[0])
+        scores = mask_scores(self.action_values(obs, deterministic), action_masks)
+        if not deterministic and self.epsilon > 0.0:
+            draws = torch.empty(len(scores), scores.shape[1] + 1, device=scores.device).uniform_(generator=self.generator)
+            explore = draws[:, :1] < self.epsilon
+            scores = torch.where(explore, mask_scores(draws[:, 1:], action_masks), scores)
+        return ActOutput(scores.argmax(-1))
+
+    def numpy_action_values(self) -> NumpyValues | None:
+        """`action_values` in numpy, where the network has a numpy form."""
+        make = getattr(self.q_network, "numpy_network", None)
+        network = make() if make is not None else None
+        return None if network is None else lambda obs, rng: self.numpy_values(network(obs, rng))
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """`act` in numpy, where the head and the network have a numpy form."""
+        values = self.numpy_action_values()
+        if values is None:
+            return None
+        num_actions: int | None = None
+
+        def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
+            nonlocal num_actions
+            explore = None
+            if not deterministic and self.epsilon > 0.0:
+                explore = rng.random(len(obs)) < self.epsilon
+                if num_actions is not None and explore.all():  # nobody asks the network
+                    return random_actions(len(obs), num_actions, masks, rng)
+            scores = values(obs, None if deterministic else rng)
+            num_actions = scores.shape[1]
+            if masks is not None:
+                scores = np.where(masks, scores, -np.inf)
+            actions = scores.argmax(-1)
+            if explore is not None and explore.any():
+                actions = np.where(explore, random_actions(len(obs), num_actions, masks, rng), actions)
+            return actions  # type: ignore[no-any-return]
+
+        return act
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean of losses [B], each times its weight."""
+    return losses.mean() if weights is None else (losses * weights).mean()
+
+
+def mask_scores(scores: Tensor, masks: Tensor | None) -> Tensor:
+    """Scores [B, A] with -inf at illegal actions."""
+    return scores if masks is None else scores.masked_fill(~masks.bool(), -torch.inf)
+
+
+def choose(outputs: Tensor, actions: Tensor) -> Tensor:
+    """The entry of each row's action: [B, A], [B] -> [B], or [B, A, K], [B] -> [B, K]."""
+    if outputs.dim() == 2:
+        return outputs.gather(1, actions.unsqueeze(1)).squeeze(1)
+    index = actions.view(-1, 1, 1).expand(-1, 1, outputs.shape[2])
+    return outputs.gather(1, index).squeeze(1)
+
+
+def random_actions(count: int, num_actions: int, masks: Array | None, rng: np.random.Generator) -> Array:
+    """Uniform over the legal actions [count]."""
+    if masks is None:
+        return rng.integers(num_actions, size=count)
+    return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)  # type: ignore[no-any-return]

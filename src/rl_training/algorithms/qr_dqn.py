@@ -1,0 +1,47 @@
+"""QR-DQN: quantiles of the return at fixed fractions (Dabney et al. 2018, arXiv:1710.10044).
+
+theta_i estimates the quantile at (i + 1/2) / N; each is drawn to the target quantiles r + gamma theta'_j of the best
+next action by the quantile Huber loss, summed over i and averaged over j.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
+from rl_training.algorithms.quantile_huber import quantile_losses
+
+
+class QRDQN(QLearning):
+    """The learner; `q_network` maps [B, ...] to quantiles [B, A, num_quantiles]."""
+
+    def __init__(self, *, q_network: nn.Module, num_quantiles: int = 200, kappa: float = 1.0, **options: Any) -> None:
+        super().__init__(q_network=q_network, **options)
+        self.num_quantiles, self.kappa = num_quantiles, kappa
+        self.taus: Tensor
+        self.register_buffer("taus", (torch.arange(num_quantiles).float() + 0.5) / num_quantiles)
+        self.make_target()
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Means of the quantiles [B, A]."""
+        return outputs.mean(-1)
+
+    def numpy_values(self, outputs: Array) -> Array:
+        """`values` in numpy."""
+        return outputs.mean(-1)  # type: ignore[no-any-return]
+
+    def targets(self, rows: Batch) -> Tensor:
+        """Target quantiles [B, N]."""
+        quantiles = self.target_network(rows["next_obs"])
+        chosen = choose(quantiles, self.next_scores(rows, quantiles).argmax(-1))
+        return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
+
+    def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
+        """Quantile Huber losses."""
+        quantiles = choose(self.q_network(rows["obs"]), rows["actions"])
+        losses = quantile_losses(quantiles, targets, self.taus.unsqueeze(0), self.kappa)
+        return SampleTerms(losses, losses.detach(), quantiles.detach(), targets)

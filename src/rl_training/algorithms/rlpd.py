@@ -1,0 +1,58 @@
+"""RLPD: reinforcement learning with prior data (Ball et al. 2023, arXiv:2302.02948).
+
+SAC on batches of which a share is prior data, with a large ensemble of critics that have LayerNorm: the target is the
+minimum over a random subset, drawn anew for each critic step, the actor climbs the mean over all, and one actor and
+temperature step follows several critic steps. Which data a batch holds is decided where batches are made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.algorithms.base import Batch
+from rl_training.algorithms.sac import SAC, sac_loss, twins
+from rl_training.errors import UserError
+
+
+def rlpd_loss(batch: Batch, critic_subset_size: int = 2) -> dict[str, Tensor]:
+    """As `sac_loss`, but the actor climbs the mean when there are more critics than the target's subset."""
+    losses, sampled = sac_loss(batch), twins(batch, "sampled_q_values", "sampled_q{}")
+    if critic_subset_size < len(sampled):
+        losses["actor_loss"] = losses["entropy_term"] - sampled.mean()
+    return losses
+
+
+class RLPD(SAC):
+    """The learner; as SAC's, with a model of many critics.
+
+    Where `critic_subset_size` is the number of critics there is no subset to draw, and the actor climbs the minimum:
+    with two critics without LayerNorm and an interval of 1 this is SAC to the bit. `target_entropy` is -|A|/2 unless
+    given (-|A| where this is SAC).
+    """
+
+    def __init__(
+        self, *, model: Any, critic_subset_size: int = 2, actor_update_interval: int = 1,
+        target_entropy: float | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        num_critics, action_dim = model.num_critics, model.action_dim
+        if not 1 <= critic_subset_size <= num_critics:
+            raise UserError(f"critic_subset_size is {critic_subset_size}; from 1 to {num_critics} are possible.")
+        if target_entropy is None and critic_subset_size < num_critics:
+            target_entropy = -action_dim / 2
+        super().__init__(model=model, target_entropy=target_entropy, **options)
+        self.num_critics, self.critic_subset_size = num_critics, critic_subset_size
+        self.actor_update_interval = actor_update_interval
+
+    def draw_subset(self) -> Tensor | None:
+        """Distinct indices [M], anew for every critic step."""
+        if self.critic_subset_size == self.num_critics:
+            return None
+        order = torch.randperm(self.num_critics, generator=self.generator, device=self.device)
+        return order[: self.critic_subset_size]
+
+    def actor_values(self, q_values: Tensor) -> Tensor:
+        """The mean over all critics; their minimum where this is SAC."""
+        return super().actor_values(q_values) if self.critic_subset_size == self.num_critics else q_values.mean(0)

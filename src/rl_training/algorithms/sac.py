@@ -1,0 +1,149 @@
+"""SAC: soft actor-critic with a tuned temperature (Haarnoja et al. 2018, arXiv:1812.05905).
+
+The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the actor minimises
+alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrised, and alpha holds the policy's entropy at `target_entropy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
+from rl_training.algorithms.target import TargetNetwork
+
+
+def regression_loss(td_errors: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean squared error over critics and batch, weighted by importance: [E, B], [B] -> []."""
+    squares = td_errors.square()
+    return (squares if weights is None else weights * squares).mean()
+
+
+def sac_loss(batch: Batch) -> dict[str, Tensor]:
+    """From q1_values, q2_values, target_q_values, sampled_logprobs, sampled_q1, sampled_q2, all [B], and alpha.
+
+    Of more critics: q_values and sampled_q_values [E, B]. `weights` [B] is optional.
+    """
+    q_values, sampled = twins(batch, "q_values", "q{}_values"), twins(batch, "sampled_q_values", "sampled_q{}")
+    entropy_term = (batch["alpha"] * batch["sampled_logprobs"]).mean()
+    return {
+        "critic_loss": regression_loss(batch["target_q_values"].detach() - q_values, batch.get("weights")),
+        "actor_loss": entropy_term - sampled.amin(0).mean(),
+        "target_q_mean": batch["target_q_values"].mean(),
+        "entropy_term": entropy_term,
+    }
+
+
+def twins(batch: Batch, stacked: str, single: str) -> Tensor:
+    """An ensemble's values [E, B] from their stacked name, or from the names of two."""
+    return batch[stacked] if stacked in batch else torch.stack([batch[single.format(1)], batch[single.format(2)]])
+
+
+class SAC(Algorithm):
+    """The learner; `model` has `actor` (`sample(obs, noise)`), `critics(features, actions)` [E, B] and `features(obs)`.
+
+    `alpha` is a number, or "auto": tuned from 1 so that the entropy stays at `target_entropy` (-|A| unless given).
+    """
+
+    actor_update_interval = 1
+
+    def __init__(
+        self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
+        tau: float = 0.005, target_entropy: float | None = None, max_grad_norm: float | None = None,
+        optimizer: str = "adam", optimizer_eps: float = 1e-8,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model: Any = model
+        self.gamma, self.tau = gamma, tau
+        self.target_entropy = -float(model.action_dim) if target_entropy is None else target_entropy
+        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        critics, actor = model.critics.parameters(), model.actor.parameters()
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, learning_rate, **options)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, learning_rate, **options)
+        self.log_alpha = nn.Parameter(torch.zeros((), device=self.device)) if alpha == "auto" else None
+        if self.log_alpha is not None:
+            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], learning_rate, **options)
+        self.fixed_alpha = 1.0 if alpha == "auto" else float(alpha)
+        self._target = TargetNetwork(model.critics)
+        self.target_critics = self._target.network
+        self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
+        self.register_buffer("last_actor", torch.zeros(2, device=self.device))
+
+    @property
+    def alpha(self) -> Tensor | float:
+        """The temperature, fixed or tuned."""
+        return self.fixed_alpha if self.log_alpha is None else self.log_alpha.detach().exp()
+
+    def acting(self) -> nn.Module:
+        """The actor."""
+        return self.model.actor
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        step: int = 0, action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """A sample of the policy, or tanh(mean)."""
+        if deterministic:
+            return ActOutput(self.model.actor(obs))
+        sampled = self.model.actor.sample(obs, self.draw_noise(len(obs)))
+        return ActOutput(sampled.actions, {"logprobs": sampled.logprobs})
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The same in numpy."""
+        make = getattr(self.model.actor, "numpy_sample", None)
+        sample = None if make is None else make()
+        return None if sample is None else lambda obs, masks, rng, deterministic: sample(obs, rng, deterministic)
+
+    def draw_noise(self, rows: int) -> Tensor:
+        """Standard normal noise [rows, A]."""
+        return torch.randn(rows, self.model.action_dim, generator=self.generator, device=self.device)
+
+    def draw_subset(self) -> Tensor | None:
+        """Indices of the critics whose minimum is the target; None for all."""
+        return None
+
+    def actor_values(self, q_values: Tensor) -> Tensor:
+        """What the actor climbs: [E, B] -> [B]."""
+        return q_values.amin(0)
+
+    def critic_step(
+        self, batch: Batch, discounts: Tensor, noise: Tensor, subset: Tensor | None
+    ) -> tuple[dict[str, Any], Tensor]:
+        """One gradient step on the soft Bellman error (eq. 5 and 6); its metrics, and priorities [B]."""
+        with torch.no_grad():
+            next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
+            next_q = self.target_critics(self.model.features(batch["next_obs"]), next_actions, subset).amin(0)
+            targets = bellman_target(batch["rewards"], discounts, next_q - self.alpha * next_logprobs)
+        td_errors = targets - self.model.critics(self.model.features(batch["obs"]), batch["actions"])
+        loss = regression_loss(td_errors, batch.get("weights"))
+        self.critic_optimizer.step(loss)
+        return {"critic_loss": loss.detach(), "target_q_mean": targets.mean()}, td_errors.detach().abs().mean(0)
+
+    def actor_step(self, obs: Tensor, noise: Tensor) -> None:
+        """One gradient step of the actor (eq. 9), then one of log alpha (eq. 18) with its gradient written out."""
+        actions, logprobs = self.model.actor.sample(obs, noise)
+        values = self.actor_values(self.model.critics(self.model.features(obs), actions))
+        mean_logprob = logprobs.mean()
+        entropy_term = self.alpha * mean_logprob
+        loss = entropy_term - values.mean()
+        self.actor_optimizer.step(loss)  # differentiates by the actor's parameters alone
+        torch.stack([loss.detach(), entropy_term.detach()], out=self.last_actor)
+        if self.log_alpha is not None:
+            self.alpha_optimizer.apply_gradients([-(mean_logprob.detach() + self.target_entropy)])
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""
+        rows = len(batch["obs"])
+        discounts = fold_discounts(batch, self.gamma)
+        metrics, priorities = self.critic_step(batch, discounts, self.draw_noise(rows), self.draw_subset())
+        if (self.num_updates + 1) % self.actor_update_interval == 0:
+            self.actor_step(batch["obs"], self.draw_noise(rows))
+        self._target.polyak_(self.tau)
+        self.model.actor.observation_input.update(batch["obs"])
+        actor_loss, entropy_term = self.last_actor.clone().unbind()
+        metrics |= {"actor_loss": actor_loss, "entropy_term": entropy_term, "alpha": self.alpha}
+        return UpdateResult(metrics, priorities=priorities)

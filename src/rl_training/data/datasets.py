@@ -1,0 +1,209 @@
+"""`TransitionDataset`: recorded transitions as arrays, for learning without (or beside) an environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.data.checking import check_dataset
+from rl_training.data.memory import Array
+from rl_training.data.replay import ReplayBuffer
+from rl_training.errors import UserError
+
+REQUIRED = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated")
+# D4RL's names for the same arrays.
+_ALIASES = {
+    "observations": "obs", "next_observations": "next_obs", "terminals": "terminated", "timeouts": "truncated",
+    "terminations": "terminated", "truncations": "truncated",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class TransitionDataset:
+    """M transitions in time order, episode after episode.
+
+    `obs`, `next_obs` [M, ...]; `actions` [M] or [M, D] in the environment's own range; `rewards` [M] float32;
+    `terminated`, `truncated` [M] bool, apart; `behavior_logprobs` [M] where they were recorded. An episode ends where
+    either flag is set and at the last row; `next_obs` is the true successor there too.
+    """
+
+    obs: Array
+    actions: Array
+    rewards: Array
+    next_obs: Array
+    terminated: Array
+    truncated: Array
+    behavior_logprobs: Array | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("rewards", np.float32), ("terminated", bool), ("truncated", bool)):
+            object.__setattr__(self, name, np.asarray(getattr(self, name)).astype(dtype, copy=False))
+        rows = {name: len(array) for name, array in self.arrays().items()}
+        if len(set(rows.values())) != 1 or not rows["obs"]:
+            raise UserError(f"a data set needs equally many rows in every array, at least one; found {rows}.")
+        if self.obs.shape != self.next_obs.shape:
+            raise UserError(f"obs has the shape {self.obs.shape}, but next_obs {self.next_obs.shape}; they must agree.")
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name."""
+        arrays = {name: getattr(self, name) for name in REQUIRED}
+        return arrays if self.behavior_logprobs is None else {**arrays, "behavior_logprobs": self.behavior_logprobs}
+
+    # making and storing -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array], source: str, **metadata: Any) -> TransitionDataset:
+        """From arrays under our names or D4RL's; `source` names their origin in a refusal."""
+        named = {_ALIASES.get(name, name): array for name, array in arrays.items()}
+        missing = [name for name in REQUIRED if name not in named]
+        if missing:
+            raise UserError(f"{source} holds no {', '.join(missing)}; a data set needs {', '.join(REQUIRED)}.")
+        for name in REQUIRED:
+            if named[name].dtype.kind not in "biuf" or named[name].ndim < 1:
+                raise UserError(f"{name} in {source} is {named[name].dtype} {named[name].shape}, not rows of numbers.")
+        flat = {name: _flat(named[name], name, source) for name in ("rewards", "terminated", "truncated")}
+        logprobs = named.get("behavior_logprobs")
+        return cls(named["obs"], named["actions"], flat["rewards"], named["next_obs"], flat["terminated"],
+                   flat["truncated"], logprobs, metadata)  # fmt: skip
+
+    @classmethod
+    def from_npz(cls, path: str | Path) -> TransitionDataset:
+        """Read a file of `save_npz`, or any npz with those arrays; pickles are never opened."""
+        arrays = read_npz(path)
+        text = arrays.pop("metadata_json", None)
+        try:
+            metadata = {} if text is None else json.loads(str(text))
+        except json.JSONDecodeError:
+            raise UserError(f"metadata_json in {path} is not JSON.") from None
+        return cls.from_arrays(arrays, str(path), **metadata)
+
+    @classmethod
+    def from_replay(cls, buffer: ReplayBuffer, **metadata: Any) -> TransitionDataset:
+        """What a replay buffer holds; its actions are the policy's own, in [-1, 1] when continuous."""
+        if not len(buffer):
+            raise UserError("the replay buffer is empty; collect steps before making a data set of it.")
+        return cls(**buffer.transitions(), metadata=metadata)
+
+    def save_npz(self, path: str | Path, *, compress: bool = True) -> Path:
+        """Write one npz file without pickles (`.npz` is appended to a name without it)."""
+        target = Path(path) if str(path).endswith(".npz") else Path(f"{path}.npz")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write = np.savez_compressed if compress else np.savez
+        write(target, metadata_json=np.array(json.dumps(self.metadata)), **self.arrays())  # type: ignore[arg-type]
+        return target
+
+    @cached_property
+    def sha256(self) -> str:
+        """A hash of names, shapes, dtypes and bytes of the arrays: the same data gives the same hash from any file."""
+        digest = hashlib.sha256()
+        for name, array in self.arrays().items():
+            digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def check(self, *, observation_space: Any = None, action_space: Any = None) -> dict[str, Any]:
+        """Counts, ranges, coverage and problems as plain data; see `check_dataset`."""
+        return check_dataset(self, observation_space=observation_space, action_space=action_space)
+
+    # taking parts -----------------------------------------------------------------------------------------------
+
+    def take(self, rows: slice | Array) -> TransitionDataset:
+        """These rows, in this order."""
+        parts: dict[str, Any] = {name: array[rows] for name, array in self.arrays().items()}
+        return replace(self, **parts)
+
+    def map(
+        self, obs: Callable[[Array], Array] | None = None, actions: Callable[[Array], Array] | None = None
+    ) -> TransitionDataset:
+        """The transitions with obs or actions as a learner wants them (`EnvSpaces.encode`, `unmap_actions`)."""
+        changed: dict[str, Any] = {}
+        if obs is not None:
+            changed |= {"obs": obs(self.obs), "next_obs": obs(self.next_obs)}
+        if actions is not None:
+            changed["actions"] = actions(self.actions)
+        return replace(self, **changed)
+
+    def normalized_actions(self, low: Array | float, high: Array | float) -> TransitionDataset:
+        """Continuous actions in [low, high] moved to [-1, 1], clipped there."""
+        start, width = np.asarray(low), np.asarray(high) - np.asarray(low)
+        return self.map(
+            actions=lambda values: np.clip(2.0 * (values - start) / width - 1.0, -1.0, 1.0).astype(np.float32)
+        )
+
+    @cached_property
+    def episode_ends(self) -> Array:
+        """Rows [E] at which episodes end; the last row always does."""
+        ends = self.terminated | self.truncated
+        ends[-1] = True
+        return np.flatnonzero(ends)
+
+    @property
+    def episode_returns(self) -> Array:
+        """Sum of rewards of each episode [E], the last one as far as it was recorded."""
+        totals = np.cumsum(self.rewards, dtype=np.float64)[self.episode_ends]
+        return np.diff(totals, prepend=0.0)
+
+    @property
+    def episode_lengths(self) -> Array:
+        """Steps of each episode [E]."""
+        return np.diff(self.episode_ends, prepend=-1)
+
+    def split(self, heldout_fraction: float, seed: int) -> tuple[TransitionDataset, TransitionDataset]:
+        """`(training, held out)`: whole episodes are held out, so that no neighbours leak (rows if there is one)."""
+        if not 0.0 < heldout_fraction < 1.0 or len(self) < 2:
+            raise UserError(f"heldout_fraction is {heldout_fraction} of {len(self)} rows; both sides need some.")
+        rng = np.random.default_rng(seed)
+        lengths = self.episode_lengths
+        groups = np.repeat(np.arange(len(lengths)), lengths) if len(lengths) > 1 else np.arange(len(self))
+        count = groups[-1] + 1
+        held = rng.permutation(count)[: min(count - 1, max(1, round(heldout_fraction * count)))]
+        is_held = np.isin(groups, held)
+        return self.take(np.flatnonzero(~is_held)), self.take(np.flatnonzero(is_held))
+
+    def minibatch(
+        self, rng: np.random.Generator, size: int, *, gamma: float | None = None, device: str | torch.device = "cpu"
+    ) -> dict[str, Tensor]:
+        """`size` rows, uniformly with replacement, under `ReplayBuffer.sample`'s keys (discounts with `gamma`)."""
+        rows = rng.integers(0, len(self), size)
+        batch = {name: array.take(rows, axis=0) for name, array in self.arrays().items()}
+        batch["dones"] = batch["terminated"].astype(np.float32)
+        if gamma is not None:
+            batch["discounts"] = np.float32(gamma) * (1.0 - batch["dones"])
+        batch["indices"] = rows
+        return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+
+
+def read_npz(path: str | Path) -> dict[str, Array]:
+    """Every array of an npz file; a missing, damaged or pickled one is refused with one sentence."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.lib.npyio.NpzFile):
+            with loaded as archive:
+                return {name: archive[name] for name in archive.files}
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the path of an npz file.") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = "it holds pickled objects, which could run code" if "pickle" in str(error) else "damaged or foreign"
+        raise UserError(f"{path} cannot be read as npz ({reason}).") from None
+    raise UserError(f"{path} is a single array, not an npz file of named ones.")
+
+
+def _flat(array: Array, name: str, source: str) -> Array:
+    if array.size != len(array):
+        raise UserError(f"{name} in {source} has the shape {array.shape}; it must be one number per row.")
+    return array.reshape(len(array))

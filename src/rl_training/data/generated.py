@@ -1,0 +1,58 @@
+"""Transitions made by acting at random in an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rl_training.data.datasets import REQUIRED, TransitionDataset
+from rl_training.errors import UserError
+
+
+def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """One environment of Gymnasium, or one sentence that says why not."""
+    import gymnasium
+
+    try:
+        return gymnasium.make(env_id, **(env_kwargs or {}))
+    except (gymnasium.error.Error, ImportError) as error:
+        raise UserError(f"{env_id} cannot be made: {str(error).splitlines()[0]}") from None
+
+
+def make_random_dataset(
+    env_id: str, num_steps: int, seed: int, env_kwargs: Mapping[str, Any] | None = None,
+    make_env: Callable[[], Any] | None = None,
+) -> TransitionDataset:  # fmt: skip
+    """`num_steps` of uniformly random legal actions; the same seed makes the same data."""
+    env = open_env(env_id, env_kwargs) if make_env is None else make_env()
+    env.action_space.seed(seed)
+    rows: dict[str, list[Any]] = {name: [] for name in REQUIRED}
+    obs, info = env.reset(seed=seed)
+    for _ in range(num_steps):
+        action = _random_action(env.action_space, info)
+        next_obs, reward, terminated, truncated, info = env.step(action)
+        step = (_encode(env, obs), np.asarray(action), reward, _encode(env, next_obs), terminated, truncated)
+        for column, value in zip(rows.values(), step, strict=True):
+            column.append(value)
+        obs = next_obs
+        if terminated or truncated:
+            obs, info = env.reset()
+    env.close()
+    arrays = {name: np.stack(column) if name in ("obs", "actions", "next_obs") else np.array(column)
+              for name, column in rows.items()}  # fmt: skip
+    return TransitionDataset.from_arrays(arrays, env_id, env_id=env_id, policy="random", seed=seed)
+
+
+def _random_action(space: Any, info: Mapping[str, Any]) -> Any:
+    mask = info.get("action_mask")
+    return space.sample() if mask is None else space.sample(mask)
+
+
+def _encode(env: Any, obs: Any) -> Any:
+    """A Box observation as it is, any other as Gymnasium flattens it."""
+    from gymnasium import spaces
+
+    space = env.observation_space
+    return np.asarray(obs) if isinstance(space, spaces.Box) else np.asarray(spaces.flatten(space, obs))

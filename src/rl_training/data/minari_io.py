@@ -1,0 +1,173 @@
+"""Minari data sets, read and written with Minari's own code (the `offline` extra)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_training.data.datasets import TransitionDataset
+from rl_training.data.generated import open_env
+from rl_training.data.memory import Array
+from rl_training.errors import UserError
+
+_FOLDER = "MINARI_DATASETS_PATH"
+_MISSING = "Minari data sets need the packages minari and h5py; run: pip install 'rl-training[offline]'."
+
+
+def _minari() -> Any:
+    try:
+        import minari
+    except ImportError:
+        raise UserError(_MISSING) from None
+    return minari
+
+
+@contextlib.contextmanager
+def _datasets_in(folder: str | Path | None) -> Iterator[None]:
+    """Let Minari look into `folder`; it takes one only from its environment variable."""
+    before = os.environ.get(_FOLDER)
+    if folder is not None:
+        os.environ[_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.environ.pop(_FOLDER)
+            if before is not None:
+                os.environ[_FOLDER] = before
+
+
+def read_minari(
+    dataset_id: str, folder: str | Path | None = None, *, size: int | None = None
+) -> TransitionDataset:
+    """A Minari data set from the local folder, episode after episode, up to the episode that holds row `size`.
+
+    Observations of spaces other than Box are flattened as Gymnasium does; an episode without an end mark is truncated.
+    """
+    minari = _minari()
+    with _datasets_in(folder):
+        try:
+            source = minari.load_dataset(dataset_id)
+        except FileNotFoundError:
+            raise UserError(f"{dataset_id} is not a local Minari data set; run: minari download {dataset_id}") from None
+        except ImportError:  # the storage format's own package
+            raise UserError(_MISSING) from None
+        except ValueError as error:
+            raise UserError(f"{dataset_id} cannot be opened by Minari: {str(error).splitlines()[0]}") from None
+    parts, rows = [], 0
+    for episode in source.iterate_episodes():
+        parts.append(_read_episode(episode, source.observation_space, source.action_space))
+        rows += len(episode)
+        if size is not None and rows >= size:
+            break
+    if not rows:
+        raise UserError(f"{dataset_id} holds no transitions.")
+    names = [name for name in parts[0] if all(name in part for part in parts)]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    env = getattr(source, "env_spec", None)
+    metadata = {"dataset_id": dataset_id, "env_id": None if env is None else env.id}
+    return TransitionDataset.from_arrays(arrays, dataset_id, **metadata)
+
+
+def _read_episode(episode: Any, observation_space: Any, action_space: Any) -> dict[str, Array]:
+    observations = _flatten(episode.observations, observation_space, len(episode) + 1)
+    truncated = np.array(episode.truncations, dtype=bool)
+    truncated[-1:] |= not episode.terminations[-1:].any()
+    arrays = {
+        "obs": observations[:-1], "next_obs": observations[1:], "actions": _actions(episode, action_space),
+        "rewards": np.asarray(episode.rewards), "terminated": np.asarray(episode.terminations), "truncated": truncated,
+    }  # fmt: skip
+    logprobs = (episode.infos or {}).get("behavior_logprobs")
+    if logprobs is not None:
+        arrays["behavior_logprobs"] = np.asarray(logprobs, dtype=np.float32)[: len(episode)]
+    return arrays
+
+
+def _actions(episode: Any, space: Any) -> Array:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        raise UserError(f"the action space {space} of the Minari data set is not supported; plain spaces are.")
+    return np.asarray(episode.actions)
+
+
+def _flatten(values: Any, space: Any, count: int) -> Array:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Box):
+        return np.asarray(values)
+    return np.stack([np.asarray(spaces.flatten(space, _row(values, t))) for t in range(count)])
+
+
+def _row(values: Any, t: int) -> Any:
+    """Step t of Minari's columns, which nest as the space does."""
+    if isinstance(values, dict):
+        return {name: _row(part, t) for name, part in values.items()}
+    return tuple(_row(part, t) for part in values) if isinstance(values, tuple) else values[t]
+
+
+def write_minari(
+    dataset: TransitionDataset, dataset_id: str, folder: str | Path | None = None, *, env_id: str | None = None,
+    observation_space: Any = None, action_space: Any = None,
+) -> None:  # fmt: skip
+    """Store a data set under a Minari id such as `cartpole/random-v0`, with the spaces of its environment.
+
+    The environment is `env_id`, or the one the data set names; with both spaces given none is needed.
+    """
+    minari = _minari()
+    from minari.data_collector import EpisodeBuffer
+
+    starts = [0, *(dataset.episode_ends[:-1] + 1)]
+    episodes = [
+        EpisodeBuffer(id=number, **_write_episode(dataset, slice(start, end + 1)))
+        for number, (start, end) in enumerate(zip(starts, dataset.episode_ends, strict=True))
+    ]
+    options = {"observation_space": observation_space, "action_space": action_space}
+    if observation_space is None or action_space is None:
+        options = _environment_of(dataset, env_id)
+    if "jpeg_encoding" in inspect.signature(minari.create_dataset_from_buffers).parameters:
+        options["jpeg_encoding"] = False  # images come back bit for bit
+    with _datasets_in(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # advice to name an author and the like
+        try:
+            minari.create_dataset_from_buffers(
+                dataset_id, buffer=episodes, algorithm_name=dataset.metadata.get("policy"), **options
+            )
+        except ImportError:
+            raise UserError(_MISSING) from None
+        except (ValueError, FileExistsError) as error:
+            raise UserError(f"Minari refuses {dataset_id}: {str(error).splitlines()[0]}") from None
+
+
+def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str, Any]:
+    import gymnasium
+
+    name = env_id or dataset.metadata.get("env_id")
+    if name is None:
+        raise UserError("a Minari data set needs the environment it comes from; give env_id.")
+    with contextlib.closing(open_env(name)) as env:
+        space = env.observation_space
+        if not isinstance(space, gymnasium.spaces.Box):
+            space = gymnasium.spaces.flatten_space(space)  # what the rows hold
+        return {"env": env.spec, "observation_space": space, "action_space": env.action_space}
+
+
+def _write_episode(dataset: TransitionDataset, rows: slice) -> dict[str, Any]:
+    observations = np.concatenate([dataset.obs[rows], dataset.next_obs[rows][-1:]])
+    truncated = dataset.truncated[rows].copy()
+    truncated[-1] |= not dataset.terminated[rows][-1]
+    episode: dict[str, Any] = {
+        "observations": observations, "actions": dataset.actions[rows], "rewards": dataset.rewards[rows],
+        "terminations": dataset.terminated[rows], "truncations": truncated,
+    }  # fmt: skip
+    if dataset.behavior_logprobs is not None:
+        # Minari wants infos for every observation; nothing was done at the last one.
+        episode["infos"] = {"behavior_logprobs": np.append(dataset.behavior_logprobs[rows], np.float32(0.0))}
+    return episode

@@ -1,0 +1,60 @@
+"""Networks of DDPG: a deterministic actor and a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.ensemble import CriticEnsemble
+
+
+class DeterministicActor(nn.Module):
+    """mu(s) in [-1, 1]: observations [B, ...] -> actions [B, A]."""
+
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str,
+        observation_input: ObservationInput | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.observation_input = observation_input or ObservationInput()
+        # A small last layer, so that tanh starts in its middle where gradients pass.
+        self.network = nn.Sequential(*mlp(obs_dim, hidden_sizes, action_dim, activation, output_gain=0.01), nn.Tanh())
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Actions without noise."""
+        return self.network(self.observation_input(obs))
+
+    def numpy_forward(self) -> Callable[[Array], Array] | None:
+        """The same in numpy on the same weights; None on a GPU or for a large network."""
+        prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
+        return None if prepare is None or forward is None else lambda obs: forward(prepare(obs))
+
+
+class MLPDDPGModel(nn.Module):
+    """`actor(obs)` [B, A] and `q_values(obs, actions)` [B]; the two share nothing but the observation's input layer."""
+
+    num_critics = 1
+
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
+        observation_input: ObservationInput | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.action_dim = action_dim
+        self.actor = DeterministicActor(
+            obs_dim=obs_dim, action_dim=action_dim, hidden_sizes=hidden_sizes, activation=activation,
+            observation_input=observation_input,
+        )  # fmt: skip
+        self.critics = CriticEnsemble(
+            num_critics=self.num_critics, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes, activation=activation
+        )
+
+    def ensemble_values(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Values of every critic [E, B]."""
+        return self.critics(self.actor.observation_input(obs), actions)
+
+    def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Values [B] of the critic that the actor climbs, the first; the others are not computed."""
+        return self.critics(self.actor.observation_input(obs), actions, subset=slice(0, 1))[0]

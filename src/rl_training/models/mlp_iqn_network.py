@@ -1,0 +1,97 @@
+"""Quantile function of the return at any fraction, for implicit quantile networks and what extends them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rl_training.models.blocks import ObservationInput, linear, numpy_input
+from rl_training.models.mlp_q_network import DuelingHead, hidden_layers
+from rl_training.models.noisy import NoisyNetwork, make_layer, numpy_step
+
+Array = NDArray[Any]
+
+
+class MLPIQNNetwork(NoisyNetwork):
+    """Z_tau(s, a) = f(psi(s) * phi(tau))_a (Dabney et al. 2018, arXiv:1806.06923): fractions [B, N] -> [B, A, N].
+
+    psi is an encoder or the hidden layers, phi(tau) = ReLU(W cos(pi i tau) + b) with i from 0 to `embedding_dim` - 1,
+    f one linear layer, or with `dueling` two streams of one hidden layer each.
+    """
+
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), embedding_dim: int = 64,
+        activation: str = "relu", dueling: bool = False, noisy: bool = False,
+        encoder: nn.Module | None = None, observation_input: ObservationInput | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.observation_input = observation_input or ObservationInput()
+        self.encoder = encoder
+        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        self.trunk, self.feature_dim = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
+        self.embedding = linear(embedding_dim, self.feature_dim)
+        self.dueling = dueling
+        self.head: nn.Module
+        if dueling:
+            self.head = DuelingHead(self.feature_dim, self.feature_dim, action_dim, 1, activation, noisy=noisy)
+        else:
+            self.head = make_layer(self.feature_dim, action_dim, noisy=noisy, gain=1.0)
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", math.pi * torch.arange(embedding_dim).float())
+
+    def features(self, obs: Tensor) -> Tensor:
+        """psi(s): [B, ...] -> [B, D]."""
+        x = self.observation_input(obs)
+        return self.trunk(x if self.encoder is None else self.encoder(x))  # type: ignore[no-any-return]
+
+    def embed(self, taus: Tensor) -> Tensor:
+        """phi(tau): [..., N] -> [..., N, D]."""
+        return self.embedding((taus.unsqueeze(-1) * self.frequencies).cos_()).relu_()  # type: ignore[no-any-return]
+
+    def quantiles(self, features: Tensor, taus: Tensor) -> Tensor:
+        """Quantiles of every action at fractions [B, N] -> [B, A, N]."""
+        return self.head(features.unsqueeze(-2) * self.embed(taus)).transpose(-1, -2)  # type: ignore[no-any-return]
+
+    def expected_values(self, features: Tensor, taus: Tensor, widths: Tensor | None = None) -> Tensor:
+        """Action values [B, A]: the mean of the quantiles at `taus` [B or 1, N], weighted by `widths` where given."""
+        embedding = self.embed(taus)
+        if self.dueling:  # not linear in the embedding
+            quantiles = self.head(features.unsqueeze(-2) * embedding)
+            return average(quantiles, widths)
+        return self.head(features * average(embedding, widths))  # type: ignore[no-any-return]
+
+    def forward(self, obs: Tensor, taus: Tensor) -> Tensor:
+        """[B, ...], [B, N] -> [B, A, N]."""
+        return self.quantiles(self.features(obs), taus)
+
+    def numpy_parts(self) -> tuple[Callable[..., Array], Callable[..., Array]] | None:
+        """psi and the expected values in numpy on the same memory: (obs, rng) and (features, taus, widths, rng)."""
+        prepare, trunk, head = numpy_input(self.observation_input), numpy_step(self.trunk), numpy_step(self.head)
+        embedding = numpy_step(self.embedding)
+        if self.encoder is not None or prepare is None or trunk is None or head is None or embedding is None:
+            return None
+        frequencies, dueling = self.frequencies.numpy(), self.dueling
+
+        def features(obs: Array, rng: np.random.Generator | None) -> Array:
+            return trunk(prepare(obs), rng)
+
+        def expected(psi: Array, taus: Array, widths: Array, rng: np.random.Generator | None) -> Array:
+            """taus and widths [N or 1, K]."""
+            phi = embedding(np.cos(taus[..., None] * frequencies), None)
+            np.maximum(phi, 0.0, out=phi)
+            if dueling:
+                return np.matmul(widths[:, None], head(psi[:, None] * phi, rng))[:, 0]  # type: ignore[no-any-return]
+            return head(psi * np.matmul(widths[:, None], phi)[:, 0], rng)
+
+        return features, expected
+
+
+def average(x: Tensor, widths: Tensor | None) -> Tensor:
+    """Mean over the fractions: [..., N, D] -> [..., D], weighted by `widths` [..., N] that sum to 1."""
+    return x.mean(-2) if widths is None else torch.matmul(widths.unsqueeze(-2), x).squeeze(-2)

@@ -1,0 +1,114 @@
+"""Action values, or their distributions, of discrete actions: plain or dueling, with or without noisy layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rl_training.models.blocks import ObservationInput, activation_layer, numpy_input
+from rl_training.models.noisy import NoisyNetwork, NumpyStep, make_layer, numpy_chain, numpy_step
+
+Array = NDArray[Any]
+# obs [N, D] and a generator for noise (None: mean weights) -> what `forward` gives, without torch
+NumpyNetwork = Callable[[Array, "np.random.Generator | None"], Array]
+
+
+def hidden_layers(inputs: int, sizes: Sequence[int], activation: str, *, noisy: bool) -> tuple[nn.Sequential, int]:
+    """Layers of these widths and the width they end with; with `noisy` the last of them has noise.
+
+    Only the last: noise belongs to the layers behind the ones that read the observation, as the convolutions of the
+    paper's network have none.
+    """
+    layers: list[nn.Module] = []
+    for i, size in enumerate(sizes):
+        layers += [make_layer(inputs, size, noisy=noisy and i == len(sizes) - 1), activation_layer(activation)]
+        inputs = size
+    return nn.Sequential(*layers), inputs
+
+
+class DuelingHead(nn.Module):
+    """V + A - mean over actions of A, each stream with a hidden layer of its own (Wang et al. 2016, eq. 9).
+
+    With several outputs per action the same sum in distribution space, as in Rainbow: [..., D] -> [..., A * K].
+    """
+
+    def __init__(self, inputs: int, width: int, action_dim: int, outputs: int, activation: str, *, noisy: bool) -> None:
+        super().__init__()
+        self.width, self.action_dim, self.outputs = width, action_dim, outputs
+        self.hidden = make_layer(inputs, 2 * width, noisy=noisy)  # the hidden layers of both streams, as one
+        self.activation = activation_layer(activation)
+        self.value = make_layer(width, outputs, noisy=noisy, gain=1.0)
+        self.advantage = make_layer(width, action_dim * outputs, noisy=noisy, gain=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., A * K]."""
+        value, advantage = self.activation(self.hidden(x)).split(self.width, -1)
+        advantages = self.advantage(advantage).unflatten(-1, (self.action_dim, self.outputs))
+        baseline = self.value(value).unsqueeze(-2) - advantages.mean(-2, keepdim=True)
+        return (advantages + baseline).flatten(-2)
+
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy."""
+        hidden, value, advantage = numpy_step(self.hidden), numpy_step(self.value), numpy_step(self.advantage)
+        activation = numpy_step(self.activation)
+        if hidden is None or activation is None or value is None or advantage is None:
+            return None
+        width, shape = self.width, (self.action_dim, self.outputs)
+
+        def forward(x: Array, rng: np.random.Generator | None) -> Array:
+            streams = activation(hidden(x, rng), None)
+            advantages = advantage(streams[..., width:], rng).reshape(*x.shape[:-1], *shape)
+            advantages += (value(streams[..., :width], rng) - advantages.mean(-2))[..., None, :]
+            return advantages.reshape(*x.shape[:-1], -1)
+
+        return forward
+
+
+class MLPQNetwork(NoisyNetwork):
+    """Observations [B, ...] -> action values [B, A], or [B, A, K] with `num_outputs` K (logits, quantiles).
+
+    `dueling` gives the last hidden layer to value and advantage each; `noisy` makes the last hidden layer and the
+    output layer noisy. With an `encoder` its features take the place of the observation.
+    """
+
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
+        num_outputs: int | None = None, dueling: bool = False, noisy: bool = False,
+        encoder: nn.Module | None = None, observation_input: ObservationInput | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.observation_input = observation_input or ObservationInput()
+        self.encoder = encoder
+        self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
+        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        outputs = num_outputs or 1
+        self.head: nn.Module
+        if dueling:
+            width = hidden_sizes[-1] if hidden_sizes else features
+            self.trunk, inputs = hidden_layers(features, hidden_sizes[:-1], activation, noisy=False)
+            self.head = DuelingHead(inputs, width, action_dim, outputs, activation, noisy=noisy)
+        else:
+            self.trunk, inputs = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
+            self.head = make_layer(inputs, action_dim * outputs, noisy=noisy, gain=1.0)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[B, ...] -> [B, A] or [B, A, K]."""
+        x = self.observation_input(obs)
+        if self.encoder is not None:
+            x = self.encoder(x)
+        outputs: Tensor = self.head(self.trunk(x))
+        return outputs if len(self.output_shape) == 1 else outputs.view(-1, *self.output_shape)
+
+    def numpy_network(self) -> NumpyNetwork | None:
+        """The forward pass in numpy on the same weights; None behind an encoder, on a GPU or for wide layers."""
+        prepare, forward = numpy_input(self.observation_input), numpy_chain([numpy_step(self.trunk), numpy_step(self.head)])
+        if self.encoder is not None or prepare is None or forward is None:
+            return None
+        shape = self.output_shape
+        if len(shape) == 1:
+            return lambda obs, rng: forward(prepare(obs), rng)
+        return lambda obs, rng: forward(prepare(obs), rng).reshape(-1, *shape)

@@ -1,0 +1,102 @@
+"""Networks of SAC and RLPD: a tanh-squashed Gaussian actor and an ensemble of critics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.ops.policy import gaussian_log_prob, tanh_log_det
+from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.ensemble import CriticEnsemble
+
+LOG_STD_RANGE = (-20.0, 2.0)
+
+
+class SampledActions(NamedTuple):
+    """Actions [B, A] in [-1, 1] and their log-probabilities [B]."""
+
+    actions: Tensor
+    logprobs: Tensor
+
+
+class SquashedGaussianActor(nn.Module):
+    """a = tanh(u) with u ~ N(mean(s), deviation(s)): one network with the outputs mean and log deviation."""
+
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str,
+        observation_input: ObservationInput | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.action_dim = action_dim
+        self.observation_input = observation_input or ObservationInput()
+        self.network = mlp(obs_dim, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """The deterministic action tanh(mean)."""
+        return self.gaussian(obs)[0].tanh()
+
+    def gaussian(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log deviation of u, each [B, A]."""
+        mean, log_std = self.network(self.observation_input(obs)).chunk(2, -1)
+        return mean, log_std.clamp(*LOG_STD_RANGE)
+
+    def sample(self, obs: Tensor, noise: Tensor) -> SampledActions:
+        """Actions made from standard normal `noise` [B, A]; the gradient passes through them."""
+        mean, log_std = self.gaussian(obs)
+        u = torch.addcmul(mean, log_std.exp(), noise)
+        # log N(u; mean, std) = log N(noise; 0, 1) - log std: half the operations, and nothing cancels in the gradient
+        standard = gaussian_log_prob(noise, mean.new_zeros(()), mean.new_zeros(()))
+        return SampledActions(u.tanh(), standard - log_std.sum(-1) - tanh_log_det(u))
+
+    def numpy_sample(self) -> Callable[[Array, np.random.Generator, bool], Array] | None:
+        """Acting in numpy on the same weights; None on a GPU or for a large network."""
+        prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
+        if prepare is None or forward is None:
+            return None
+        size = self.action_dim
+
+        def sample(obs: Array, rng: np.random.Generator, deterministic: bool) -> Array:
+            outputs = forward(prepare(obs))
+            u = outputs[:, :size]
+            if not deterministic:
+                log_std = np.clip(outputs[:, size:], *LOG_STD_RANGE)
+                u = u + np.exp(log_std) * rng.standard_normal(u.shape, dtype=np.float32)
+            return np.tanh(u)
+
+        return sample
+
+
+class MLPSACModel(nn.Module):
+    """`actor`, `critics`, and `sample_actions(obs)` -> actions, logprobs; `q_values(obs, actions)` is [E, B]."""
+
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
+        num_critics: int = 2, critic_layer_norm: bool = False, observation_input: ObservationInput | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.action_dim, self.num_critics = action_dim, num_critics
+        self.actor = SquashedGaussianActor(
+            obs_dim=obs_dim, action_dim=action_dim, hidden_sizes=hidden_sizes, activation=activation,
+            observation_input=observation_input,
+        )  # fmt: skip
+        self.critics = CriticEnsemble(
+            num_critics=num_critics, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes, activation=activation,
+            layer_norm=critic_layer_norm,
+        )  # fmt: skip
+
+    def features(self, obs: Tensor) -> Tensor:
+        """What the critics read."""
+        return self.actor.observation_input(obs)
+
+    def sample_actions(self, obs: Tensor, generator: torch.Generator | None = None) -> SampledActions:
+        """Draw actions and give their log-probabilities."""
+        noise = torch.randn(len(obs), self.action_dim, generator=generator, device=obs.device)
+        return self.actor.sample(obs, noise)
+
+    def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Values of every critic [E, B]."""
+        return self.critics(self.features(obs), actions)

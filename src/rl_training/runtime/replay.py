@@ -1,0 +1,170 @@
+"""The replay lane: steps into a buffer, then samples from it (the DQN family, DDPG, TD3, SAC, NAF, D4PG, RLPD)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
+from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
+from rl_training.data.memory import format_bytes
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.stepper import Episode
+from rl_training.runtime.params import Activation, Params, Schedule
+from rl_training.runtime.spec import Collected, SourceContext
+
+
+class ReplayParams(Params):
+    """Hyper-parameters of the replay lane."""
+
+    hidden_sizes: tuple[int, ...] = Field((256, 256), max_length=16, description="Widths of the hidden layers.")
+    activation: Activation = Field("relu", description="Activation of the hidden layers.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null does not clip.")
+    optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizer.")
+    buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
+    batch_size: int = Field(256, ge=1, le=10**6, description="Transitions per update.")
+    learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
+    train_frequency: int = Field(1, ge=1, description="Environment steps, summed over environments, per training turn.")
+    gradient_updates_per_step: int = Field(1, ge=1, le=10_000, description="Updates per training turn.")
+    n_step: int = Field(1, ge=1, le=1_000, description="Steps of reward before bootstrapping.")
+    prioritized: bool = Field(False, description="Sample in proportion to the last error instead of uniformly.")
+    prioritized_alpha: float = Field(0.6, ge=0, le=1, description="How much the error counts in sampling.")
+    prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="First strength of the importance weights.")
+    prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Last strength of the importance weights.")
+    prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that none is never drawn.")
+    replay_folder: str | None = Field(None, description="Keep the buffer in files of this folder instead of memory.")
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> ReplayParams:
+        if self.batch_size > self.buffer_capacity:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be at most buffer_capacity ({self.buffer_capacity})")
+        return self
+
+    def built_in_schedules(self) -> dict[str, Schedule]:
+        """The importance weights grow to full strength over the budget."""
+        if not self.prioritized:
+            return {}
+        return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
+
+
+class ReplaySource:
+    """Steps the environments, stores what happened, and samples `gradient_updates_per_step` batches a turn.
+
+    A turn is due per `train_frequency` environment steps, so more environments mean more turns, not fewer updates.
+    """
+
+    def __init__(self, context: SourceContext) -> None:
+        self.params, self.spaces, self.stepper = context.params, context.spaces, context.stepper
+        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+        self.prioritized_beta: float = self.params.prioritized_beta_start
+        self.credit = 0  # environment steps not yet answered by a training turn
+        self.buffer = self._make_buffer(context)
+        self._numpy_policy: Any = None
+        self._asked_for_policy = False
+
+    def _make_buffer(self, context: SourceContext) -> ReplayBuffer:
+        params, spaces = context.params, context.spaces
+        layout: dict[str, Any] = {
+            "n_step": params.n_step, "gamma": params.gamma, "device": context.device, "obs_shape": spaces.obs_shape,
+            "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
+            "continuous": spaces.action_kind == "continuous", "frame_stack": context.frame_stack,
+            "mask_size": spaces.action_dim if spaces.has_action_mask else 0, "folder": params.replay_folder,
+        }  # fmt: skip
+        size, envs = params.buffer_capacity, context.stepper.num_envs
+        if params.prioritized:
+            return PrioritizedReplayBuffer(size, envs, alpha=params.prioritized_alpha, eps=params.prioritized_eps, **layout)
+        return ReplayBuffer(size, envs, **layout)
+
+    def describe(self) -> str:
+        """The buffer's size, for the start of a run."""
+        kind = "prioritized replay" if self.params.prioritized else "replay"
+        return f"{kind} of {self.buffer.capacity:,} transitions: {format_bytes(self.buffer.nbytes)}"
+
+    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+        """About `train_frequency` environment steps, at random until `learning_starts`."""
+        stepper = self.stepper
+        stepper.start()
+        episodes: list[Episode] = []
+        taken = 0
+        while taken < self.params.train_frequency:
+            obs, masks = stepper.obs, stepper.masks
+            warm = step + taken >= self.params.learning_starts
+            actions = self._act(algorithm, step) if warm else random_actions(self.spaces, len(obs), masks, self.rng)
+            result, ended = stepper.step(actions)
+            self.buffer.add(
+                obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
+                final_obs=result.final_obs, valid=result.valid, masks=masks, next_masks=result.masks,
+            )  # fmt: skip
+            episodes += ended
+            taken += len(obs) if result.valid is None else int(np.count_nonzero(result.valid))
+        if step + taken > self.params.learning_starts:
+            self.credit += min(taken, step + taken - self.params.learning_starts)
+        return Collected(taken, episodes)
+
+    def _act(self, algorithm: Algorithm, step: int) -> Array:
+        if not self._asked_for_policy:
+            self._numpy_policy, self._asked_for_policy = algorithm.numpy_policy(), True
+        obs, masks = self.stepper.obs, self.stepper.masks
+        if self._numpy_policy is not None:
+            return self._numpy_policy(obs, masks, self.rng, False)  # type: ignore[no-any-return]
+        device = algorithm.device
+        legal = None if masks is None else torch.from_numpy(masks).to(device)
+        out = algorithm.act(torch.from_numpy(obs).to(device), step=step, action_masks=legal)
+        return out.actions.cpu().numpy()  # type: ignore[no-any-return]
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """The training turns due, `gradient_updates_per_step` samples each."""
+        if len(self.buffer) < min(self.params.learning_starts, self.buffer.capacity):
+            self.credit = 0  # resumed without its buffer: fill it again first
+        while self.credit >= self.params.train_frequency and len(self.buffer):
+            self.credit -= self.params.train_frequency
+            for _ in range(self.params.gradient_updates_per_step):
+                yield "policy", self.sample()
+
+    def sample(self) -> dict[str, Any]:
+        """One batch."""
+        if isinstance(self.buffer, PrioritizedReplayBuffer):
+            return self.buffer.sample(self.params.batch_size, self.rng, beta=self.prioritized_beta)
+        return self.buffer.sample(self.params.batch_size, self.rng)
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """Errors become priorities."""
+        if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
+            self.buffer.update_priorities(batch["indices"], result.priorities)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Environments, generator, turns still due, and under `replay` the buffer."""
+        return {
+            "stepper": self.stepper.state_dict(), "rng": self.rng.bit_generator.state, "credit": self.credit,
+            "replay": self.buffer.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`; a checkpoint may be without its buffer."""
+        self.rng.bit_generator.state = state["rng"]
+        self.credit = state["credit"]
+        sentences = self.stepper.load_state_dict(state["stepper"])
+        if "replay" in state:
+            self.buffer.load_state_dict(state["replay"])
+        else:
+            sentences.append("the checkpoint holds no replay buffer; it is filled again before learning goes on.")
+        return sentences
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.stepper.close()
+
+
+def random_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.random.Generator) -> Array:
+    """Uniform actions of a policy's kind [count, ...], legal ones where masks say so."""
+    if spaces.action_kind == "continuous":
+        return rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
+    if masks is not None:
+        return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)  # type: ignore[no-any-return]
+    if spaces.action_kind == "discrete":
+        return rng.integers(spaces.action_sizes[0], size=count)
+    return np.stack([rng.integers(size, size=count) for size in spaces.action_sizes], -1)

@@ -1,0 +1,261 @@
+"""Small hand-made environments, one peculiarity each; reached as `env_zoo:ClassName` or as a callable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces as gs
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Constant(gym.Env[Any, Any]):
+    """Reward 1 per step at one constant observation; an episode of `length` steps is truncated, or terminates."""
+
+    terminates = False
+    observation_space: gs.Space[Any] = gs.Box(-1.0, 1.0, (2,), np.float32)
+    action_space: gs.Space[Any] = gs.Discrete(2)
+
+    def __init__(self, length: int = 5, action: str = "discrete") -> None:
+        self.length, self.t = length, 0
+        if action == "continuous":
+            self.action_space = gs.Box(-2.0, 2.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.observe(), self.info()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.t += 1
+        ended = self.t >= self.length
+        return self.observe(), 1.0, ended and self.terminates, ended and not self.terminates, self.info()
+
+    def observe(self) -> Any:
+        return np.array([1.0, 0.5], dtype=np.float32)
+
+    def info(self) -> dict[str, Any]:
+        return {}
+
+
+class AlwaysTruncates(Constant):
+    """The values of its only state are 1 / (1 - gamma)."""
+
+
+class AlwaysTerminates(Constant):
+    """The same, but the episode really ends."""
+
+    terminates = True
+
+
+class Walk(Constant):
+    """A random walk whose observation tells everything: [position, t], truncated at `length`, terminated far out."""
+
+    observation_space: gs.Space[Any] = gs.Box(-100.0, 100.0, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        gym.Env.reset(self, seed=seed)
+        self.position = float(self.np_random.normal())
+        return super().reset()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.position += float(np.mean(action)) - 0.5 + float(self.np_random.normal())
+        observation, _, _, truncated, info = super().step(action)
+        return observation, self.position, bool(abs(self.position) > 3.0), truncated, info
+
+    def observe(self) -> Any:
+        return np.array([self.position, self.t], dtype=np.float32)
+
+
+class ReusesItsArray(Walk):
+    """Writes every observation into one array."""
+
+    def observe(self) -> Any:
+        if not hasattr(self, "_array"):
+            self._array = np.zeros(2, dtype=np.float32)
+        self._array[:] = self.position, self.t
+        return self._array
+
+
+class DictObservation(Walk):
+    """Parts in an order that is not the alphabet's, one of them nested."""
+
+    observation_space = gs.Dict(
+        [
+            ("walk", gs.Box(-100.0, 100.0, (2,), np.float32)),
+            ("clock", gs.Discrete(50)),
+            ("more", gs.Dict({"flags": gs.MultiBinary(2)})),
+        ]
+    )
+
+    def observe(self) -> Any:
+        walk = np.array([self.position, self.t], dtype=np.float32)
+        return {"walk": walk, "clock": self.t, "more": {"flags": np.array([self.t % 2, 1], dtype=np.int8)}}
+
+
+class TupleObservation(Walk):
+    observation_space = gs.Tuple([gs.Discrete(50), gs.Box(-100.0, 100.0, (2,), np.float32)])
+
+    def observe(self) -> Any:
+        return self.t, np.array([self.position, self.t], dtype=np.float32)
+
+
+class DiscreteObservation(Walk):
+    observation_space = gs.Discrete(50, start=-1)
+
+    def observe(self) -> Any:
+        return self.t - 1
+
+
+class ShiftedDiscrete(Walk):
+    """Actions 5, 6 and 7."""
+
+    action_space = gs.Discrete(3, start=5)
+
+
+class MultiDiscreteActions(Walk):
+    action_space = gs.MultiDiscrete([2, 3, 4], start=[0, 1, 0])
+
+
+class MultiBinaryActions(Walk):
+    action_space = gs.MultiBinary(3)
+
+
+class BoxActions(Walk):
+    """Other bounds in each of two dimensions, of a width that float32 cannot say exactly."""
+
+    action_space = gs.Box(np.array([-0.1, 2.0]), np.array([0.3, 5.0]), dtype=np.float64)
+
+
+class ScalarActions(Walk):
+    """One float, not an array of one; multiplied in its own width, so that a wider replay would show."""
+
+    action_space = gs.Box(-1.0, 1.0, (), np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.position += float(action * np.float32(0.1))
+        return super().step(np.float32(action) if isinstance(action, float) else np.asarray(action))
+
+
+class InfiniteActions(Walk):
+    action_space = gs.Box(-np.inf, np.inf, (1,), np.float32)
+
+
+class TextObservation(Walk):
+    observation_space = gs.Dict({"words": gs.Text(5)})
+
+
+class Masked(Walk):
+    """Exactly one of five actions is legal, another one each step; an illegal one raises."""
+
+    action_space = gs.Discrete(5)
+
+    @property
+    def legal(self) -> int:
+        return (self.t + int(self.position * 10)) % 5
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action != self.legal:
+            raise RuntimeError(f"action {action} is illegal; {self.legal} is legal")
+        return super().step(action)
+
+    def info(self) -> dict[str, Any]:
+        return {"action_mask": (np.arange(5) == self.legal).astype(np.int8)}
+
+
+class MaskedFactors(Walk):
+    """MultiDiscrete [3, 5]: two legal choices, then one; the mask is a tuple, as Gymnasium's own masks are."""
+
+    action_space = gs.MultiDiscrete([3, 5])
+
+    @property
+    def legal(self) -> int:
+        return (self.t + int(self.position * 10)) % 5
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action[0] == self.t % 3 or action[1] != self.legal:
+            raise RuntimeError(f"action {action} is illegal at {self.t}")
+        return super().step(action)
+
+    def info(self) -> dict[str, Any]:
+        first, second = np.arange(3) != self.t % 3, np.arange(5) == self.legal
+        return {"action_mask": (first.astype(np.int8), second.astype(np.int8))}
+
+
+class Image(Walk):
+    """uint8, channels last, 12 x 10; pixel [0, 0, 0] is the time and a gradient tells rows from columns."""
+
+    shape: tuple[int, ...] = (12, 10, 3)
+    dtype: Any = np.uint8
+
+    def __init__(self, length: int = 5) -> None:
+        super().__init__(length)
+        self.observation_space = gs.Box(0, 1 if self.dtype is np.bool_ else 255, self.shape, self.dtype)
+
+    def observe(self) -> Any:
+        image = (np.arange(np.prod(self.shape)).reshape(self.shape) % 200).astype(np.uint8)
+        image.flat[0] = self.t
+        return image.astype(self.dtype)
+
+
+class ImageChannelFirst(Image):
+    shape = (3, 12, 10)
+
+
+class ImagePlane(Image):
+    shape = (12, 10)
+
+
+class MinAtarLike(Image):
+    shape, dtype = (10, 10, 4), np.bool_
+
+
+class NotReplayable(Walk):
+    """Its noise does not come from the seeded generator, and depends on all that happened in the process."""
+
+    calls = 0
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        NotReplayable.calls += 1
+        self.position += 0.001 * NotReplayable.calls
+        return super().step(action)
+
+
+class FailsInReset(Walk):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        raise RuntimeError("the simulator is not there.\nSecond line.")
+
+
+class FailsInStep(Walk):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.t >= 2:
+            raise RuntimeError("the simulator broke")
+        return super().step(action)
+
+
+class WrongShape(Walk):
+    def observe(self) -> Any:
+        return np.zeros(3, dtype=np.float32)
+
+
+class CountsSteps(Walk):
+    """Counts every step taken by any instance."""
+
+    steps = 0
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        CountsSteps.steps += 1
+        return super().step(action)
+
+
+def not_an_env() -> str:
+    """A maker that makes something else."""
+    return "hello"
+
+
+for _env in (Walk, Masked):
+    gym.register(f"Zoo{_env.__name__}-v0", f"{__name__}:{_env.__name__}", max_episode_steps=4)

@@ -1,0 +1,269 @@
+"""Evaluate, predict, resume, save and load from a checkpoint file, and what is said of a file that is none."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import rl_training
+from resume_cases import SPECS, StopAt, assert_same, edit_checkpoint, env_of, tiny
+from rl_training.api import ManagedAlgorithm
+from rl_training.errors import UserError
+from rl_training.experiment import checkpointing
+from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
+from rl_training.runtime.workflows import (
+    evaluate_checkpoint,
+    load_policy,
+    predict_checkpoint,
+    resume_training,
+    train,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One finished run per algorithm, and a continuous one."""
+    folder = tmp_path_factory.mktemp("runs")
+    paths = {name: train(tiny(name, folder), console=False).checkpoint_path for name in SPECS}
+    continuous = next(spec.name for spec in SPECS.values() if "continuous" in spec.action_kinds)
+    paths["continuous"] = train(tiny(continuous, folder, env_id="Pendulum-v1"), console=False).checkpoint_path
+    return paths
+
+
+def managed(algo: str) -> type[ManagedAlgorithm]:
+    return getattr(rl_training, SPECS[algo].class_name)  # type: ignore[no-any-return]
+
+
+# ---- predicting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", [name for name, spec in SPECS.items() if "discrete" in spec.action_kinds])
+def test_one_discrete_observation_gives_an_int_and_a_batch_gives_a_batch(
+    checkpoints: dict[str, Path], algo: str
+) -> None:
+    one = predict_checkpoint(checkpoints[algo], [0.1, 0.0, -0.1, 0.2])
+    assert type(one) is int
+    assert one in (0, 1)
+    many = predict_checkpoint(checkpoints[algo], np.array([[0.1, 0.0, -0.1, 0.2]] * 5, dtype=np.float64))
+    assert isinstance(many, np.ndarray)
+    assert many.tolist() == [one] * 5
+    assert predict_checkpoint(checkpoints[algo], [[0.1, 0.0, -0.1, 0.2]]).shape == (1,)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_continuous_actions_are_arrays_in_the_environments_range(
+    checkpoints: dict[str, Path], deterministic: bool
+) -> None:
+    space = gym.spaces.Box(-2.0, 2.0, (1,))
+    batch = np.random.default_rng(0).normal(size=(50, 3)) * [1, 1, 8]
+    actions = predict_checkpoint(checkpoints["continuous"], batch, deterministic=deterministic)
+    assert actions.shape == (50, 1)
+    assert all(space.contains(action) for action in actions)
+    one = predict_checkpoint(checkpoints["continuous"], batch[0])
+    assert isinstance(one, np.ndarray)
+    assert one.shape == (1,)
+
+
+def test_sampling_is_seeded_and_goes_on(checkpoints: dict[str, Path]) -> None:
+    policies = [load_policy(checkpoints["continuous"]) for _ in range(2)]
+    draws = [[float(policy.predict([1.0, 0.0, 0.0], False)[0]) for _ in range(5)] for policy in policies]
+    assert draws[0] == draws[1]
+    assert len(set(draws[0])) > 1
+
+
+def test_predicting_makes_no_environment(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        pytest.fail("an environment was made")
+
+    for name in ("make", "make_vec"):
+        monkeypatch.setattr(gym, name, refuse)
+    for algo, path in checkpoints.items():
+        size = load_checkpoint(path)["spaces"]["obs_shape"][0]
+        predict_checkpoint(path, np.zeros(size))
+        if algo in SPECS:
+            managed(algo).load(path).predict(np.zeros((2, size)))
+
+
+def test_a_policy_predicts_what_the_run_would_do(tmp_path: Path) -> None:
+    result = train(tiny("ppo", tmp_path), console=False)
+    batch = np.random.default_rng(0).normal(size=(64, 4))
+    assert_same(result.policy.predict(batch), predict_checkpoint(result.checkpoint_path, batch))
+
+
+@pytest.mark.parametrize(
+    ("obs", "words"),
+    [
+        ([0.0, 0.0, 0.0], "shape"), ([[0.0] * 5], "shape"), ([[[0.0] * 4]], "shape"), (0.5, "shape"), ([], "shape"),
+        ("left", "numbers"), (None, "numbers"), ({"x": 1}, "numbers"), ([0.0, 0.0, 0.0, np.nan], "NaN"),
+        ([0.0, 0.0, 0.0, np.inf], "infinity"), ([[0.0] * 4, [0.0] * 3], "regular"), (np.zeros((0, 4)), "empty"),
+        ([0, 0, 0, "x"], "numbers"), ([0, 0, 0, None], "numbers"),
+    ],
+)  # fmt: skip
+def test_a_wrong_observation_is_one_sentence(checkpoints: dict[str, Path], obs: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        predict_checkpoint(checkpoints["ppo"], obs)
+    assert "obs" in str(error.value)
+    assert "CartPole-v1" in str(error.value) or "finite" in str(error.value)
+
+
+# ---- evaluating ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_evaluating_gives_returns_and_lengths_of_whole_episodes(checkpoints: dict[str, Path], algo: str) -> None:
+    metrics = evaluate_checkpoint(checkpoints[algo], num_episodes=3)
+    assert metrics["eval_episodes"] == len(metrics["eval_returns"]) == len(metrics["eval_lengths"]) == 3
+    assert metrics["eval_return_mean"] == np.mean(metrics["eval_returns"])
+    assert metrics["eval_return_std"] == np.std(metrics["eval_returns"])
+    if env_of(SPECS[algo]) == "CartPole-v1":
+        assert metrics["eval_returns"] == metrics["eval_lengths"]
+
+
+def test_evaluating_is_repeatable_and_its_seed_matters(checkpoints: dict[str, Path]) -> None:
+    first, again = (evaluate_checkpoint(checkpoints["ppo"], num_episodes=4, deterministic=False) for _ in range(2))
+    assert first == again
+    other = evaluate_checkpoint(checkpoints["ppo"], num_episodes=4, deterministic=False, seed=99)
+    assert other["eval_returns"] != first["eval_returns"]
+    more = evaluate_checkpoint(checkpoints["ppo"], num_episodes=30)
+    assert len(more["eval_returns"]) == 30
+
+
+def test_the_number_of_episodes_is_the_configs_unless_given(checkpoints: dict[str, Path]) -> None:
+    assert evaluate_checkpoint(checkpoints["ppo"])["eval_episodes"] == 2
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "three", True, float("nan")])
+def test_a_wrong_number_of_episodes_is_one_sentence(checkpoints: dict[str, Path], count: Any) -> None:
+    with pytest.raises(UserError, match=r"num_episodes is .*; it must be a whole number of at least 1"):
+        evaluate_checkpoint(checkpoints["ppo"], num_episodes=count)
+
+
+# ---- managed classes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_save_and_load_keep_everything(tmp_path: Path, algo: str) -> None:
+    config = tiny(algo, tmp_path / "runs")
+    trained = managed(algo)(config)
+    result = trained.learn(callbacks=[StopAt(64)])
+    path = trained.save(tmp_path / "saved" / "policy.ckpt")
+    assert path.is_file()
+    loaded = managed(algo).load(path)
+    assert loaded.config == load_checked(path)
+    batch = np.random.default_rng(1).normal(size=(16, load_checkpoint(path)["spaces"]["obs_shape"][0]))
+    assert_same(loaded.predict(batch), trained.predict(batch))
+    assert_same(loaded.predict(batch[0]), trained.predict(batch[0]))
+    assert loaded.evaluate(2) == trained.evaluate(2) == evaluate_checkpoint(path, num_episodes=2)
+    assert_same(
+        load_checkpoint(loaded.resume(console=False).checkpoint_path)["algorithm"],
+        load_checkpoint(trained.resume(console=False).checkpoint_path)["algorithm"],
+    )
+    assert result.run_dir.parent == tmp_path / "runs"
+
+
+def load_checked(path: Path) -> Any:
+    return rl_training.TrainConfig(**load_checkpoint(path)["config"])
+
+
+def test_an_actor_acts_like_predict_until_it_is_told_to_forget(checkpoints: dict[str, Path]) -> None:
+    loaded = managed("ppo").load(checkpoints["ppo"])
+    actor = loaded.actor()
+    observations = np.random.default_rng(2).normal(size=(10, 4))
+    assert [actor.act(obs) for obs in observations] == [loaded.predict(obs) for obs in observations]
+    actor.reset()
+    assert type(actor.act(observations[0])) is int
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match=r"^algo is 'ppo'; A2C needs 'a2c'\.$"):
+        managed("a2c").load(checkpoints["ppo"])
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "save", "resume", "predict", "actor"])
+def test_nothing_works_before_learning(tmp_path: Path, verb: str) -> None:
+    fresh = managed("ppo")(tiny("ppo", tmp_path))
+    arguments = {"predict": [[0.0] * 4], "save": [tmp_path / "x.ckpt"]}.get(verb, [])
+    with pytest.raises(UserError, match=r"call learn\(\) or load\(\) first"):
+        getattr(fresh, verb)(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- files that are none ---------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Unpickling it would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def write_wrong_file(kind: str, good: Path, path: Path) -> None:
+    data = good.read_bytes()
+    bomb = {"schema": 1, "config": Bomb(path.with_name("exploded"))}
+    match kind:
+        case "missing":
+            pass
+        case "directory":
+            path.mkdir()
+        case "empty":
+            path.write_bytes(b"")
+        case "text":
+            path.write_text("algo: ppo\n")
+        case "pickle":
+            path.write_bytes(pickle.dumps(bomb))
+        case "torch":
+            torch.save(bomb, path)
+        case "truncated":
+            path.write_bytes(data[: len(data) // 2])
+        case "flipped":
+            middle = len(data) // 2
+            path.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+        case "appended":
+            path.write_bytes(data + b"x")
+        case "future schema":
+            edit_checkpoint(good, path, lambda tree: tree.update(schema=99))
+        case "future format":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(checkpointing, "FORMAT_VERSION", 2)
+                save_checkpoint(path, load_checkpoint(good))
+        case "not a training checkpoint":
+            save_checkpoint(path, {"weights": torch.zeros(3)})
+
+
+FILES = {
+    "missing": "does not exist", "directory": "is a directory", "empty": "it is empty", "text": r"\(foreign\)",
+    "pickle": "could run code and is not opened", "torch": "could run code and is not opened",
+    "truncated": "cut short", "flipped": "checksum", "appended": "cut short",
+    "future schema": "has the schema 99; this rl-training reads schema 1", "future format": "a newer rl-training",
+    "not a training checkpoint": "it has no algorithm, config, run, schema, source, spaces",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_is_no_checkpoint_is_one_sentence_everywhere(
+    checkpoints: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "policy.ckpt"
+    write_wrong_file(kind, checkpoints["ppo"], path)
+    before = sorted(tmp_path.rglob("*"))
+    for use in (
+        evaluate_checkpoint,
+        resume_training,
+        managed("ppo").load,
+        lambda path: predict_checkpoint(path, [0.0] * 4),
+    ):
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}.*{FILES[kind]}") as error:
+            use(path)
+        assert "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before  # nothing ran, nothing was written

@@ -1,0 +1,165 @@
+"""The learning gates' own machinery: jobs are recorded once, rules decide as written, the page shows records."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import render_results  # noqa: E402
+import run_gates  # noqa: E402
+
+from rl_training.errors import UserError  # noqa: E402
+from rl_training.experiment.config import list_presets  # noqa: E402
+
+TINY = {"total_timesteps": 64, "num_envs": 2, "log_interval": 1, "algo_kwargs": {"num_steps": 8, "max_updates": 4}}
+
+
+def write_gates(folder: Path, **gates: dict[str, Any]) -> Path:
+    """A gates file whose gates are tiny PPO runs."""
+    common = {"preset": "ppo/cartpole", "env": "CartPole-v1", "budget": 100, "figure": "tiny", "overrides": TINY}
+    data = {"eval_episodes": 2, "gates": {name: {**common, **gate} for name, gate in gates.items()}}
+    path = folder / "gates.yaml"
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def fake_record(results: Path, gate: run_gates.Gate, seed: int, value: float, steps: int = 50) -> None:
+    """A record as a run would have left it."""
+    record = {
+        "config_hash": run_gates.config_hash(gate), "eval": {"mean": value, "std": 0.0}, "global_step": steps,
+        "train_seconds": 1.0, "curve": {"train": [[10, 1.0], [50, value]], "eval": [[50, value]]},
+        "versions": {"torch": "2"}, "machine": "here",
+    }  # fmt: skip
+    run_gates.write_record(run_gates.record_path(results, gate, seed), record)
+
+
+def verdict_of(tmp_path: Path, values: list[float], steps: int = 50, **gate: Any) -> run_gates.Verdict:
+    """The verdict over seeds 0, 1, ... with these returns."""
+    gates = run_gates.load_gates(write_gates(tmp_path, one={"seeds": [0, 1, 2], **gate}))
+    for seed, value in enumerate(values):
+        fake_record(tmp_path / "results", gates["one"], seed, value, steps)
+    return run_gates.judge(gates["one"], gates, tmp_path / "results")
+
+
+def test_a_job_is_recorded_once_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gates(tmp_path, tiny={"threshold": 1, "seeds": [0, 1]})
+    where = ["--gates", str(path), "--results", str(tmp_path / "results")]
+    assert run_gates.main([*where, "--jobs", "1"]) == 0
+    assert "2 jobs to run" in capsys.readouterr().out
+    record = json.loads((tmp_path / "results" / "tiny" / "seed_1.json").read_text())
+    assert record["seed"] == 1
+    assert record["global_step"] <= 100
+    assert len(record["eval"]["returns"]) == 2
+    assert record["curve"]["eval"][-1][0] == record["global_step"]
+    assert record["config_hash"] == run_gates.config_hash(run_gates.load_gates(path)["tiny"])
+    assert {"versions", "machine", "command", "train_seconds", "wall_seconds"} <= set(record)
+
+    assert run_gates.main([*where, "--jobs", "1"]) == 0
+    assert "0 jobs to run" in capsys.readouterr().out
+    assert run_gates.main([*where, "--check"]) == 0
+
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{render_results.BEGIN}\n{render_results.END}\nafter\n")
+    draw = [*where, "--page", str(page), "--images", str(tmp_path / "images")]
+    assert render_results.main([*draw, "--check"]) == 1
+    assert render_results.main(draw) == 0
+    assert render_results.main([*draw, "--check"]) == 0
+    assert "| `ppo/cartpole` | CartPole-v1 | 100 |" in page.read_text()
+    assert page.read_text().endswith("after\n")
+    assert (tmp_path / "images" / "tiny.png").stat().st_size > 1000
+
+
+def test_a_run_folder_gets_its_curve(tmp_path: Path) -> None:
+    rows = [{"step": s, "kind": "train", "time": 0.1, "episode_return_mean": s / 2} for s in range(0, 1000, 2)]
+    text = "".join(json.dumps(row) + "\n" for row in [*rows, {"step": 1000, "kind": "eval", "eval_return_mean": 9.0}])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    curve = run_gates.read_curve(tmp_path / "metrics.jsonl")
+    assert len(curve["train"]) == run_gates.TRAIN_POINTS
+    assert curve["train"][0] == [0, 0.0]
+    assert curve["train"][-1] == [998, 499.0]
+    assert curve["eval"] == [[1000, 9.0]]
+    assert render_results.main(["--run", str(tmp_path)]) == 0
+    assert (tmp_path / "curve.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("bar", "values", "status"),
+    [
+        (475, [475, 500, 427.5], "pass"),
+        (475, [475, 500, 427.4], "fail"),
+        (475, [474.9, 500, 450], "fail"),
+        (-250, [-240, -250, -275], "pass"),
+        (-250, [-240, -250, -275.1], "fail"),
+        (-250, [-240, -251, -260], "fail"),
+    ],
+)
+def test_a_bar_is_for_median_and_worst_seed(tmp_path: Path, bar: float, values: list[float], status: str) -> None:
+    assert verdict_of(tmp_path, values, threshold=bar).status == status
+
+
+def test_a_run_over_its_budget_fails(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, [500, 500, 500], steps=101, threshold=475)
+    assert verdict.status == "fail"
+    assert "over the budget" in verdict.reason
+
+
+def test_missing_seeds_are_not_a_pass(tmp_path: Path) -> None:
+    assert verdict_of(tmp_path, [], threshold=475).status == "not run"
+    assert verdict_of(tmp_path, [500, 500], threshold=475).status == "incomplete"
+
+
+def test_a_record_of_another_config_is_stale_and_due(tmp_path: Path) -> None:
+    assert verdict_of(tmp_path, [500, 500, 500], threshold=475).status == "pass"
+    changed = {"seeds": [0, 1, 2], "threshold": 475, "overrides": {**TINY, "num_envs": 4}}
+    gates = run_gates.load_gates(write_gates(tmp_path, one=changed))
+    assert run_gates.judge(gates["one"], gates, tmp_path / "results").status == "stale"
+    assert [seed for _, seed in run_gates.due_jobs(gates.values(), tmp_path / "results", None)] == [0, 1, 2]
+    command = ["--gates", str(tmp_path / "gates.yaml"), "--results", str(tmp_path / "results"), "--check"]
+    assert run_gates.main(command) == 1
+
+
+def test_a_control_stays_below_a_number_or_another_gate(tmp_path: Path) -> None:
+    assert verdict_of(tmp_path, [10, 20, 30], control=True, below=21).status == "pass"
+    assert verdict_of(tmp_path, [10, 20, 30], control=True, below=20).status == "fail"
+    control = {"control": True, "seeds": [0]}
+    gates = run_gates.load_gates(write_gates(tmp_path, with_it=control, without={**control, "below": "with_it"}))
+    results = tmp_path / "compared"
+    fake_record(results, gates["without"], 0, 30.0)
+    assert run_gates.judge(gates["without"], gates, results).status == "incomplete"
+    fake_record(results, gates["with_it"], 0, 40.0)
+    assert run_gates.judge(gates["without"], gates, results).status == "pass"
+    assert run_gates.judge(gates["with_it"], gates, results).status == "recorded"
+    fake_record(results, gates["with_it"], 0, 20.0)
+    assert run_gates.judge(gates["without"], gates, results).status == "fail"
+
+
+def test_wrong_gates_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no threshold"):
+        run_gates.load_gates(write_gates(tmp_path, one={}))
+    with pytest.raises(UserError, match="below names"):
+        run_gates.load_gates(write_gates(tmp_path, one={"control": True, "below": "nothing"}))
+    gate = run_gates.load_gates(write_gates(tmp_path, one={"threshold": 1, "env": "Pendulum-v1"}))["one"]
+    with pytest.raises(UserError, match="trains on CartPole-v1"):
+        run_gates.gate_config(gate, 0)
+
+
+def test_the_packaged_gates_fit_their_presets() -> None:
+    gates = run_gates.load_gates()
+    assert {gate.preset for gate in gates.values()} <= set(list_presets())
+    for gate in gates.values():
+        config = run_gates.gate_config(gate, 0)
+        assert config.total_timesteps <= gate.budget
+        assert run_gates.config_hash(gate)
+
+
+def test_the_results_page_holds_its_markers() -> None:
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert render_results.fill(text, "") != ""

@@ -1,0 +1,349 @@
+"""What a run does when: rows, evaluations, checkpoints, schedules, budgets, stops, and the guard against NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resume_cases import StopAt, rows_of, tiny
+from rl_training.algorithms.a2c import A2C
+from rl_training.algorithms.base import UpdateResult
+from rl_training.errors import UserError
+from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.experiment.config import load_config
+from rl_training.runtime import run as run_module
+from rl_training.runtime.run import Callback, Run, TrainingFailure
+from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+
+
+def steps_of(rows: list[dict[str, Any]], kind: str) -> list[int]:
+    return [row["step"] for row in rows if row["kind"] == kind]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_every_log_interval_updates_and_one_at_the_end(tmp_path: Path) -> None:
+    result = train(tiny("a2c", tmp_path, log_interval=5, eval_episodes=0), console=False)  # 16 updates of 8 steps
+    rows = rows_of(result.run_dir)
+    assert [row["updates"] for row in rows] == [5, 10, 15, 16]
+    assert [row.get("last", False) for row in rows] == [False, False, False, True]
+
+
+def test_an_end_that_is_due_anyway_is_one_row(tmp_path: Path) -> None:
+    result = train(tiny("a2c", tmp_path, log_interval=8, eval_episodes=0), console=False)
+    assert [(row["updates"], "last" in row) for row in rows_of(result.run_dir)] == [(8, False), (16, False)]
+
+
+def test_rows_hold_counters_losses_and_episode_statistics(tmp_path: Path) -> None:
+    last = rows_of(train(tiny("ppo", tmp_path), console=False).run_dir)[-2]
+    assert last["updates"] == 16
+    assert {"episode_return_mean", "episode_length_mean", "loss", "policy_loss", "value_loss"} <= set(last)
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_every_eval_interval_steps_and_one_at_the_end(tmp_path: Path) -> None:
+    result = train(tiny("a2c", tmp_path, kwargs={"eval_interval": 50}), console=False)
+    assert steps_of(rows_of(result.run_dir), "eval") == [56, 104, 128]
+    due = train(tiny("a2c", tmp_path, kwargs={"eval_interval": 64}), console=False)
+    assert steps_of(rows_of(due.run_dir), "eval") == [64, 128]
+
+
+def test_no_evaluation_without_episodes(tmp_path: Path) -> None:
+    result = train(tiny("a2c", tmp_path, eval_episodes=0, kwargs={"eval_interval": 16}), console=False)
+    assert steps_of(rows_of(result.run_dir), "eval") == []
+    assert "eval_return_mean" not in result.metrics
+    assert not (result.run_dir / "checkpoints" / "best.ckpt").exists()
+
+
+def test_best_is_the_checkpoint_of_the_best_evaluation(tmp_path: Path) -> None:
+    result = train(tiny("ppo", tmp_path, kwargs={"eval_interval": 16, "learning_rate": 0.05}), console=False)
+    rows = [row for row in rows_of(result.run_dir) if row["kind"] == "eval"]
+    best = max(rows, key=lambda row: row["eval_return_mean"])  # the first of equals
+    path = result.run_dir / "checkpoints" / "best.ckpt"
+    assert load_checkpoint(path)["run"]["step"] == best["step"]
+    assert evaluate_checkpoint(path)["eval_returns"] == best["eval_returns"]
+
+
+def test_early_stopping_waits_for_its_patience(tmp_path: Path) -> None:
+    rule = {"metric": "eval_return_mean", "threshold": 1.0, "patience": 3}
+    result = train(tiny("a2c", tmp_path, kwargs={"eval_interval": 16, "early_stopping": rule}), console=False)
+    assert result.metrics["stop_reason"] == "early_stopping"
+    assert result.metrics["global_step"] == 48
+    assert steps_of(rows_of(result.run_dir), "eval") == [16, 32, 48]
+
+
+def test_early_stopping_counts_across_a_resume_and_not_the_evaluation_of_a_stop(tmp_path: Path) -> None:
+    rule = {"metric": "eval_return_mean", "threshold": 1.0, "patience": 3}
+    config = tiny("a2c", tmp_path, kwargs={"eval_interval": 16, "early_stopping": rule})
+    halfway = train(config, callbacks=[StopAt(40)], console=False)
+    assert halfway.metrics["stop_reason"] == "callback"
+    result = resume_training(halfway.checkpoint_path, console=False)
+    assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("early_stopping", 48)
+
+
+def test_early_stopping_may_watch_any_metric_and_warns_of_one_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = {"metric": "updates", "threshold": 6}
+    result = train(tiny("a2c", tmp_path, kwargs={"eval_interval": 16, "early_stopping": rule}), console=False)
+    assert (result.metrics["stop_reason"], result.metrics["updates"]) == ("early_stopping", 6)
+    rule = {"metric": "eval_retrun_mean", "threshold": 6}
+    train(tiny("a2c", tmp_path, kwargs={"eval_interval": 64, "early_stopping": rule}), console=True)
+    assert "which is no metric here; did you mean 'eval_return_mean'?" in capsys.readouterr().err
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def names_of(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+def test_a_checkpoint_every_interval_of_steps_and_the_newest_are_kept(tmp_path: Path) -> None:
+    config = tiny("a2c", tmp_path, checkpoint_interval=24, checkpoint_keep=2)
+    result = train(config, console=False)
+    assert names_of(result.run_dir) == {"latest.ckpt", "best.ckpt", "step_120.ckpt", "step_128.ckpt"}
+    assert load_checkpoint(result.checkpoint_path)["run"]["step"] == 128
+
+
+def test_no_step_checkpoints_are_kept_when_none_are_wanted(tmp_path: Path) -> None:
+    result = train(tiny("a2c", tmp_path, checkpoint_interval=24, checkpoint_keep=0), console=False)
+    assert names_of(result.run_dir) == {"latest.ckpt", "best.ckpt"}
+
+
+def test_without_an_interval_the_clock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    original = Run.save_checkpoint
+
+    def record(run: Run, **options: Any) -> None:
+        saved.append(run.step)
+        original(run, **options)
+
+    monkeypatch.setattr(Run, "save_checkpoint", record)
+    monkeypatch.setattr(run_module, "time", Clock())  # every look at it takes a second
+    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", 10.0)
+    monkeypatch.setattr(run_module, "MOST_SAVING", 1)
+    result = train(tiny("a2c", tmp_path, eval_episodes=0, total_timesteps=256, log_interval=100), console=False)
+    assert names_of(result.run_dir) == {"latest.ckpt"}
+    assert saved[0] == 0
+    assert saved[-1] == 256
+    assert saved == sorted(saved)
+    assert 3 < len(saved) < 32
+
+
+class Clock:
+    """`time` for a run: each call is a second later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_a_checkpoint_is_there_before_the_first_step(tmp_path: Path) -> None:
+    class Look(Callback):
+        def on_start(self, run: Run) -> None:
+            assert load_checkpoint(run.checkpoints.latest)["run"]["step"] == 0
+
+    train(tiny("a2c", tmp_path), callbacks=[Look()], console=False)
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_max_updates_counts_across_resumes(tmp_path: Path) -> None:
+    config = tiny("a2c", tmp_path, kwargs={"max_updates": 10})
+    halfway = train(config, callbacks=[StopAt(32)], console=False)
+    assert halfway.metrics["updates"] == 4
+    result = resume_training(halfway.checkpoint_path, console=False)
+    assert (result.metrics["updates"], result.metrics["stop_reason"]) == (10, "max_updates")
+    again = resume_training(result.checkpoint_path, console=False)
+    assert again.metrics["updates"] == 10
+
+
+def test_max_seconds_ends_a_run_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "time", Clock())
+    result = train(tiny("a2c", tmp_path, max_seconds=60.0, total_timesteps=100_000, eval_episodes=0), console=False)
+    assert result.metrics["stop_reason"] == "max_seconds"
+    assert 0 < result.metrics["updates"] < 60
+
+
+def test_the_budget_is_met_and_said(tmp_path: Path) -> None:
+    result = train(tiny("a2c", tmp_path, num_envs=4, vectorization="sync", total_timesteps=100), console=False)
+    assert result.metrics["stop_reason"] == "total_timesteps"
+    assert result.metrics["global_step"] == 128  # whole rollouts of 32
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_reaches_its_end_with_the_budget_and_is_a_metric(tmp_path: Path, kind: str) -> None:
+    schedule = {"type": kind, "start": 0.02, "end": 0.001}
+    result = train(tiny("ppo", tmp_path, kwargs={"ent_coef_schedule": schedule}), console=False)
+    assert result.metrics["ent_coef"] == 0.001
+    values = [row["ent_coef"] for row in rows_of(result.run_dir) if row["kind"] == "train"]
+    assert values == sorted(values, reverse=True)
+    assert values[-1] == 0.001
+    assert 0.001 < values[0] < 0.02
+    assert result.policy.algorithm.ent_coef > 0.001  # the last update's own value, from where the last rollout began
+
+
+def test_a_constant_schedule_stays(tmp_path: Path) -> None:
+    schedule = {"type": "constant", "start": 0.02}
+    result = train(tiny("ppo", tmp_path, kwargs={"learning_rate_schedule": schedule}), console=False)
+    assert {row["learning_rate"] for row in rows_of(result.run_dir) if row["kind"] == "train"} == {0.02}
+
+
+def test_a_schedule_sets_the_learner(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Look(Callback):
+        def on_update(self, run: Run) -> None:
+            seen.append(run.session.algorithm.learning_rate)
+
+    schedule = {"type": "linear", "start": 0.16, "end": 0.0}
+    train(tiny("a2c", tmp_path, kwargs={"learning_rate_schedule": schedule}), callbacks=[Look()], console=False)
+    assert seen == pytest.approx([0.16 * (1 - i / 16) for i in range(16)])
+
+
+# ---- callbacks -------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks_hear_everything_and_may_stop(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    class Listen(Callback):
+        def on_start(self, run: Run) -> None:
+            heard.append("start")
+
+        def on_update(self, run: Run) -> bool:
+            heard.append(f"update {run.updates}")
+            return run.updates < 3
+
+        def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
+            heard.append(f"evaluation {metrics['eval_episodes']}")
+
+        def on_end(self, run: Run) -> None:
+            heard.append("end")
+
+    result = train(tiny("a2c", tmp_path), callbacks=[Listen()], console=False)
+    assert heard == ["start", "update 1", "update 2", "update 3", "evaluation 2", "end"]
+    assert result.metrics["stop_reason"] == "callback"
+
+
+def test_an_evaluation_that_stops_the_run_is_not_repeated(tmp_path: Path) -> None:
+    class StopGood(Callback):
+        def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> bool:
+            return metrics["eval_return_mean"] < 0
+
+    result = train(tiny("a2c", tmp_path, kwargs={"eval_interval": 16}), callbacks=[StopGood()], console=False)
+    assert steps_of(rows_of(result.run_dir), "eval") == [16]
+
+
+def test_an_exception_in_a_callback_ends_the_run_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    class Break(Callback):
+        def on_update(self, run: Run) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(tiny("a2c", tmp_path), callbacks=[Break()], console=False)
+    (path,) = tmp_path.glob("*/checkpoints/latest.ckpt")
+    assert resume_training(path, console=False).metrics["global_step"] == 128
+
+
+# ---- NaN -------------------------------------------------------------------------------------------------------------
+
+
+def break_learner(monkeypatch: pytest.MonkeyPatch, at_update: int, value: float, *, in_loss: bool) -> None:
+    original = A2C.learn
+
+    def learn(self: A2C, batch: Any, *, step: int) -> UpdateResult:
+        result = original(self, batch, step=step)
+        if self.num_updates + 1 == at_update:
+            if in_loss:
+                result.metrics["loss"] = torch.tensor(value)
+            else:
+                with torch.no_grad():
+                    self.policy.critic[0].weight[1, 2] = value
+        return result
+
+    monkeypatch.setattr(A2C, "learn", learn)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_bad_weight_stops_the_run_by_name_and_the_last_good_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    break_learner(monkeypatch, 9, value, in_loss=False)
+    with pytest.raises(TrainingFailure, match=r"the tensor 'policy.critic.0.weight' is not finite at step") as failure:
+        train(tiny("a2c", tmp_path, checkpoint_interval=8), console=False)
+    (path,) = tmp_path.glob("*/checkpoints/latest.ckpt")
+    assert str(path) in str(failure.value)
+    assert load_checkpoint(path)["run"]["updates"] == 8
+    monkeypatch.undo()
+    assert resume_training(path, console=False).metrics["global_step"] == 128
+
+
+def test_a_bad_loss_stops_the_run_at_that_update_though_it_is_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_learner(monkeypatch, 5, math.nan, in_loss=True)
+    with pytest.raises(TrainingFailure, match=r"the metric 'loss' is not finite at step 40 \(update 5\)"):
+        train(tiny("a2c", tmp_path, log_interval=1000), console=False)
+    rows = [json.loads(line) for path in tmp_path.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    assert rows == []
+
+
+def test_a_bad_weight_at_the_very_end_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_learner(monkeypatch, 16, math.nan, in_loss=False)
+    with pytest.raises(TrainingFailure, match=r"policy\.critic\.0\.weight"):
+        train(tiny("a2c", tmp_path, eval_episodes=0), console=False)
+    (path,) = tmp_path.glob("*/checkpoints/latest.ckpt")
+    assert load_checkpoint(path)["run"]["updates"] == 0
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_config_manifest_metrics_events_and_checkpoints(tmp_path: Path) -> None:
+    result = train(tiny("ppo", tmp_path, tags=["a"], benchmark={"note": 1}), console=False)
+    names = {path.name.split(".tfevents")[0] for path in result.run_dir.iterdir()}
+    assert names == {"config.yaml", "manifest.json", "metrics.jsonl", "events.out", "checkpoints"}
+    manifest = json.loads((result.run_dir / "manifest.json").read_text())
+    assert {"rl_training", "torch", "gymnasium", "numpy", "python", "platform", "git", "command"} <= set(manifest)
+    assert manifest["seed"] == 3
+
+
+def test_config_yaml_is_the_resolved_config_and_reads_back_the_same(tmp_path: Path) -> None:
+    schedule = {"type": "cosine", "start": 1e-3, "end": 1e-7}
+    config = tiny("ppo", tmp_path, num_envs=2, max_seconds=1e4, kwargs={"learning_rate_schedule": schedule})
+    result = train(config, console=False)
+    written = load_config(result.run_dir / "config.yaml")
+    assert written == load_config(load_checkpoint(result.checkpoint_path)["config"])
+    assert (written.device, written.threads, written.vectorization, written.accelerate) == ("cpu", 1, "native", "none")
+    assert written.algo_kwargs["gamma"] == 0.99  # a default, spelled out
+    assert train(written, console=False).metrics["loss"] == result.metrics["loss"]
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
+    assert len({train(tiny("a2c", tmp_path), console=False).run_dir for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("name", ["file/below", "nul\0byte", "x" * 300])
+def test_an_output_dir_that_cannot_be_made_is_one_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output_dir is .*, where no folder can be made: .*\.$"):
+        train(tiny("a2c", tmp_path / name), console=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

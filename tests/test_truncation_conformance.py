@@ -1,0 +1,71 @@
+"""Truncation, over every algorithm that learns values from environment reward: an episode cut short has a future.
+
+Reward 1 for ever at one constant observation and gamma 0.9 is worth 10. An environment that only ever truncates must
+be valued at that; the same environment that terminates must not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import env_zoo
+from rl_training.algorithms.base import Algorithm
+from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.registry import list_algorithm_specs
+from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.workflows import train
+
+WITHOUT_ENVIRONMENT_REWARD = ("dataset", "demonstrations")  # lanes: data on disk, or rewards of a discriminator
+WORTH = 10.0
+
+# Hyper-parameters that converge in a few seconds; each algorithm takes those that it knows.
+QUICK: dict[str, Any] = {
+    "gamma": 0.9, "hidden_sizes": [16], "learning_rate": 0.02, "value_learning_rate": 0.02, "max_grad_norm": None,
+    "num_steps": 16, "minibatch_size": 64, "update_epochs": 4, "value_updates": 10,
+}  # fmt: skip
+STEPS = {"rollout": 12_000}
+
+
+def learned_value(algorithm: Algorithm, obs: Any) -> float | None:
+    """The value of one observation by the algorithm's critic; None where this test does not know where it stands."""
+    values = getattr(getattr(algorithm, "policy", None), "values", None)
+    if values is None:
+        return None
+    with torch.no_grad():
+        return float(values(torch.from_numpy(np.asarray(obs))[None].to(algorithm.device)))
+
+
+def value_after_training(spec: AlgorithmSpec, env_name: str, folder: Path) -> float:
+    action = "discrete" if "discrete" in spec.action_kinds else "continuous"
+    config = TrainConfig(
+        algo=spec.name, env_id=f"env_zoo:{env_name}", env_kwargs={"length": 5, "action": action}, num_envs=4,
+        total_timesteps=STEPS.get(spec.lane, 2_000), eval_episodes=0, log_interval=1000, device="cpu", threads=1,
+        vectorization="sync", output_dir=str(folder),
+        algo_kwargs={name: value for name, value in QUICK.items() if name in spec.params.model_fields},
+    )  # fmt: skip
+    result = train(config, console=False)
+    observation, _ = getattr(env_zoo, env_name)().reset()
+    value = learned_value(result.policy.algorithm, observation)
+    if value is None:
+        pytest.skip(f"{spec.name} keeps its values elsewhere than in policy.values; teach learned_value where")
+    return value
+
+
+CASES = [spec for spec in list_algorithm_specs() if spec.lane not in WITHOUT_ENVIRONMENT_REWARD]
+
+
+@pytest.mark.parametrize("spec", CASES, ids=lambda spec: spec.name)
+def test_a_truncated_episode_is_worth_its_future(spec: AlgorithmSpec, tmp_path: Path) -> None:
+    assert value_after_training(spec, "AlwaysTruncates", tmp_path) == pytest.approx(WORTH, rel=0.15)
+
+
+@pytest.mark.parametrize("spec", CASES, ids=lambda spec: spec.name)
+def test_a_terminated_episode_is_not(spec: AlgorithmSpec, tmp_path: Path) -> None:
+    value = value_after_training(spec, "AlwaysTerminates", tmp_path)
+    assert value == pytest.approx(np.mean([1, 1.9, 2.71, 3.439, 4.0951]), rel=0.25)  # of the five places
+    assert value != pytest.approx(WORTH, rel=0.15)
