@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = (1, 2)
+PROBE_STEPS = 4_096
 ENV = "CartPole-v1"
 SOLVED, EVAL_EVERY, EVAL_EPISODES = 475, 5_000, 20
 PPO_WORKLOAD = {"num_steps": 128, "update_epochs": 4, "minibatch_size": 256}
@@ -203,12 +204,11 @@ def measure_speeds(ours: Side, theirs: Side, names: list[str], rounds: int) -> d
         for job in ((ours, our_name, our_steps), (theirs, their_name, their_steps)):
             if job not in jobs:
                 jobs.append(job)
-    for side, name, _ in jobs:
-        side.run("speed", name, steps=2_048, threads=1)
+    chosen = {(side.side, name): choose_threads(side, name) for side, name, _ in jobs}
     rates: dict[str, dict[str, list[float]]] = {}
     for number in range(rounds):
         for side, name, steps in jobs:
-            for threads in THREADS:
+            for threads in chosen[side.side, name]:
                 result = side.run("speed", name, steps=steps, threads=threads)
                 entry = rates.setdefault(f"{side.side}/{name}/{threads}", {"wall": [], "cpu": []})
                 entry["wall"].append(result["steps"] / result["seconds"])
@@ -217,9 +217,20 @@ def measure_speeds(ours: Side, theirs: Side, names: list[str], rounds: int) -> d
     return rates
 
 
+def choose_threads(side: Side, name: str) -> list[int]:
+    """Warm up, and leave out a number of threads that is far behind (two on a busy machine can be 20 times slower)."""
+    rates = {}
+    for threads in (*THREADS, *THREADS):  # the second turn counts
+        result = side.run("speed", name, steps=PROBE_STEPS, threads=threads)
+        rates[threads] = result["steps"] / result["seconds"]
+    print(f"  warm-up: {side.side:6} {name:8} " + ", ".join(f"{rate:,.0f} steps/s with {t}" for t, rate in rates.items()))
+    return [threads for threads, rate in rates.items() if rate > 0.7 * max(rates.values())]
+
+
 def best(rates: dict[str, dict[str, list[float]]], side: str, name: str) -> tuple[float, int]:
     """Median steps/s at the better number of threads, and that number."""
-    return max((statistics.median(rates[f"{side}/{name}/{threads}"]["wall"]), threads) for threads in THREADS)
+    medians = {int(key.rpartition("/")[2]): statistics.median(rate["wall"]) for key, rate in rates.items() if key.startswith(f"{side}/{name}/")}
+    return max((median, threads) for threads, median in medians.items())
 
 
 def compare_speeds(rates: dict[str, dict[str, list[float]]], names: list[str]) -> list[dict[str, Any]]:

@@ -71,10 +71,8 @@ def wrong_values(schema: Tree, definitions: Tree) -> Iterator[Any]:
         yield from ([], [1, "x"], [[]], [None])
     if "string" not in types or choices:
         yield from ("nonsense", "", "1,5", "0x1f", "--", "1 2", "ünï", "a" * 5000, "line\nbreak")
-    if choices:
-        yield from (f"{choice}x" for choice in choices)
-        yield from (choice[1:] for choice in choices)
-        yield from (choice.upper() for choice in choices)
+    misses = [miss for choice in choices for miss in (f"{choice}x", choice[1:], choice.upper())]
+    yield from (miss for miss in misses if miss not in choices)  # "async" without its first letter is right
     if "boolean" not in types and not numeric:
         yield from (True, False)
     if not numeric and "boolean" not in types:
@@ -179,7 +177,8 @@ MEANT: dict[str, tuple[Any, ...]] = {
 MEANT_ENV: tuple[tuple[tuple[str, ...], Any], ...] = (
     *((("max_episode_steps",), value) for value in (0, -1, 1.5, "ten", True, [], {}, NAN)),
     *((("wrappers",), value) for value in (5, "atari", [], [{"atari": {}}], True, {"atary": {}}, {"": {}})),
-    (("gravitty",), 3), (("sutton",), 3), (("wrappers", "atari"), {}), (("wrappers", "pixels"), {"resize_shape": [0, 0]}),
+    (("gravitty",), 3), (("sutton",), 3), (("wrappers", "atari"), {}),
+    (("wrappers", "pixels"), {"resize_shape": [0, 0]}),
     (("wrappers", "pixels"), {"resize_shape": [-4, 84]}), (("wrappers", "clip_reward"), [1.0, -1.0]),
     (("nested",), {1: 2}), (("value",), object()), (("value",), {2, 3}), (("value",), b"x"),
 )  # fmt: skip
@@ -294,7 +293,7 @@ def config_case(name: str, data: Tree, path: tuple[str, ...]) -> Case:
         (folder / "config.yaml").write_text(text, encoding="utf-8")
         return folder / "config.yaml"
 
-    words = (*path, "unknown key", "is not a word", "schedules no number", "the environment ")
+    words = (*path, "unknown key", "is not a word", "schedules no number", "the environment ", str(data.get("env_id")))
     return Case(name, prepare, ("train",), words)
 
 
@@ -347,7 +346,8 @@ def checkpoint_cases(originals: dict[str, Path], rng: random.Random) -> list[Cas
         for place, value, uses in tree_edits(tree, rng):
             cases.append(tree_case(name, place, value, uses, tree))
     foreign = {"pickle": pickle.dumps({"schema": 1, "config": Explode()}), "text": b"algo: ppo\n",
-               "zip": b"PK\3\4" * 40, "gzip": b"\x1f\x8b\x08" + bytes(60), "png": b"\x89PNG\r\n\x1a\n" + bytes(80), "zeros": bytes(4096),
+               "zip": b"PK\3\4" * 40, "gzip": b"\x1f\x8b\x08" + bytes(60),
+               "png": b"\x89PNG\r\n\x1a\n" + bytes(80), "zeros": bytes(4096),
                "json": json.dumps({"schema": 1}).encode(), "noise": rng.randbytes(3000)}  # fmt: skip
     for kind, data in foreign.items():
         cases.append(Case(f"{kind} file", file_writer("x.ckpt", data), ALL, ("x.ckpt",)))
@@ -382,15 +382,24 @@ def tree_edits(tree: Tree, rng: random.Random) -> Iterator[tuple[tuple[Any, ...]
     yield from ((("schema",), value, ALL) for value in (0, 2, 99, -1, "1", {}))
     for path, value in config_edits(tree["config"]["algo"], rng):
         if savable(value):
-            yield ("config", *path), value, ("evaluate", "resume") if path[0] in ("env_kwargs", "env_id") else ALL
+            yield ("config", *path), value, uses_of(path, value)
     yield from ((("config", name), MISSING, ALL) for name in ("algo", "env_id", "total_timesteps"))
     yield from spaces_edits(tree["spaces"])
     yield from algorithm_edits(tree["algorithm"])
     yield from source_edits(tree["source"])
     for name in RunState.model_fields:
         yield ("run", name), MISSING, ("resume",)
-    yield from (((*path,), value, ("resume",)) for path, value in model_edits(RunState, ("run",)) if savable(value))
+    edits = model_edits(RunState, ("run",), "best_return")
+    yield from ((path, value, ("resume",)) for path, value in edits if savable(value))
+    yield from ((("run", "best_return"), value, ("resume",)) for value in (None, "x", NAN, INF, True, [], {}))
     yield from ((("run", name), 1, ("resume",)) for name in wrong_names(list(RunState.model_fields), rng) if name)
+
+
+def uses_of(path: tuple[str, ...], value: Any) -> tuple[str, ...]:
+    """The uses that read this part of a checkpoint's config."""
+    if path[-1] in ("optimizer_eps_schedule", "max_grad_norm_schedule") or value == [1.0, -1.0]:
+        return ("resume",)  # only training moves what nobody may move, or clips
+    return ("evaluate", "resume") if path[0] in ("env_kwargs", "env_id") else ALL
 
 
 def savable(value: Any) -> bool:
@@ -414,7 +423,7 @@ def spaces_edits(spaces: Tree) -> Iterator[tuple[tuple[Any, ...], Any, tuple[str
         yield from ((("spaces", name), value, ALL) for value in wrong)
     for part in ("raw_observation", "raw_action"):
         for key in spaces[part]:
-            yield from ((("spaces", part, key), value, ALL) for value in (MISSING, None, "Sphere", {}))
+            yield from ((("spaces", part, key), value, ALL) for value in (MISSING, "Sphere", {}, "<f9"))
     yield ("spaces", "more"), 1, ALL
     yield ("spaces", "raw_observation"), spaces["raw_action"], ALL
     yield ("spaces", "raw_action"), spaces["raw_observation"], ALL
@@ -466,7 +475,7 @@ def tree_case(name: str, path: tuple[Any, ...], value: Any, uses: tuple[str, ...
 
     what = "missing" if value is MISSING else f"= {type(value).__name__} {value!r:.40}"
     words = ("x.ckpt", *map(str, path[1:]), "unknown key", "the checkpoint was made for", "schedules no number",
-             "the environment ")  # fmt: skip
+             "the environment ", str(value) if path[-1] == "env_id" else "")  # fmt: skip
     return Case(f"{name}: {'.'.join(map(str, path))} {what}", prepare, uses, words)
 
 

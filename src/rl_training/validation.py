@@ -22,7 +22,10 @@ _shorten.maxstring = _shorten.maxother = 60
 class StrictModel(BaseModel):
     """A pydantic model that refuses unknown keys, booleans as numbers, and NaN; reads `1e5` as a whole number."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+    # constants: an infinity in env_kwargs must not come back from a checkpoint as None
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, ser_json_inf_nan="constants"
+    )
 
     @model_validator(mode="before")
     @classmethod

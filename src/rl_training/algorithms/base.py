@@ -89,7 +89,9 @@ class Algorithm(nn.Module):
             result.metrics = read_metrics(result.metrics)
         return result
 
-    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any) -> Optimizer:
+    def make_optimizer(
+        self, name: str, parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any
+    ) -> Optimizer:
         """An optimizer that is part of the state; `name` is its place in the state and in error messages."""
         optimizer = Optimizer(parameters, learning_rate=learning_rate, **options)
         self.add_module(name, optimizer)

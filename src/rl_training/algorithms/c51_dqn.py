@@ -40,7 +40,7 @@ class C51DQN(QLearning):
     def numpy_values(self, outputs: Array) -> Array:
         """`values` in numpy."""
         weights = np.exp(outputs - outputs.max(-1, keepdims=True))
-        return (weights @ self.support.numpy()) / weights.sum(-1)  # type: ignore[no-any-return]
+        return (weights @ self.support.numpy()) / weights.sum(-1)
 
     def targets(self, rows: Batch) -> tuple[Tensor, Tensor]:
         """Projected distributions [B, K], and their means [B] before the projection clips them."""

@@ -135,7 +135,7 @@ def noisy_policy(learner: Any, forward: Any) -> NumpyPolicy:
         actions: Array = forward(obs)
         if not deterministic:
             actions = actions + learner.exploration_noise * rng.standard_normal(actions.shape, dtype=np.float32)
-            actions = np.clip(actions, -1.0, 1.0).astype(np.float32, copy=False)
+            np.clip(actions, -1.0, 1.0, out=actions)
         return actions
 
     return act

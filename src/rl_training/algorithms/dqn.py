@@ -17,7 +17,7 @@ from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose, we
 
 
 def dqn_terms(q_values: Tensor, actions: Tensor, targets: Tensor) -> SampleTerms:
-    """From values [B, A], actions [B] and targets [B]: Huber loss with its corner at 1; the priority is |target - Q|."""
+    """From values [B, A], actions [B] and targets [B]: Huber losses with delta 1, priorities |target - Q|."""
     chosen = choose(q_values, actions)
     losses = F.smooth_l1_loss(chosen, targets, reduction="none")
     chosen = chosen.detach()

@@ -34,8 +34,9 @@ class IQN(QLearning):
         online, target = count * self.num_quantiles, count * self.num_target_quantiles
         uniform = self.uniform(online + target + self.num_acting_quantiles)
         taus, target_taus, acting_taus = uniform.split([online, target, self.num_acting_quantiles])
-        fractions = {"taus": taus.view(count, -1), "target_taus": target_taus.view(count, -1), "acting_taus": acting_taus}
-        return fractions | super().draws(count)
+        return super().draws(count) | {
+            "taus": taus.view(count, -1), "target_taus": target_taus.view(count, -1), "acting_taus": acting_taus,
+        }  # fmt: skip
 
     def uniform(self, count: int) -> Tensor:
         """Random fractions [count]."""
@@ -63,7 +64,7 @@ class IQN(QLearning):
         count = self.num_acting_quantiles
         even = (torch.arange(count, device=obs.device) + 0.5) / count
         taus = even if deterministic else self.uniform(count)
-        return self.q_network.expected_values(self.q_network.features(obs), taus)  # type: ignore[no-any-return]
+        return self.q_network.expected_values(self.q_network.features(obs), taus)
 
     def numpy_action_values(self) -> NumpyValues | None:
         """`action_values` in numpy."""
@@ -78,6 +79,6 @@ class IQN(QLearning):
 
         def values(obs: Array, rng: np.random.Generator | None) -> Array:
             taus = even if rng is None else rng.random((1, count), dtype=np.float32)
-            return expected(features(obs, rng), taus, widths, rng)  # type: ignore[no-any-return]
+            return expected(features(obs, rng), taus, widths, rng)
 
         return values

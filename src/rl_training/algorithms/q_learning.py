@@ -96,7 +96,7 @@ class QLearning(Algorithm):
     # the update ------------------------------------------------------------------------------------------------
 
     def draws(self, count: int) -> dict[str, Tensor]:
-        """The random numbers of one update with `count` transitions: noise of the online, selecting and target network."""
+        """Random numbers of one update of `count` transitions: noise for the online, selecting and target network."""
         return {"noise": self.q_network.draw_noise(3, self.generator)} if self.noisy else {}
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ class QLearning(Algorithm):
 
     def acting(self) -> nn.Module:
         """The online network."""
-        return self.q_network  # type: ignore[no-any-return]
+        return self.q_network
 
     @torch.no_grad()
     def act(
@@ -164,7 +164,7 @@ class QLearning(Algorithm):
             self.q_network.set_noise(None if deterministic else self.q_network.draw_noise(1, self.generator)[0])
         scores = mask_scores(self.action_values(obs, deterministic), action_masks)
         if not deterministic and self.epsilon > 0.0:
-            draws = torch.empty(len(scores), scores.shape[1] + 1, device=scores.device).uniform_(generator=self.generator)
+            draws = scores.new_empty(len(scores), scores.shape[1] + 1).uniform_(generator=self.generator)
             explore = draws[:, :1] < self.epsilon
             scores = torch.where(explore, mask_scores(draws[:, 1:], action_masks), scores)
         return ActOutput(scores.argmax(-1))
@@ -180,23 +180,21 @@ class QLearning(Algorithm):
         values = self.numpy_action_values()
         if values is None:
             return None
-        num_actions: int | None = None
+        num_actions = int(self.q_network.action_dim)
 
         def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
-            nonlocal num_actions
             explore = None
             if not deterministic and self.epsilon > 0.0:
                 explore = rng.random(len(obs)) < self.epsilon
-                if num_actions is not None and explore.all():  # nobody asks the network
+                if explore.all():  # nobody asks the network
                     return random_actions(len(obs), num_actions, masks, rng)
             scores = values(obs, None if deterministic else rng)
-            num_actions = scores.shape[1]
             if masks is not None:
                 scores = np.where(masks, scores, -np.inf)
             actions = scores.argmax(-1)
             if explore is not None and explore.any():
                 actions = np.where(explore, random_actions(len(obs), num_actions, masks, rng), actions)
-            return actions  # type: ignore[no-any-return]
+            return actions
 
         return act
 
@@ -223,4 +221,4 @@ def random_actions(count: int, num_actions: int, masks: Array | None, rng: np.ra
     """Uniform over the legal actions [count]."""
     if masks is None:
         return rng.integers(num_actions, size=count)
-    return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)  # type: ignore[no-any-return]
+    return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)

@@ -32,7 +32,7 @@ class QRDQN(QLearning):
 
     def numpy_values(self, outputs: Array) -> Array:
         """`values` in numpy."""
-        return outputs.mean(-1)  # type: ignore[no-any-return]
+        return outputs.mean(-1)
 
     def targets(self, rows: Batch) -> Tensor:
         """Target quantiles [B, N]."""

@@ -60,5 +60,5 @@ def quantile_losses(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: flo
     """[B, N], [B, M], [B, N] -> [B]; the gradient reaches `quantiles` alone."""
     if kappa == 0.0:
         return quantile_huber_loss(quantiles=quantiles, targets=targets, taus=taus, kappa=kappa)
-    loss: Tensor = _FusedLoss.apply(quantiles, targets, taus.expand_as(quantiles), kappa)  # type: ignore[no-untyped-call]
+    loss: Tensor = _FusedLoss.apply(quantiles, targets, taus.expand_as(quantiles), kappa)
     return loss

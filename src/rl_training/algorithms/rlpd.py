@@ -50,7 +50,7 @@ class RLPD(SAC):
         """Distinct indices [M], anew for every critic step."""
         if self.critic_subset_size == self.num_critics:
             return None
-        order = torch.randperm(self.num_critics, generator=self.generator, device=self.device)
+        order = torch.randperm(self.num_critics, generator=self.generator, device=self.last_actor.device)
         return order[: self.critic_subset_size]
 
     def actor_values(self, q_values: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class SAC(Algorithm):
         """A sample of the policy, or tanh(mean)."""
         if deterministic:
             return ActOutput(self.model.actor(obs))
-        sampled = self.model.actor.sample(obs, self.draw_noise(len(obs)))
+        sampled = self.model.actor.sample(obs, self.draw_noise(obs))
         return ActOutput(sampled.actions, {"logprobs": sampled.logprobs})
 
     def numpy_policy(self) -> NumpyPolicy | None:
@@ -98,9 +98,9 @@ class SAC(Algorithm):
         sample = None if make is None else make()
         return None if sample is None else lambda obs, masks, rng, deterministic: sample(obs, rng, deterministic)
 
-    def draw_noise(self, rows: int) -> Tensor:
-        """Standard normal noise [rows, A]."""
-        return torch.randn(rows, self.model.action_dim, generator=self.generator, device=self.device)
+    def draw_noise(self, obs: Tensor) -> Tensor:
+        """Standard normal noise [B, A] for actions at these observations."""
+        return torch.randn(len(obs), self.model.action_dim, generator=self.generator, device=obs.device)
 
     def draw_subset(self) -> Tensor | None:
         """Indices of the critics whose minimum is the target; None for all."""
@@ -137,13 +137,12 @@ class SAC(Algorithm):
 
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""
-        rows = len(batch["obs"])
-        discounts = fold_discounts(batch, self.gamma)
-        metrics, priorities = self.critic_step(batch, discounts, self.draw_noise(rows), self.draw_subset())
+        obs, discounts = batch["obs"], fold_discounts(batch, self.gamma)
+        metrics, priorities = self.critic_step(batch, discounts, self.draw_noise(obs), self.draw_subset())
         if (self.num_updates + 1) % self.actor_update_interval == 0:
-            self.actor_step(batch["obs"], self.draw_noise(rows))
+            self.actor_step(obs, self.draw_noise(obs))
         self._target.polyak_(self.tau)
-        self.model.actor.observation_input.update(batch["obs"])
+        self.model.actor.observation_input.update(obs)
         actor_loss, entropy_term = self.last_actor.clone().unbind()
         metrics |= {"actor_loss": actor_loss, "entropy_term": entropy_term, "alpha": self.alpha}
         return UpdateResult(metrics, priorities=priorities)

@@ -54,7 +54,9 @@ class ManagedAlgorithm:
 
     algo: ClassVar[str] = ""
 
-    def __init__(self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: Callable[..., Env] | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: Callable[..., Env] | None = None
+    ) -> None:
         if isinstance(config, Mapping):
             config = {"algo": self.algo, **config}
             if env is not None:

@@ -1,4 +1,4 @@
-"""Action distributions of policies: sample, mode, log_prob, entropy and KL, on the functions of `algorithms.ops.policy`.
+"""Action distributions of policies: sample, mode, log_prob, entropy and KL, on `algorithms.ops.policy`.
 
 Lighter than `torch.distributions`, whose argument checks cost more than a small network's forward pass.
 """

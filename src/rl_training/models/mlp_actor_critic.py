@@ -81,7 +81,7 @@ class MLPActorCritic(nn.Module):
 
     def values(self, obs: Tensor) -> Tensor:
         """State values [B]."""
-        return self.critic(self.features(obs)).squeeze(-1)  # type: ignore[no-any-return]
+        return self.critic(self.features(obs)).squeeze(-1)
 
     def act(
         self, obs: Tensor, *, deterministic: bool = False, generator: torch.Generator | None = None,

@@ -36,7 +36,7 @@ class MLPIQNNetwork(NoisyNetwork):
         features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
         self.trunk, self.feature_dim = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
         self.embedding = linear(embedding_dim, self.feature_dim)
-        self.dueling = dueling
+        self.action_dim, self.dueling = action_dim, dueling
         self.head: nn.Module
         if dueling:
             self.head = DuelingHead(self.feature_dim, self.feature_dim, action_dim, 1, activation, noisy=noisy)
@@ -48,15 +48,15 @@ class MLPIQNNetwork(NoisyNetwork):
     def features(self, obs: Tensor) -> Tensor:
         """psi(s): [B, ...] -> [B, D]."""
         x = self.observation_input(obs)
-        return self.trunk(x if self.encoder is None else self.encoder(x))  # type: ignore[no-any-return]
+        return self.trunk(x if self.encoder is None else self.encoder(x))
 
     def embed(self, taus: Tensor) -> Tensor:
         """phi(tau): [..., N] -> [..., N, D]."""
-        return self.embedding((taus.unsqueeze(-1) * self.frequencies).cos_()).relu_()  # type: ignore[no-any-return]
+        return self.embedding((taus.unsqueeze(-1) * self.frequencies).cos_()).relu_()
 
     def quantiles(self, features: Tensor, taus: Tensor) -> Tensor:
         """Quantiles of every action at fractions [B, N] -> [B, A, N]."""
-        return self.head(features.unsqueeze(-2) * self.embed(taus)).transpose(-1, -2)  # type: ignore[no-any-return]
+        return self.head(features.unsqueeze(-2) * self.embed(taus)).transpose(-1, -2)
 
     def expected_values(self, features: Tensor, taus: Tensor, widths: Tensor | None = None) -> Tensor:
         """Action values [B, A]: the mean of the quantiles at `taus` [B or 1, N], weighted by `widths` where given."""
@@ -64,7 +64,7 @@ class MLPIQNNetwork(NoisyNetwork):
         if self.dueling:  # not linear in the embedding
             quantiles = self.head(features.unsqueeze(-2) * embedding)
             return average(quantiles, widths)
-        return self.head(features * average(embedding, widths))  # type: ignore[no-any-return]
+        return self.head(features * average(embedding, widths))
 
     def forward(self, obs: Tensor, taus: Tensor) -> Tensor:
         """[B, ...], [B, N] -> [B, A, N]."""
@@ -86,7 +86,7 @@ class MLPIQNNetwork(NoisyNetwork):
             phi = embedding(np.cos(taus[..., None] * frequencies), None)
             np.maximum(phi, 0.0, out=phi)
             if dueling:
-                return np.matmul(widths[:, None], head(psi[:, None] * phi, rng))[:, 0]  # type: ignore[no-any-return]
+                return np.matmul(widths[:, None], head(psi[:, None] * phi, rng))[:, 0]
             return head(psi * np.matmul(widths[:, None], phi)[:, 0], rng)
 
         return features, expected

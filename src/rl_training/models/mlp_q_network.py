@@ -83,6 +83,7 @@ class MLPQNetwork(NoisyNetwork):
         super().__init__()
         self.observation_input = observation_input or ObservationInput()
         self.encoder = encoder
+        self.action_dim = action_dim
         self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
         features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
         outputs = num_outputs or 1
@@ -105,7 +106,8 @@ class MLPQNetwork(NoisyNetwork):
 
     def numpy_network(self) -> NumpyNetwork | None:
         """The forward pass in numpy on the same weights; None behind an encoder, on a GPU or for wide layers."""
-        prepare, forward = numpy_input(self.observation_input), numpy_chain([numpy_step(self.trunk), numpy_step(self.head)])
+        prepare = numpy_input(self.observation_input)
+        forward = numpy_chain([numpy_step(self.trunk), numpy_step(self.head)])
         if self.encoder is not None or prepare is None or forward is None:
             return None
         shape = self.output_shape

@@ -37,7 +37,7 @@ class ActingSession:
                 action_masks=tensor(masks),
             )  # fmt: skip
         self.carry = out.carry
-        return out.actions.cpu().numpy()  # type: ignore[no-any-return]
+        return out.actions.cpu().numpy()
 
 
 @contextmanager

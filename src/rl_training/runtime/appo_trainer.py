@@ -46,8 +46,10 @@ def build(params: APPOParams, spaces: EnvSpaces) -> APPO:
 SPECS = [
     AlgorithmSpec(
         name="appo", class_name="APPO", year=2020, lane="rollout",
-        paper="Petrenko et al. 2020, Sample Factory (arXiv:2006.11751); the option target_policy after Luo et al. 2019, IMPACT (arXiv:1912.00167)",
-        scope="Narrow synchronous v1: clipped surrogate against the behaviour policy on V-trace targets; option target_policy; every action kind, vectors and images.",
+        paper="Petrenko et al. 2020, Sample Factory (arXiv:2006.11751); the option target_policy after "
+        "Luo et al. 2019, IMPACT (arXiv:1912.00167)",
+        scope="Narrow synchronous v1: clipped surrogate against the behaviour policy on V-trace targets, optionally "
+        "with a target policy and a KL penalty; every action kind, vectors and images.",
         params=APPOParams, learner=APPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
         defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 300_000},
     )

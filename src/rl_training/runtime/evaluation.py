@@ -109,7 +109,7 @@ def record_video(
         result = run_episodes([recorder], spaces, algorithm, episodes, seed, deterministic=deterministic)
         recorder.close()
     except gym.error.DependencyNotInstalled as error:
-        raise UserError(f"recording a video needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
+        raise UserError(f"a video needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
     return result
 
 

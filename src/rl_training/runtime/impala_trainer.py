@@ -38,8 +38,10 @@ def build(params: IMPALAParams, spaces: EnvSpaces) -> IMPALA:
 SPECS = [
     AlgorithmSpec(
         name="impala", class_name="IMPALA", year=2018, lane="rollout",
-        paper="Espeholt et al. 2018, IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures (arXiv:1802.01561)",
-        scope="Narrow synchronous v1: V-trace on rollouts of one process, behaviour lag by policy_lag; every action kind, vectors and images.",
+        paper="Espeholt et al. 2018, IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner "
+        "Architectures (arXiv:1802.01561)",
+        scope="Narrow synchronous v1: V-trace on rollouts of one process, behaviour lag by policy_lag; "
+        "every action kind, vectors and images.",
         params=IMPALAParams, learner=IMPALA, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
         defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 500_000},
     )

@@ -41,7 +41,9 @@ class ReplayParams(Params):
     @model_validator(mode="after")
     def _batch_fits(self) -> ReplayParams:
         if self.batch_size > self.buffer_capacity:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be at most buffer_capacity ({self.buffer_capacity})")
+            raise ValueError(
+                f"batch_size is {self.batch_size}; it must be at most buffer_capacity ({self.buffer_capacity})"
+            )
         return self
 
     def built_in_schedules(self) -> dict[str, Schedule]:
@@ -62,22 +64,11 @@ class ReplaySource:
         self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
         self.prioritized_beta: float = self.params.prioritized_beta_start
         self.credit = 0  # environment steps not yet answered by a training turn
-        self.buffer = self._make_buffer(context)
+        self.buffer = make_buffer(
+            self.params, self.spaces, self.stepper.num_envs, context.device, context.recipe.image_frame_stack
+        )
         self._numpy_policy: Any = None
         self._asked_for_policy = False
-
-    def _make_buffer(self, context: SourceContext) -> ReplayBuffer:
-        params, spaces = context.params, context.spaces
-        layout: dict[str, Any] = {
-            "n_step": params.n_step, "gamma": params.gamma, "device": context.device, "obs_shape": spaces.obs_shape,
-            "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
-            "continuous": spaces.action_kind == "continuous", "frame_stack": context.frame_stack,
-            "mask_size": spaces.action_dim if spaces.has_action_mask else 0, "folder": params.replay_folder,
-        }  # fmt: skip
-        size, envs = params.buffer_capacity, context.stepper.num_envs
-        if params.prioritized:
-            return PrioritizedReplayBuffer(size, envs, alpha=params.prioritized_alpha, eps=params.prioritized_eps, **layout)
-        return ReplayBuffer(size, envs, **layout)
 
     def describe(self) -> str:
         """The buffer's size, for the start of a run."""
@@ -110,11 +101,11 @@ class ReplaySource:
             self._numpy_policy, self._asked_for_policy = algorithm.numpy_policy(), True
         obs, masks = self.stepper.obs, self.stepper.masks
         if self._numpy_policy is not None:
-            return self._numpy_policy(obs, masks, self.rng, False)  # type: ignore[no-any-return]
+            return self._numpy_policy(obs, masks, self.rng, False)
         device = algorithm.device
         legal = None if masks is None else torch.from_numpy(masks).to(device)
         out = algorithm.act(torch.from_numpy(obs).to(device), step=step, action_masks=legal)
-        return out.actions.cpu().numpy()  # type: ignore[no-any-return]
+        return out.actions.cpu().numpy()
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The training turns due, `gradient_updates_per_step` samples each."""
@@ -164,7 +155,23 @@ def random_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.r
     if spaces.action_kind == "continuous":
         return rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
     if masks is not None:
-        return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)  # type: ignore[no-any-return]
+        return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)
     if spaces.action_kind == "discrete":
         return rng.integers(spaces.action_sizes[0], size=count)
     return np.stack([rng.integers(size, size=count) for size in spaces.action_sizes], -1)
+
+
+def make_buffer(
+    params: ReplayParams, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1
+) -> ReplayBuffer:
+    """The buffer that these hyper-parameters ask for."""
+    layout: dict[str, Any] = {
+        "n_step": params.n_step, "gamma": params.gamma, "device": device, "obs_shape": spaces.obs_shape,
+        "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
+        "continuous": spaces.action_kind == "continuous", "frame_stack": frame_stack,
+        "mask_size": spaces.action_dim if spaces.has_action_mask else 0, "folder": params.replay_folder,
+    }  # fmt: skip
+    if params.prioritized:
+        layout |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
+    kind = PrioritizedReplayBuffer if params.prioritized else ReplayBuffer
+    return kind(params.buffer_capacity, num_envs, **layout)

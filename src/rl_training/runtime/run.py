@@ -57,7 +57,7 @@ class RunState(StrictModel):
     step: int = Field(ge=0)
     updates: int = Field(ge=0)
     train_seconds: float = Field(ge=0)
-    best_return: AnyFloat
+    best_return: float = Field(lt=math.inf, allow_inf_nan=True)  # minus infinity before the first evaluation
     good_evaluations: int = Field(ge=0)
     next_log: int = Field(ge=1)
     next_evaluation: int = Field(ge=0)

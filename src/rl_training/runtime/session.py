@@ -50,9 +50,7 @@ def open_session(
     engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
     try:
         stepper = Stepper(engine, spaces, config.num_envs)
-        source = spec.source(
-            SourceContext(params, spaces, stepper, config.seed, config.device, recipe.image_frame_stack)
-        )
+        source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
     except MemoryError as error:
         engine.close()
         raise UserError(f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}.") from None

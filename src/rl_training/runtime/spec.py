@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode, Stepper
 from rl_training.errors import UserError, did_you_mean
@@ -56,8 +57,8 @@ class SourceContext:
     spaces: EnvSpaces
     stepper: Stepper
     seed: int
-    device: str = "cpu"
-    frame_stack: int = 1  # frames in an image observation, of which a buffer need keep the newest only
+    device: str
+    recipe: EnvRecipe
 
 
 @dataclass(frozen=True)

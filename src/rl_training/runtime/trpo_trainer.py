@@ -21,7 +21,7 @@ class TRPOParams(RolloutParams):
     value_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the critic; the policy has none.")
     value_updates: int = Field(80, ge=0, description="Gradient steps of the critic per rollout.")
     value_minibatch_size: int = Field(128, ge=1, description="Rows per step of the critic.")
-    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm of the critic; null does not clip.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm of the critic, or null.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages.")
     normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation.")
     max_kl: float = Field(0.01, gt=0, description="Size of the trust region.")
@@ -47,7 +47,8 @@ SPECS = [
     AlgorithmSpec(
         name="trpo", class_name="TRPO", year=2015, lane="rollout",
         paper="Schulman et al. 2015, Trust Region Policy Optimization (arXiv:1502.05477)",
-        scope="Conjugate gradient and line search on the whole batch, separate critic steps; every action kind, vectors and images.",
+        scope="Conjugate gradient and line search on the whole batch, separate critic steps; "
+        "every action kind, vectors and images.",
         params=TRPOParams, learner=TRPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
         defaults={"num_envs": 8, "total_timesteps": 200_000},
     )

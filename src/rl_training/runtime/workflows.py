@@ -181,7 +181,7 @@ def read_checkpoint(path: PathLike) -> dict[str, Any]:
     missing = {"schema", "config", "spaces", "algorithm", "source", "run"} - set(tree)
     if missing:
         raise UserError(f"{path} is not a training checkpoint: it has no {', '.join(sorted(missing))}.")
-    if tree["schema"] != SCHEMA:
+    if type(tree["schema"]) is not int or tree["schema"] != SCHEMA:
         raise UserError(f"{path} has the schema {tree['schema']!r}; this rl-training reads schema {SCHEMA}.")
     if odd := [part for part in ("config", "spaces", "algorithm", "source", "run") if not isinstance(tree[part], dict)]:
         raise UserError(f"{path} is not a training checkpoint: its {odd[0]} is not a mapping.")
@@ -242,8 +242,10 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
 def first_difference(stored: Any, built: Any, name: str) -> str | None:
     """Where a stored state differs in kind or shape from a freshly built one, in words; None where it does not.
 
-    A built None stands for what only exists later, and fits anything.
+    A built None or {} stands for what only exists later, and fits anything.
     """
+    if built is None or (isinstance(built, Mapping) and not built):
+        return None
     if isinstance(built, Mapping):
         if not isinstance(stored, Mapping) or set(stored) != set(built):
             names = set(stored) ^ set(built) if isinstance(stored, Mapping) else set()
@@ -259,7 +261,7 @@ def first_difference(stored: Any, built: Any, name: str) -> str | None:
             there, here = ((str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in (stored, built))
             return f"{name} is {there[0]} {there[1]}, not {here[0]} {here[1]}"
         return None
-    if built is not None and type(stored) is not type(built):
+    if type(stored) is not type(built):
         return f"{name} is a {type(stored).__name__}, not a {type(built).__name__}"
     return None
 
@@ -349,11 +351,16 @@ def is_run_dir_of(folder: Path, checkpoint: Path) -> bool:
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
     """Bring environments, generators and buffers back; returns sentences on what did not come back exactly."""
     try:
-        return session.source.load_state_dict(state)
+        sentences = session.source.load_state_dict(state)
+        # What a source took without a look, it gives back as something else.
+        problem = first_difference(state, session.source.state_dict(), "source")
     except UserError:
         raise
     except Exception as error:  # what an edited file holds can fail in any way
         raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
+    if problem:
+        raise UserError(f"{path}: its source cannot be brought back: {problem}.")
+    return sentences
 
 
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:

@@ -1,0 +1,212 @@
+"""PPO's update: its loss and the published numbers, epochs and minibatches, clipping, and Stable-Baselines3's step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rl_training.algorithms.ppo as ppo_module
+from rl_training.algorithms.ppo import PPO, ppo_loss
+from rollout_cases import (
+    KINDS,
+    PLAIN_STEP,
+    assert_same_weights,
+    by_torch_distributions,
+    flat_rows,
+    gradient_of,
+    make_policy,
+    make_rollout,
+    n_step_advantages,
+    sb3_learner,
+    step_of,
+    weights_of,
+)
+
+METRICS = {"loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction"}
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1.0, -0.17117467), (-1.0, 0.19333333)])
+def test_policy_loss_matches_the_published_numbers(sign: float, expected: float) -> None:
+    actions = torch.tensor([[0], [1], [2]])
+    new = torch.tensor([[1.0, 1, 1], [2, 0, 0], [-1, -2, -3]]).log_softmax(-1).gather(1, actions).squeeze(1)
+    old = torch.tensor([[1.0, 1, 1], [2, 0, 0], [-3, -2, -1]]).log_softmax(-1).gather(1, actions).squeeze(1)
+    batch = {
+        "new_logprobs": new, "logprobs": old, "advantages": sign * torch.tensor([0.3, 0.2, 0.1]),
+        "values": torch.zeros(3), "returns": torch.zeros(3), "entropy": torch.zeros(3),
+    }  # fmt: skip
+    losses = ppo_loss(batch, clip_coef=0.2, ent_coef=0.0, vf_coef=0.5)
+    assert float(losses["policy_loss"]) == pytest.approx(expected, abs=1e-4)
+    assert float(losses["loss"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_loss_and_statistics_by_hand() -> None:
+    ratios = torch.tensor([1.0, 1.5, 0.5])
+    batch = {
+        "new_logprobs": ratios.log() - 1.0, "logprobs": -torch.ones(3), "advantages": torch.tensor([2.0, 1.0, 1.0]),
+        "values": torch.tensor([0.0, 1.0, 2.0]), "returns": torch.tensor([1.0, 1.0, 4.0]),
+        "entropy": torch.tensor([0.3, 0.6, 0.9]),
+    }  # fmt: skip
+    losses = {name: float(value) for name, value in ppo_loss(batch, 0.2, 0.1, 0.5).items()}
+    policy_loss, value_loss = -(2.0 + 1.2 + 0.5) / 3, 0.5 * (1 + 0 + 4) / 3
+    kl = (0.0 + (0.5 - math.log(1.5)) + (-0.5 - math.log(0.5))) / 3
+    assert losses == pytest.approx(
+        {"policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": -0.6, "approx_kl": kl,
+         "clip_fraction": 2 / 3, "loss": policy_loss + 0.5 * value_loss - 0.1 * 0.6}
+    )  # fmt: skip
+
+
+def test_update_takes_flat_rows_and_reports_its_losses() -> None:
+    policy = make_policy()
+    learner = PPO(policy=policy, learning_rate=1e-3, clip_coef=0.2, ent_coef=0.01, vf_coef=0.5)
+    result = learner.update(flat_rows(make_rollout(policy)), global_step=21)
+    assert set(result.metrics) >= METRICS
+    assert all(isinstance(value, float) for value in result.metrics.values())
+    assert result.num_gradient_steps == 1  # one epoch of the whole batch, unless told otherwise
+    assert result.metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_is_the_gradient_of_the_loss(kind: str) -> None:
+    policy = make_policy(kind)
+    rows = flat_rows(make_rollout(policy, lag=0.3))
+    logprobs, entropy, values = by_torch_distributions(policy, rows["obs"], rows["actions"])
+    ratio, advantages = (logprobs - rows["logprobs"]).exp(), rows["advantages"]
+    surrogate = torch.where(advantages > 0, ratio.clamp(max=1.2) * advantages, ratio.clamp(min=0.8) * advantages)
+    loss = -surrogate.mean() + 0.7 * 0.5 * (values - rows["returns"]).square().mean() - 0.1 * entropy.mean()
+    expected = -gradient_of(loss, policy)
+    learner = PPO(policy=policy, ent_coef=0.1, vf_coef=0.7, clip_coef=0.2, normalize_advantages=False, **PLAIN_STEP)
+    with step_of(policy) as step:
+        learner.update(rows)
+    torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("sign", "moves"), [(1.0, False), (-1.0, True)])
+def test_a_ratio_beyond_the_clip_moves_only_back(sign: float, moves: bool) -> None:
+    """Every ratio is e: a good action gets no more likely, a bad one gets less."""
+    policy = make_policy()
+    rows = flat_rows(make_rollout(policy))
+    rows |= {"logprobs": rows["logprobs"] - 1.0, "advantages": sign * rows["advantages"].abs()}
+    learner = PPO(policy=policy, vf_coef=0.0, ent_coef=0.0, normalize_advantages=False, **PLAIN_STEP)
+    before = weights_of(policy)
+    result = learner.update(rows)
+    assert torch.equal(weights_of(policy), before) is not moves
+    assert result.metrics["clip_fraction"] == 1.0
+
+
+# ---- epochs and minibatches ------------------------------------------------------------------------------------------
+
+
+def minibatches_of(learner: PPO, rows: dict[str, Tensor]) -> tuple[int, list[dict[str, Tensor]]]:
+    """How many gradient steps an update took, and the rows of each."""
+    seen: list[dict[str, Tensor]] = []
+    step = learner.minibatch_step
+
+    def record(minibatch: Any) -> Tensor:
+        seen.append(dict(minibatch))
+        return step(minibatch)
+
+    learner.minibatch_step = record  # type: ignore[method-assign]
+    return learner.update(rows).num_gradient_steps, seen
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"), [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21])], ids=str
+)
+def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) -> None:
+    """But one row left over, which could not be normalised, waits for the next shuffle."""
+    policy = make_policy()
+    rows = flat_rows(make_rollout(policy))
+    learner = PPO(policy=policy, learning_rate=1e-4, update_epochs=3, minibatch_size=size)
+    steps, seen = minibatches_of(learner, rows)
+    assert steps == len(seen) == 3 * len(sizes)
+    assert [len(minibatch["obs"]) for minibatch in seen] == 3 * sizes
+    orders = []
+    for epoch in range(3):
+        pieces = seen[epoch * len(sizes) : (epoch + 1) * len(sizes)]
+        served = {name: torch.cat([piece[name] for piece in pieces]) for name in rows}
+        found = [int((rows["returns"] == value).nonzero()) for value in served["returns"]]
+        assert len(set(found)) == len(found) == sum(sizes)
+        for name, tensor in served.items():  # rows stay together
+            assert torch.equal(tensor, rows[name][found])
+        orders.append(found)
+    assert orders[0] != orders[1]
+
+
+def test_advantages_are_normalised_in_each_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def spy(batch: Any, *coefficients: float) -> dict[str, Tensor]:
+        seen.append(batch["advantages"])
+        return ppo_loss(batch, *coefficients)
+
+    monkeypatch.setattr(ppo_module, "ppo_loss", spy)
+    policy = make_policy()
+    rows = flat_rows(make_rollout(policy))
+    rows["advantages"] = 100 + 10 * rows["advantages"]
+    PPO(policy=policy, update_epochs=2, minibatch_size=7).update(rows)
+    assert len(seen) == 6
+    for advantages in seen:
+        assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-4)
+        assert float(advantages.std()) == pytest.approx(1.0, abs=1e-4)
+    seen.clear()
+    PPO(policy=policy, minibatch_size=7, normalize_advantages=False).update(rows)
+    assert torch.cat(seen).sort().values.equal(rows["advantages"].sort().values)
+
+
+def test_target_kl_ends_the_epochs_once_the_policy_moved_too_far() -> None:
+    def epochs(learning_rate: float, target_kl: float | None) -> int:
+        policy = make_policy()
+        learner = PPO(
+            policy=policy, learning_rate=learning_rate, update_epochs=5, minibatch_size=7, target_kl=target_kl
+        )
+        return learner.update(flat_rows(make_rollout(policy))).num_gradient_steps // 3
+
+    assert epochs(0.1, None) == 5
+    assert epochs(0.1, 1e-3) == 1
+    assert epochs(1e-6, 1e-3) == 5
+
+
+def test_a_rollout_gets_its_advantages_once() -> None:
+    """GAE from the values of the policy that acted, however often the epochs move the critic."""
+    weights = []
+    for given in (True, False):
+        policy = make_policy()
+        rollout = make_rollout(policy, truncates=True)
+        if given:
+            advantages = n_step_advantages(rollout, 0.9, 0.7)
+            rollout |= {"advantages": advantages, "returns": advantages + rollout["values"]}
+        torch.manual_seed(0)
+        learner = PPO(policy=policy, learning_rate=1e-2, gamma=0.9, gae_lambda=0.7, update_epochs=3, minibatch_size=8)
+        learner.update(rollout)
+        weights.append(weights_of(policy))
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+# ---- another implementation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["discrete", "continuous"])
+def test_epochs_are_those_of_stable_baselines3(kind: str) -> None:
+    """The same weights after three epochs of one minibatch; their value loss is not halved, so vf_coef is."""
+    sb3 = pytest.importorskip("stable_baselines3")
+    policy = make_policy(kind)
+    rollout = make_rollout(policy, lag=0.2, truncates=True)
+    options = {"gamma": 0.9, "gae_lambda": 0.8, "ent_coef": 0.03, "max_grad_norm": 0.5, "learning_rate": 1e-2}
+    kwargs = {"optimizer_kwargs": {"eps": 1e-5}}
+    rows = rollout["rewards"].numel()
+    theirs = sb3_learner(
+        sb3.PPO, policy, rollout, n_epochs=3, batch_size=rows, clip_range=0.15, vf_coef=0.25, policy_kwargs=kwargs,
+        **options,
+    )  # fmt: skip
+    ours = PPO(policy=policy, update_epochs=3, clip_coef=0.15, vf_coef=0.5, **options)
+    theirs.train()
+    result = ours.update(rollout)
+    assert_same_weights(theirs, policy)
+    logged = theirs.logger.name_to_value
+    assert result.metrics["clip_fraction"] == pytest.approx(logged["train/clip_fraction"], abs=1e-6)
+    assert result.metrics["policy_loss"] == pytest.approx(logged["train/policy_gradient_loss"], rel=1e-3, abs=1e-5)
+    assert result.metrics["value_loss"] == pytest.approx(0.5 * logged["train/value_loss"], rel=1e-4)
