@@ -1,4 +1,4 @@
-"""What the update tests of the rollout learners share: tiny policies, rollouts, and Stable-Baselines3 on the same data."""
+"""What the update tests of the rollout learners share: tiny policies, rollouts, Stable-Baselines3 on the same data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.distributions import Categorical, Independent, Normal
 import env_zoo
 from rl_training.algorithms.base import Batch
 from rl_training.models.mlp_actor_critic import MLPActorCritic
+
+torch.set_num_threads(1)  # networks this small only wait for each other's threads
 
 OBS_DIM, HIDDEN = 2, 8
 KINDS: dict[str, tuple[int, ...]] = {
@@ -42,7 +44,7 @@ def make_policy(kind: str = "discrete", seed: int = 0) -> MLPActorCritic:
 def make_rollout(
     policy: MLPActorCritic, steps: int = 7, envs: int = 3, seed: int = 1, *, lag: float = 0.0, truncates: bool = False
 ) -> dict[str, Tensor]:
-    """A rollout [T, B] that ends episodes here and there; `lag` is how far the log-probabilities of mu are from pi's."""
+    """A rollout [T, B] that ends episodes here and there; `lag` is how far log-probabilities of mu are from pi's."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -117,8 +119,8 @@ def weights_of(*modules: nn.Module) -> Tensor:
 def gradient_of(loss: Tensor, *modules: nn.Module) -> Tensor:
     """The gradient of a scalar as one vector, in the order of `weights_of`."""
     parameters = [p for module in modules for p in module.parameters()]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in zip(parameters, gradients, strict=True)])  # noqa: E501
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def managed(algo: str) -> type[ManagedAlgorithm]:
-    return getattr(rl_training, SPECS[algo].class_name)  # type: ignore[no-any-return]
+    return getattr(rl_training, SPECS[algo].class_name)
 
 
 # ---- predicting ------------------------------------------------------------------------------------------------------
@@ -189,9 +189,9 @@ def test_a_checkpoint_of_another_algorithm_is_refused(checkpoints: dict[str, Pat
 @pytest.mark.parametrize("verb", ["evaluate", "save", "resume", "predict", "actor"])
 def test_nothing_works_before_learning(tmp_path: Path, verb: str) -> None:
     fresh = managed("ppo")(tiny("ppo", tmp_path))
-    arguments = {"predict": [[0.0] * 4], "save": [tmp_path / "x.ckpt"]}.get(verb, [])
+    given: dict[str, list[Any]] = {"predict": [[0.0] * 4], "save": [tmp_path / "x.ckpt"]}
     with pytest.raises(UserError, match=r"call learn\(\) or load\(\) first"):
-        getattr(fresh, verb)(*arguments)
+        getattr(fresh, verb)(*given.get(verb, []))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -44,12 +44,14 @@ print(result.metrics["stop_reason"], result.metrics["global_step"], flush=True)
 """
 
 
-def start(what: str, path: Path, *, slow_stop: bool = False) -> subprocess.Popen[str]:
-    """A run in a process of its own, at its first update."""
+def start(what: str, path: Path, *, slow_stop: bool = False, wait: bool = True) -> subprocess.Popen[str]:
+    """A run in a process of its own, at its first update unless told not to wait for that."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT.replace("{slow_stop!r}", repr(slow_stop)), what, str(path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    if not wait:
+        return process
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line == "ready\n", process.communicate(timeout=LIMIT)[1]
@@ -76,21 +78,21 @@ def assert_sound(latest: Path) -> int:
 
 
 def test_fifty_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
-    """The run is killed and resumed, killed and resumed; half the resumed runs are killed right at their start."""
+    """The run is killed and resumed, killed and resumed, every second time while it may still be starting."""
     rng = random.Random(7)
     config = long_config(tmp_path)
     process = start("train", config)
     (latest,) = tmp_path.glob("runs/*/checkpoints/latest.ckpt")
     reached = 0
-    for _ in range(50):
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=rng.uniform(0.0, 0.4))  # somewhere in the middle of something
+    for number in range(50):
+        with pytest.raises(subprocess.TimeoutExpired):  # somewhere in the middle of something
+            process.wait(timeout=rng.uniform(0.0, 3.0 if number % 2 else 0.4))
         process.kill()
         assert process.wait(timeout=LIMIT) == -signal.SIGKILL
         step = assert_sound(latest)
         assert step >= reached
         reached = step
-        process = start("resume", latest)
+        process = start("resume", latest, wait=bool(number % 2))
     process.kill()
     process.wait(timeout=LIMIT)
     result = resume_training(latest, callbacks=[StopAt(reached + 100)], console=False)

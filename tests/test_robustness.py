@@ -6,6 +6,7 @@ The wrong values come from the models' own JSON schemas, so that a new field is 
 from __future__ import annotations
 
 import copy
+import io
 import json
 import pickle
 import random
@@ -345,8 +346,9 @@ def checkpoint_cases(originals: dict[str, Path], rng: random.Random) -> list[Cas
         cases += [byte_case(name, *change, data) for change in byte_changes(data, rng)]
         for place, value, uses in tree_edits(tree, rng):
             cases.append(tree_case(name, place, value, uses, tree))
-    foreign = {"pickle": pickle.dumps({"schema": 1, "config": Explode()}), "text": b"algo: ppo\n",
-               "zip": b"PK\3\4" * 40, "gzip": b"\x1f\x8b\x08" + bytes(60),
+    torch.save({"schema": 1, "config": Explode()}, stream := io.BytesIO())
+    foreign = {"torch": stream.getvalue(), "pickle": pickle.dumps({"schema": 1, "config": Explode()}),
+               "text": b"algo: ppo\n", "zip": b"PK\3\4" * 40, "gzip": b"\x1f\x8b\x08" + bytes(60),
                "png": b"\x89PNG\r\n\x1a\n" + bytes(80), "zeros": bytes(4096),
                "json": json.dumps({"schema": 1}).encode(), "noise": rng.randbytes(3000)}  # fmt: skip
     for kind, data in foreign.items():
@@ -445,13 +447,12 @@ def algorithm_edits(state: Tree) -> Iterator[tuple[tuple[Any, ...], Any, tuple[s
 
 
 def source_edits(source: Tree) -> Iterator[tuple[tuple[Any, ...], Any, tuple[str, ...]]]:
-    uses = ("resume",)
+    uses, stepper = ("resume",), source["stepper"]
     for name in source:
         yield ("source", name), MISSING, uses
     yield from ((("source", "rng"), value, uses) for value in (None, 5, "x", [], {}, {"bit_generator": "MT19937"}))
     yield from ((("source", "rng", key), MISSING, uses) for key in ("bit_generator", "state"))
-    yield from ((("source", "stepper"), value, uses) for value in (5, "x", [1], True, {"format": "episodes"}))
-    stepper = source["stepper"]
+    yield from ((("source", "stepper"), value, uses) for value in (5, "x", [1], True, {"format": stepper["format"]}))
     yield from ((("source", "stepper", key), MISSING, uses) for key in stepper)
     yield from ((("source", "stepper", key), None, uses) for key in ("obs", "engine"))
     yield from ((("source", "stepper", "engine"), value, uses) for value in ({}, 5, "x", [], [{}]))

@@ -201,10 +201,11 @@ def test_the_critic_leaves_the_policy_alone(image: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("size", "expected"), [(None, 21), (8, 8), (50, 21)])
 def test_value_updates_counts_minibatches(size: int | None, expected: int) -> None:
     policy = make_policy()
+    rows = flat_rows(make_rollout(policy))
     learner = TRPO(policy=policy, value_updates=5, value_minibatch_size=size)
     sizes: list[int] = []
     policy.critic.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    result = learner.update(flat_rows(make_rollout(policy)))
+    result = learner.update(rows)
     assert result.num_gradient_steps == 6
     assert sizes == [expected] * 5
 

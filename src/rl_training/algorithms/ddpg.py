@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
 from rl_training.algorithms.target import TargetNetwork
 
@@ -36,12 +35,9 @@ def regression_loss(td_errors: Tensor, weights: Tensor | None) -> Tensor:
 
 def ddpg_loss(batch: Batch) -> dict[str, Tensor]:
     """From q_values ([B] or [E, B]), target_q_values [B] and actor_q_values [B], those of mu(s); `weights` optional."""
-    td_errors = torch.atleast_2d(batch["target_q_values"].detach() - batch["q_values"])
-    return {
-        "critic_loss": regression_loss(td_errors, batch.get("weights")),
-        "actor_loss": -batch["actor_q_values"].mean(),
-        "target_q_mean": batch["target_q_values"].mean(),
-    }
+    targets = batch["target_q_values"].detach()
+    loss = regression_loss(torch.atleast_2d(targets - batch["q_values"]), batch.get("weights"))
+    return {"critic_loss": loss, "actor_loss": -batch["actor_q_values"].mean(), "target_q_mean": targets.mean()}
 
 
 class DDPG(Algorithm):
@@ -72,10 +68,7 @@ class DDPG(Algorithm):
         return self.model.actor
 
     @torch.no_grad()
-    def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
-    ) -> ActOutput:  # fmt: skip
+    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
         """mu(s), with Gaussian noise unless deterministic."""
         actions = self.model.actor(obs)
         if not deterministic:
@@ -85,9 +78,8 @@ class DDPG(Algorithm):
 
     def numpy_policy(self) -> NumpyPolicy | None:
         """The same in numpy."""
-        make = getattr(self.model.actor, "numpy_forward", None)
-        forward = None if make is None else make()
-        return None if forward is None else noisy_policy(self, forward)
+        make = getattr(self.model.actor, "numpy_policy", None)
+        return None if make is None else make(lambda: self.exploration_noise)
 
     def draw_noise(self, actions: Tensor) -> Tensor | None:
         """What `target_values` needs drawn; DDPG nothing."""
@@ -126,16 +118,3 @@ class DDPG(Algorithm):
             self._target.polyak_(self.tau)
         self.model.actor.observation_input.update(batch["obs"])
         return UpdateResult({**metrics, "actor_loss": self.last_actor_loss.clone()}, priorities=priorities)
-
-
-def noisy_policy(learner: Any, forward: Any) -> NumpyPolicy:
-    """mu(s) in numpy with the learner's exploration noise of the moment."""
-
-    def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
-        actions: Array = forward(obs)
-        if not deterministic:
-            actions = actions + learner.exploration_noise * rng.standard_normal(actions.shape, dtype=np.float32)
-            np.clip(actions, -1.0, 1.0, out=actions)
-        return actions
-
-    return act

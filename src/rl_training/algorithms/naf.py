@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
-from rl_training.algorithms.ddpg import noisy_policy
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
 from rl_training.algorithms.target import TargetNetwork
 
@@ -49,10 +48,7 @@ class NAF(Algorithm):
         return self.model
 
     @torch.no_grad()
-    def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
-    ) -> ActOutput:  # fmt: skip
+    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
         """mu(s), with Gaussian noise unless deterministic."""
         actions = self.model.actor(obs)
         if not deterministic:
@@ -62,9 +58,8 @@ class NAF(Algorithm):
 
     def numpy_policy(self) -> NumpyPolicy | None:
         """The same in numpy."""
-        make = getattr(self.model, "numpy_forward", None)
-        forward = None if make is None else make()
-        return None if forward is None else noisy_policy(self, forward)
+        make = getattr(self.model, "numpy_policy", None)
+        return None if make is None else make(lambda: self.exploration_noise)
 
     def critic_step(self, batch: Batch, discounts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the Bellman error; its metrics, and priorities [B]."""

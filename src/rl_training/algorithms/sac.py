@@ -27,14 +27,13 @@ def sac_loss(batch: Batch) -> dict[str, Tensor]:
 
     Of more critics: q_values and sampled_q_values [E, B]. `weights` [B] is optional.
     """
-    q_values, sampled = twins(batch, "q_values", "q{}_values"), twins(batch, "sampled_q_values", "sampled_q{}")
-    entropy_term = (batch["alpha"] * batch["sampled_logprobs"]).mean()
+    targets, entropy_term = batch["target_q_values"].detach(), (batch["alpha"] * batch["sampled_logprobs"]).mean()
+    critic_loss = regression_loss(targets - twins(batch, "q_values", "q{}_values"), batch.get("weights"))
+    actor_loss = entropy_term - twins(batch, "sampled_q_values", "sampled_q{}").amin(0).mean()
     return {
-        "critic_loss": regression_loss(batch["target_q_values"].detach() - q_values, batch.get("weights")),
-        "actor_loss": entropy_term - sampled.amin(0).mean(),
-        "target_q_mean": batch["target_q_values"].mean(),
+        "critic_loss": critic_loss, "actor_loss": actor_loss, "target_q_mean": targets.mean(),
         "entropy_term": entropy_term,
-    }
+    }  # fmt: skip
 
 
 def twins(batch: Batch, stacked: str, single: str) -> Tensor:
@@ -82,10 +81,7 @@ class SAC(Algorithm):
         return self.model.actor
 
     @torch.no_grad()
-    def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
-    ) -> ActOutput:  # fmt: skip
+    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
         """A sample of the policy, or tanh(mean)."""
         if deterministic:
             return ActOutput(self.model.actor(obs))
@@ -94,9 +90,8 @@ class SAC(Algorithm):
 
     def numpy_policy(self) -> NumpyPolicy | None:
         """The same in numpy."""
-        make = getattr(self.model.actor, "numpy_sample", None)
-        sample = None if make is None else make()
-        return None if sample is None else lambda obs, masks, rng, deterministic: sample(obs, rng, deterministic)
+        make = getattr(self.model.actor, "numpy_policy", None)
+        return None if make is None else make()
 
     def draw_noise(self, obs: Tensor) -> Tensor:
         """Standard normal noise [B, A] for actions at these observations."""
@@ -111,24 +106,24 @@ class SAC(Algorithm):
         return q_values.amin(0)
 
     def critic_step(
-        self, batch: Batch, discounts: Tensor, noise: Tensor, subset: Tensor | None
+        self, batch: Batch, discounts: Tensor, noise: Tensor, alpha: Tensor | float, subset: Tensor | None
     ) -> tuple[dict[str, Any], Tensor]:
         """One gradient step on the soft Bellman error (eq. 5 and 6); its metrics, and priorities [B]."""
         with torch.no_grad():
             next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
             next_q = self.target_critics(self.model.features(batch["next_obs"]), next_actions, subset).amin(0)
-            targets = bellman_target(batch["rewards"], discounts, next_q - self.alpha * next_logprobs)
+            targets = bellman_target(batch["rewards"], discounts, next_q - alpha * next_logprobs)
         td_errors = targets - self.model.critics(self.model.features(batch["obs"]), batch["actions"])
         loss = regression_loss(td_errors, batch.get("weights"))
         self.critic_optimizer.step(loss)
         return {"critic_loss": loss.detach(), "target_q_mean": targets.mean()}, td_errors.detach().abs().mean(0)
 
-    def actor_step(self, obs: Tensor, noise: Tensor) -> None:
+    def actor_step(self, obs: Tensor, noise: Tensor, alpha: Tensor | float) -> None:
         """One gradient step of the actor (eq. 9), then one of log alpha (eq. 18) with its gradient written out."""
         actions, logprobs = self.model.actor.sample(obs, noise)
         values = self.actor_values(self.model.critics(self.model.features(obs), actions))
         mean_logprob = logprobs.mean()
-        entropy_term = self.alpha * mean_logprob
+        entropy_term = alpha * mean_logprob
         loss = entropy_term - values.mean()
         self.actor_optimizer.step(loss)  # differentiates by the actor's parameters alone
         torch.stack([loss.detach(), entropy_term.detach()], out=self.last_actor)
@@ -137,12 +132,12 @@ class SAC(Algorithm):
 
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""
-        obs, discounts = batch["obs"], fold_discounts(batch, self.gamma)
-        metrics, priorities = self.critic_step(batch, discounts, self.draw_noise(obs), self.draw_subset())
+        obs, discounts, alpha = batch["obs"], fold_discounts(batch, self.gamma), self.alpha
+        metrics, priorities = self.critic_step(batch, discounts, self.draw_noise(obs), alpha, self.draw_subset())
         if (self.num_updates + 1) % self.actor_update_interval == 0:
-            self.actor_step(obs, self.draw_noise(obs))
+            self.actor_step(obs, self.draw_noise(obs), alpha)
         self._target.polyak_(self.tau)
         self.model.actor.observation_input.update(obs)
         actor_loss, entropy_term = self.last_actor.clone().unbind()
-        metrics |= {"actor_loss": actor_loss, "entropy_term": entropy_term, "alpha": self.alpha}
+        metrics |= {"actor_loss": actor_loss, "entropy_term": entropy_term, "alpha": alpha}
         return UpdateResult(metrics, priorities=priorities)

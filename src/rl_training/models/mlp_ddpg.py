@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor, nn
 
 from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
 from rl_training.models.ensemble import CriticEnsemble
+
+# obs [N, ...], masks (never any here), generator, deterministic -> actions [N, A]
+NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
 
 
 class DeterministicActor(nn.Module):
@@ -26,10 +30,25 @@ class DeterministicActor(nn.Module):
         """Actions without noise."""
         return self.network(self.observation_input(obs))
 
-    def numpy_forward(self) -> Callable[[Array], Array] | None:
-        """The same in numpy on the same weights; None on a GPU or for a large network."""
+    def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
+        """Acting in numpy on the same weights, with noise of the deviation at the time; None on a GPU or if large."""
         prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
-        return None if prepare is None or forward is None else lambda obs: forward(prepare(obs))
+        if prepare is None or forward is None:
+            return None
+        return noisy_policy(lambda obs: forward(prepare(obs)), deviation)
+
+
+def noisy_policy(forward: Callable[[Array], Array], deviation: Callable[[], float]) -> NumpyPolicy:
+    """mu(s) in numpy, with clipped Gaussian noise unless deterministic."""
+
+    def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
+        actions = forward(obs)
+        if not deterministic:
+            actions = actions + deviation() * rng.standard_normal(actions.shape, dtype=np.float32)
+            np.clip(actions, -1.0, 1.0, out=actions)
+        return actions
+
+    return act
 
 
 class MLPDDPGModel(nn.Module):

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.blocks import ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.mlp_ddpg import NumpyPolicy, noisy_policy
 
 LOG_DIAGONAL_RANGE = (-10.0, 5.0)
 
@@ -60,9 +61,9 @@ class MLPNAFModel(nn.Module):
         image = (factor * (actions - mu).unsqueeze(-1)).sum(-2)
         return value - 0.5 * image.square().sum(-1)
 
-    def numpy_forward(self) -> Callable[[Array], Array] | None:
-        """`actor` in numpy on the same weights; None on a GPU or for a large network."""
+    def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
+        """Acting in numpy on the same weights, with noise of the deviation at the time; None on a GPU or if large."""
         prepare, forward, size = numpy_input(self.observation_input), numpy_forward(self.network), self.action_dim
         if prepare is None or forward is None:
             return None
-        return lambda obs: np.tanh(forward(prepare(obs))[:, :size])
+        return noisy_policy(lambda obs: np.tanh(forward(prepare(obs))[:, :size]), deviation)

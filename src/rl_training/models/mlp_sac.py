@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.ops.policy import gaussian_log_prob, tanh_log_det
+from rl_training.algorithms.ops.policy import tanh_log_det
 from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
 from rl_training.models.ensemble import CriticEnsemble
+from rl_training.models.mlp_ddpg import NumpyPolicy
 
 LOG_STD_RANGE = (-20.0, 2.0)
+HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
 class SampledActions(NamedTuple):
@@ -48,18 +51,18 @@ class SquashedGaussianActor(nn.Module):
         """Actions made from standard normal `noise` [B, A]; the gradient passes through them."""
         mean, log_std = self.gaussian(obs)
         u = torch.addcmul(mean, log_std.exp(), noise)
-        # log N(u; mean, std) = log N(noise; 0, 1) - log std: half the operations, and nothing cancels in the gradient
-        standard = gaussian_log_prob(noise, mean.new_zeros(()), mean.new_zeros(()))
-        return SampledActions(u.tanh(), standard - log_std.sum(-1) - tanh_log_det(u))
+        # gaussian_log_prob(u, mean, log_std) with (u - mean) / std = noise put in: nothing to cancel in the gradient
+        gaussian = -torch.add(log_std, noise.square(), alpha=0.5).sum(-1) - self.action_dim * HALF_LOG_2PI
+        return SampledActions(u.tanh(), gaussian - tanh_log_det(u))
 
-    def numpy_sample(self) -> Callable[[Array, np.random.Generator, bool], Array] | None:
+    def numpy_policy(self) -> NumpyPolicy | None:
         """Acting in numpy on the same weights; None on a GPU or for a large network."""
         prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
         if prepare is None or forward is None:
             return None
         size = self.action_dim
 
-        def sample(obs: Array, rng: np.random.Generator, deterministic: bool) -> Array:
+        def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
             outputs = forward(prepare(obs))
             u = outputs[:, :size]
             if not deterministic:
@@ -67,7 +70,7 @@ class SquashedGaussianActor(nn.Module):
                 u = u + np.exp(log_std) * rng.standard_normal(u.shape, dtype=np.float32)
             return np.tanh(u)
 
-        return sample
+        return act
 
 
 class MLPSACModel(nn.Module):

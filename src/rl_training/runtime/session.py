@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ def open_session(
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     config = resolve(config, params, recipe, spaces)
     torch.set_num_threads(int(config.threads))
+    keep_freed_memory()
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device)
     engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
     try:
@@ -102,6 +105,22 @@ def build_algorithm(spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, s
             algorithm.load_state_dict(weights, strict=False)
     algorithm.seed(seed)
     return algorithm
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse freed blocks instead of returning them to the system.
+
+    An update's temporaries of a megabyte and more are otherwise mapped and unmapped every time; their page faults are
+    half the time of an IQN or FQF update. Other C libraries have no `mallopt` and do not need it.
+    """
+    mmap_threshold, trim_threshold = -3, -1
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+    except (OSError, AttributeError, TypeError):
+        return
 
 
 def check_same_spaces(stored: EnvSpaces, found: EnvSpaces) -> None:

@@ -165,7 +165,8 @@ def make_spec(
 
 SPECS = [
     make_spec(
-        "dqn", "DQN", 2015, DQN, "Mnih et al. 2015, Human-level control through deep reinforcement learning (Nature 518)",
+        "dqn", "DQN", 2015, DQN,
+        "Mnih et al. 2015, Human-level control through deep reinforcement learning (Nature 518)",
         "Replay, target network, Huber loss, epsilon-greedy; every axis of the family as a switch",
     ),
     make_spec(

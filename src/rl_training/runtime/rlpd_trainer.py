@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.rlpd import RLPD
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.prior_data import PriorDataParams, PriorReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class RLPDParams(ReplayParams):
+class RLPDParams(PriorDataParams):
     """Hyper-parameters of RLPD."""
 
     tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
@@ -32,15 +32,6 @@ class RLPDParams(ReplayParams):
     actor_update_interval: int | None = Field(
         None, ge=1, description="Critic steps per actor and temperature step; null is once per training turn."
     )
-    offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
-    offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data alone before the first step.")
-    dataset_kind: Literal["random", "npz", "minari", "checkpoint"] = Field(
-        "random", description="Where the prior data comes from."
-    )
-    dataset_path: str | None = Field(None, description="File of an npz dataset, or of a checkpoint with its replay.")
-    dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
-    dataset_size: int = Field(10_000, ge=1, description="Transitions to generate or, of a larger dataset, to take.")
-    dataset_seed: int = Field(0, ge=0, description="Seed of generated prior data.")
 
     @model_validator(mode="after")
     def _subset_fits(self) -> RLPDParams:
@@ -67,7 +58,7 @@ SPECS = [
         name="rlpd", class_name="RLPD", year=2023, lane="replay",
         paper="Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (arXiv:2302.02948)",
         scope="SAC with prior data in every batch, an ensemble of LayerNorm critics, many updates per step; vectors.",
-        params=RLPDParams, learner=RLPD, build=build, source=ReplaySource,
+        params=RLPDParams, learner=RLPD, build=build, source=PriorReplaySource,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )

@@ -1,0 +1,132 @@
+"""The public names of the contract, for every algorithm in the registry: one object under each of its names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+
+import rl_training
+import rl_training.algorithms
+import rl_training.api
+import rl_training.api.algorithms
+import rl_training.models
+from registry_contract import train_function
+from rl_training.algorithms.base import Algorithm
+from rl_training.experiment.registry import AlgorithmSpec, get_algorithm_spec, list_algorithm_specs
+
+# Registry name -> managed class, as the contract lists them; not all of them need exist yet.
+CONTRACT = {
+    "a2c": "A2C", "ppo": "PPO", "trpo": "TRPO", "impala": "IMPALA", "appo": "APPO", "dqn": "DQN",
+    "double_dqn": "DoubleDQN", "dueling_dqn": "DuelingDQN", "noisy_dqn": "NoisyDQN",
+    "prioritized_dqn": "PrioritizedDQN", "n_step_dqn": "NStepDQN", "c51_dqn": "C51DQN", "qr_dqn": "QRDQN", "iqn": "IQN",
+    "fqf": "FQF", "rainbow_dqn": "RainbowDQN", "ddpg": "DDPG", "td3": "TD3", "sac": "SAC", "naf": "NAF", "d4pg": "D4PG",
+    "rlpd": "RLPD", "bc": "BC", "mopo": "MOPO", "mbpo": "MBPO", "gail": "GAIL", "dreamer": "Dreamer",
+}  # fmt: skip
+ROLLOUT = {"a2c", "ppo", "trpo", "impala", "appo"}
+OWN = [spec for spec in list_algorithm_specs() if spec.name in CONTRACT]  # plugins of the machine keep their own names
+
+each_algorithm = pytest.mark.parametrize("spec", OWN, ids=lambda spec: spec.name)
+
+
+def test_the_rollout_family_is_registered() -> None:
+    assert {spec.name for spec in OWN} >= ROLLOUT
+
+
+@each_algorithm
+def test_the_managed_class_is_one_object_under_its_names(spec: AlgorithmSpec) -> None:
+    name = CONTRACT[spec.name]
+    managed = getattr(rl_training, name)
+    assert spec.class_name == name
+    assert managed is getattr(rl_training.api, name)
+    assert managed is getattr(rl_training.api.algorithms, name)
+    assert issubclass(managed, rl_training.ManagedAlgorithm)
+    assert (managed.__name__, managed.algo) == (name, spec.name)
+    assert spec.paper in (managed.__doc__ or "")
+
+
+@each_algorithm
+def test_the_learner_is_one_object_under_its_names(spec: AlgorithmSpec) -> None:
+    learner = getattr(rl_training, f"{CONTRACT[spec.name]}Algorithm")
+    assert learner is spec.learner
+    assert learner is getattr(rl_training.algorithms, learner.__name__)
+    assert issubclass(learner, Algorithm)
+    module = importlib.import_module(learner.__module__)
+    assert module.__name__.startswith("rl_training.algorithms.")
+    assert getattr(module, learner.__name__) is learner
+    if spec.name in ROLLOUT:
+        assert (module.__name__, learner.__name__) == (f"rl_training.algorithms.{spec.name}", spec.class_name)
+        assert callable(getattr(module, f"{spec.name}_loss"))
+
+
+@each_algorithm
+def test_learners_are_built_by_keyword_and_update_by_the_contract(spec: AlgorithmSpec) -> None:
+    parameters = [p for name, p in inspect.signature(spec.learner.__init__).parameters.items() if name != "self"]
+    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
+    assert list(inspect.signature(spec.learner.update).parameters)[:2] == ["self", "batch"]
+    assert "global_step" in inspect.signature(spec.learner.update).parameters
+    assert "deterministic" in inspect.signature(spec.learner.act).parameters
+
+
+@each_algorithm
+def test_each_has_a_train_function(spec: AlgorithmSpec) -> None:
+    signature = inspect.signature(train_function(spec.name))
+    assert list(signature.parameters) == ["config", "run_suffix", "callbacks"]
+    assert all(signature.parameters[name].default is None for name in ("run_suffix", "callbacks"))
+
+
+@each_algorithm
+def test_specs_say_what_the_algorithm_is(spec: AlgorithmSpec) -> None:
+    assert get_algorithm_spec(spec.name) is spec
+    assert 2010 <= spec.year <= 2030
+    assert re.search(r"\d{4}", spec.paper)
+    assert spec.scope.endswith(".")
+    assert spec.action_kinds
+    assert all(field.description for field in spec.params.model_fields.values())
+
+
+@pytest.mark.parametrize("name", ["MLPActorCritic", "Categorical", "MultiCategorical", "DiagonalGaussian"])
+def test_models_are_importable_from_the_package(name: str) -> None:
+    assert getattr(rl_training.models, name).__name__ == name
+
+
+def test_the_other_public_names() -> None:
+    from rl_training.cli import load_config as from_cli
+    from rl_training.experiment.config import TrainConfig, load_config
+    from rl_training.experiment.default_manager import DefaultExperimentManager
+    from rl_training.runtime import workflows
+
+    assert rl_training.TrainConfig is TrainConfig
+    assert rl_training.ManagedAlgorithm is rl_training.api.ManagedAlgorithm
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", rl_training.__version__)
+    assert from_cli is load_config
+    assert callable(DefaultExperimentManager.setup)
+    for name, arguments in {
+        "evaluate_checkpoint": ["path", "num_episodes"],
+        "predict_checkpoint": ["path", "obs", "deterministic"],
+        "resume_training": ["path", "total_timesteps", "output_dir"],
+    }.items():
+        assert set(arguments) <= set(inspect.signature(getattr(workflows, name)).parameters), name
+
+
+def test_an_unknown_name_is_an_attribute_error_that_helps() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'PPO'"):
+        rl_training.PPPO  # noqa: B018
+    with pytest.raises(AttributeError):
+        rl_training.nothing  # noqa: B018
+    with pytest.raises(AttributeError):
+        rl_training.api.algorithms.Nobody  # noqa: B018
+    with pytest.raises(AttributeError):
+        rl_training.algorithms.Nobody  # noqa: B018
+    assert not hasattr(rl_training, "__wrapped__")
+    with pytest.raises(ImportError):
+        from rl_training import Nobody  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, rl_training; rl_training.__version__; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
