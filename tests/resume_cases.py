@@ -22,6 +22,9 @@ CLOCKED = {"time", "steps_per_second", "train_seconds"}  # what two equal runs n
 TINY = {
     "num_steps": 8, "hidden_sizes": [8], "minibatch_size": 8, "update_epochs": 2, "value_updates": 2,
     "cg_iterations": 3, "line_search_steps": 3, "buffer_capacity": 500, "batch_size": 8, "learning_starts": 16,
+    "gradient_updates_per_step": 1, "train_frequency": 4, "target_update_interval": 5, "num_critics": 2,
+    "critic_subset_size": 2, "dataset_size": 64, "offline_pretrain_updates": 2, "num_atoms": 11, "num_quantiles": 6,
+    "embedding_dim": 8,
 }  # fmt: skip
 
 

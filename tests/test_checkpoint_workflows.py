@@ -153,7 +153,7 @@ def test_save_and_load_keep_everything(tmp_path: Path, algo: str) -> None:
     config = tiny(algo, tmp_path / "runs")
     trained = managed(algo)(config)
     result = trained.learn(callbacks=[StopAt(64)])
-    path = trained.save(tmp_path / "saved" / "policy.ckpt")
+    path = trained.save(tmp_path / "saved" / "policy.ckpt", include_replay=True)
     assert path.is_file()
     loaded = managed(algo).load(path)
     assert loaded.config == load_checked(path)
@@ -166,6 +166,15 @@ def test_save_and_load_keep_everything(tmp_path: Path, algo: str) -> None:
         load_checkpoint(trained.resume(console=False).checkpoint_path)["algorithm"],
     )
     assert result.run_dir.parent == tmp_path / "runs"
+
+
+@pytest.mark.parametrize("algo", [name for name, spec in SPECS.items() if spec.lane == "replay"])
+def test_a_file_without_its_replay_buffer_is_smaller_and_resumes(tmp_path: Path, algo: str) -> None:
+    trained = managed(algo)(tiny(algo, tmp_path / "runs"))
+    trained.learn(callbacks=[StopAt(64)])
+    whole, light = (trained.save(tmp_path / f"{keep}.ckpt", include_replay=keep) for keep in (True, False))
+    assert light.stat().st_size < whole.stat().st_size
+    assert managed(algo).load(light).resume(console=False).metrics["global_step"] == 128
 
 
 def load_checked(path: Path) -> Any:

@@ -9,21 +9,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, entropy_gradient, means, normalize, shares
 from rl_training.algorithms.base import Batch, UpdateResult
 
 
 def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
     """From logprobs, advantages, values, returns and entropy, all [B]."""
-    policy_loss = -(batch["logprobs"] * batch["advantages"]).mean()
-    value_loss = 0.5 * (batch["returns"] - batch["values"]).square().mean()
-    entropy_loss = -batch["entropy"].mean()
+    squares = (batch["returns"] - batch["values"]).square()
+    gain, square, entropy = means(batch["logprobs"] * batch["advantages"], squares, batch["entropy"])
+    policy_loss, value_loss, entropy_loss = -gain, 0.5 * square, -entropy
     loss = policy_loss + vf_coef * value_loss + ent_coef * entropy_loss
     return {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss}
 
 
+def a2c_gradients(batch: Batch, ent_coef: float, vf_coef: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of `a2c_loss` with respect to logprobs, values and entropy."""
+    share = shares(batch["advantages"])
+    on_values = (batch["values"] - batch["returns"]) * (vf_coef * share)
+    return batch["advantages"] * -share, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
+
+
 class A2C(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages and returns."""
+
+    reads_logprobs = False
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
@@ -41,10 +50,9 @@ class A2C(ActorCriticAlgorithm):
         """One gradient step on the whole rollout."""
         rows = self.rows(batch)
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
-        policy = self.policy.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
-        losses = a2c_loss(
-            {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}, self.ent_coef, self.vf_coef
-        )
-        grad_norm = self.optimizer.step(losses["loss"])
+        policy, gradients = self.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
+        losses = a2c_loss(terms, self.ent_coef, self.vf_coef)
+        grad_norm = self.optimizer.apply_gradients(gradients(*a2c_gradients(terms, self.ent_coef, self.vf_coef)))
         self.move_normalizers(rows)
         return UpdateResult({**losses, "grad_norm": grad_norm})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy
 from rl_training.algorithms.ops.returns import gae
+from rl_training.algorithms.optimization import Gradients, Optimizer
 
 
 class RewardScale(nn.Module):
@@ -53,6 +55,9 @@ class RewardScale(nn.Module):
 class ActorCriticAlgorithm(Algorithm):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
+    optimizer: Optimizer
+    reads_logprobs = True  # of the policy that acted
+
     def __init__(
         self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False
     ) -> None:
@@ -78,6 +83,23 @@ class ActorCriticAlgorithm(Algorithm):
         """Actions, with the log-probabilities and values that a rollout stores beside them."""
         out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
         return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
+
+    def evaluate_actions(
+        self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
+    ) -> tuple[Any, Callable[..., Gradients]]:
+        """The policy's logprobs, values and entropy [B], without a graph, and a function that differentiates them.
+
+        It takes a loss's gradients with respect to the three, None for an entropy of weight 0, and returns those of
+        the parameters. The losses here are means of a few terms; autograd takes longer to find their gradients than
+        the networks'. So each stands written out beside its loss, and a test compares the two.
+        """
+        policy = self.policy.evaluate_actions(obs, actions, action_masks)
+
+        def gradients(*on_outputs: Tensor | None) -> Gradients:
+            given = [(output, on) for output, on in zip(policy, on_outputs, strict=True) if on is not None]
+            return self.optimizer.differentiate(*zip(*given, strict=True))
+
+        return type(policy)(*(output.detach() for output in policy)), gradients
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
         """What returns are computed from, all [T, N]: rewards, discounts and cuts.
@@ -126,6 +148,29 @@ class ActorCriticAlgorithm(Algorithm):
             observation_input.update(rows["obs"])
 
 
+def means(*columns: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The mean of each, over the rows whose weight is not 0; 0 where there is none, as in a minibatch of reset rows."""
+    table = torch.stack(columns).flatten(1)
+    return (table.mean(1) if weights is None else table @ shares(table[0], weights.flatten())).unbind()
+
+
+def shares(x: Tensor, weights: Tensor | None = None) -> Any:
+    """What each row counts in a mean: one number for all, or a tensor by weight."""
+    return 1.0 / x.numel() if weights is None else weights / weights.sum().clamp(min=1e-8)
+
+
+def surrogate_gradient(logratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
+    """Gradient of `clipped_surrogate` with respect to `logratio`: r A, and 0 where the clip holds it back."""
+    ratio = logratio.exp()
+    moved = ratio * advantages
+    return moved.masked_fill_(moved > ratio.clamp_(1.0 - clip_coef, 1.0 + clip_coef) * advantages, 0.0)
+
+
+def entropy_gradient(entropy: Tensor, ent_coef: float, share: Any) -> Tensor | None:
+    """Gradient of -ent_coef times a mean entropy; None without weight, which spares its backward pass."""
+    return torch.full_like(entropy, -ent_coef) * share if ent_coef else None
+
+
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
     """The given rows of every tensor."""
     return {name: value.index_select(0, index) for name, value in rows.items()}
@@ -144,7 +189,8 @@ def normalize(x: Tensor, weights: Tensor | None = None) -> Tensor:
     if x.numel() < 2:
         return x
     if weights is None:
-        return (x - x.mean()) / (x.std() + 1e-8)
+        deviation, mean = torch.std_mean(x)
+        return (x - mean) / (deviation + 1e-8)
     count = weights.sum().clamp(min=1.0)
     x = x - (x * weights).sum() / count
     return x / (((x.square() * weights).sum() / (count - 1.0).clamp(min=1.0)).sqrt() + 1e-8)

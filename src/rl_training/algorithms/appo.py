@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import normalize
+from rl_training.algorithms.actor_critic import entropy_gradient, means, normalize, shares, surrogate_gradient
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.impala import IMPALA, flat_obs, weighted_mean
+from rl_training.algorithms.impala import IMPALA, flat_obs
 from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
 
 METRICS = (
@@ -29,24 +29,27 @@ METRICS = (
 
 def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
     """From what `impala_loss` takes; the surrogate's ratio is target over behaviour probability."""
-    weights = batch.get("weights")
     logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
-    policy_loss = -weighted_mean(clipped_surrogate(logratio, batch["pg_advantages"].detach(), clip_coef), weights)
-    value_loss = 0.5 * weighted_mean((batch["vtrace_targets"].detach() - batch["values"]).square(), weights)
-    entropy_loss = -weighted_mean(batch["entropy"], weights)
-    with torch.no_grad():
-        moved = (logratio.expm1().abs() > clip_coef).float()
-        statistics = {
-            "rho_mean": weighted_mean(logratio.exp(), weights),
-            "vtrace_target_mean": weighted_mean(batch["vtrace_targets"], weights),
-            "pg_advantage_mean": weighted_mean(batch["pg_advantages"], weights),
-            "approx_kl": weighted_mean(approx_kl(logratio), weights),
-            "clip_fraction": weighted_mean(moved, weights),
-        }
-    return {
-        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
-        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss, **statistics,
-    }  # fmt: skip
+    targets, advantages, apart = batch["vtrace_targets"].detach(), batch["pg_advantages"].detach(), logratio.detach()
+    surrogate, square, entropy, *statistics = means(
+        clipped_surrogate(logratio, advantages, clip_coef), (targets - batch["values"]).square(), batch["entropy"],
+        apart.exp(), targets, advantages, approx_kl(apart), (apart.expm1().abs() > clip_coef).to(apart.dtype),
+        weights=batch.get("weights"),
+    )  # fmt: skip
+    policy_loss, value_loss, entropy_loss = -surrogate, 0.5 * square, -entropy
+    loss = policy_loss + vf_coef * value_loss + ent_coef * entropy_loss
+    return dict(zip(METRICS, (loss, policy_loss, value_loss, entropy_loss, *statistics), strict=False))
+
+
+def appo_gradients(
+    batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of `appo_loss` with respect to target_logprobs, values and entropy."""
+    share = shares(batch["values"], batch.get("weights"))
+    logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
+    on_logprobs = surrogate_gradient(logratio, batch["pg_advantages"], clip_coef).mul_(-share)
+    on_values = (batch["values"] - batch["vtrace_targets"]).mul_(vf_coef).mul_(share)
+    return on_logprobs, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
 
 
 class APPO(IMPALA):
@@ -78,7 +81,7 @@ class APPO(IMPALA):
 
     def minibatch_step(self, rollout: Batch) -> Tensor:
         """One gradient step on trajectories [T, B]; returns its metrics in the order of METRICS."""
-        policy = self.evaluate(rollout)
+        policy, gradients = self.evaluate_with_gradients(rollout)
         quantities = {**rollout, **policy}
         if self.target is None:
             targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], None)
@@ -88,15 +91,20 @@ class APPO(IMPALA):
             targets, advantages = self.vtrace(rollout, reference, policy["values"], self.pg_rho_clip)
             correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
             quantities["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
-            kl = weighted_mean(self._target_kl(rollout), rollout.get("weights"))
+            (kl,) = means(self._target_kl(rollout), weights=rollout.get("weights"))
         if self.normalize_advantages:
             advantages = normalize(advantages, rollout.get("weights"))
         quantities |= {"vtrace_targets": targets, "pg_advantages": advantages}
-        losses = appo_loss(quantities, self.clip_coef, self.ent_coef, self.vf_coef)
+        coefficients = (self.clip_coef, self.ent_coef, self.vf_coef)
+        losses = appo_loss(quantities, *coefficients)
+        found = gradients(*appo_gradients(quantities, *coefficients))
         if self.target is not None:
-            losses["loss"] = losses["loss"] + self.kl_coef * kl
-        grad_norm = self.optimizer.step(losses["loss"])
-        return torch.stack([*(value.detach() for value in losses.values()), kl.detach(), grad_norm])
+            penalty = self.kl_coef * kl
+            losses["loss"] = losses["loss"] + penalty.detach()
+            on_policy = self.optimizer.differentiate(penalty)
+            found = [x if x is None or y is None else x + y for x, y in zip(found, on_policy, strict=True)]
+        grad_norm = self.optimizer.apply_gradients(found)
+        return torch.stack([*losses.values(), kl.detach(), grad_norm])
 
     @torch.no_grad()
     def _target_logprobs(self, rollout: Batch) -> Tensor:
@@ -120,12 +128,12 @@ class APPO(IMPALA):
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """`update_epochs` passes over the rollout, V-trace anew on each since the values move."""
         rollout = self.trajectories(batch)
-        totals, steps = torch.zeros((), device=self.device), 0
+        steps: list[Tensor] = []
         for _ in range(self.update_epochs):
             for minibatch in self.minibatches(rollout):
-                totals, steps = totals + self.minibatch_step(minibatch), steps + 1
-        metrics = dict(zip(METRICS, (totals / steps).unbind(), strict=True))
+                steps.append(self.minibatch_step(minibatch))
+        metrics = dict(zip(METRICS, torch.stack(steps).mean(0).unbind(), strict=True))
         if self.target is not None and (self.num_updates + 1) % self.target_update_interval == 0:
             self._copy_target(metrics["target_kl"])
         self.move_normalizers(flat_obs(batch))
-        return UpdateResult(metrics, num_gradient_steps=steps)
+        return UpdateResult(metrics, num_gradient_steps=len(steps))

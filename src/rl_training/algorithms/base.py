@@ -125,7 +125,8 @@ class Algorithm(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Counters and generator, beside the tensors of `state_dict`."""
-        return {"num_updates": self.num_updates, "generator": self.generator.get_state()}
+        device = self.generator.device.type
+        return {"num_updates": self.num_updates, "device": device, "generator": self.generator.get_state()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """The inverse of `get_extra_state`."""

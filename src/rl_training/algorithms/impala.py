@@ -6,35 +6,45 @@ ratio pi/mu. Losses are means over the rollout, not sums as in the paper, so lea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, successor_values
+from rl_training.algorithms.actor_critic import (
+    ActorCriticAlgorithm,
+    entropy_gradient,
+    means,
+    shares,
+    successor_values,
+)
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.returns import vtrace
-
-
-def weighted_mean(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean over the rows whose weight is not 0; 0 where there is none, as in a minibatch of reset rows."""
-    return x.mean() if weights is None else (x * weights).sum() / weights.sum().clamp(min=1e-8)
+from rl_training.algorithms.optimization import Gradients
 
 
 def impala_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
     """From target_logprobs, behavior_logprobs, vtrace_targets, values, pg_advantages, entropy; `weights` optional."""
-    weights = batch.get("weights")
-    policy_loss = -weighted_mean(batch["target_logprobs"] * batch["pg_advantages"].detach(), weights)
-    value_loss = 0.5 * weighted_mean((batch["vtrace_targets"].detach() - batch["values"]).square(), weights)
-    entropy_loss = -weighted_mean(batch["entropy"], weights)
-    with torch.no_grad():
-        rho_mean = weighted_mean((batch["target_logprobs"] - batch["behavior_logprobs"]).exp(), weights)
+    targets, advantages = batch["vtrace_targets"].detach(), batch["pg_advantages"].detach()
+    rhos = (batch["target_logprobs"].detach() - batch["behavior_logprobs"]).exp()
+    gain, square, entropy, rho_mean, target_mean, advantage_mean = means(
+        batch["target_logprobs"] * advantages, (targets - batch["values"]).square(), batch["entropy"], rhos, targets,
+        advantages, weights=batch.get("weights"),
+    )  # fmt: skip
+    policy_loss, value_loss, entropy_loss = -gain, 0.5 * square, -entropy
     return {
         "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
         "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss, "rho_mean": rho_mean,
-        "vtrace_target_mean": weighted_mean(batch["vtrace_targets"], weights),
-        "pg_advantage_mean": weighted_mean(batch["pg_advantages"], weights),
+        "vtrace_target_mean": target_mean, "pg_advantage_mean": advantage_mean,
     }  # fmt: skip
+
+
+def impala_gradients(batch: Batch, ent_coef: float, vf_coef: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of `impala_loss` with respect to target_logprobs, values and entropy."""
+    share = shares(batch["values"], batch.get("weights"))
+    on_values = (batch["values"] - batch["vtrace_targets"]).mul_(vf_coef).mul_(share)
+    return batch["pg_advantages"] * -share, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
 
 
 class IMPALA(ActorCriticAlgorithm):
@@ -71,23 +81,32 @@ class IMPALA(ActorCriticAlgorithm):
 
     def evaluate(self, rollout: Batch) -> dict[str, Tensor]:
         """target_logprobs, values and entropy [T, B] of the learning policy."""
+        return self.evaluate_with_gradients(rollout)[0]
+
+    def evaluate_with_gradients(self, rollout: Batch) -> tuple[dict[str, Tensor], Callable[..., Gradients]]:
+        """What `evaluate` gives, and what differentiates it (see `evaluate_actions`)."""
         masks = rollout.get("action_masks")
         masks = None if masks is None else masks.flatten(0, 1)
-        policy = self.policy.evaluate_actions(rollout["obs"].flatten(0, 1), rollout["actions"].flatten(0, 1), masks)
+        obs, actions = rollout["obs"].flatten(0, 1), rollout["actions"].flatten(0, 1)
+        policy, of_rows = self.evaluate_actions(obs, actions, masks)
+
+        def gradients(*on_outputs: Tensor | None) -> Gradients:
+            return of_rows(*(None if on is None else on.flatten() for on in on_outputs))
+
         shape = rollout["rewards"].shape
-        return {
+        outputs = {
             "target_logprobs": policy.logprobs.view(shape), "values": policy.values.view(shape),
             "entropy": policy.entropy.reshape(shape),
         }  # fmt: skip
+        return outputs, gradients
 
     def vtrace(
         self, rollout: Batch, logprobs: Tensor, values: Tensor, pg_rho_clip: float | None
     ) -> tuple[Tensor, Tensor]:
         """V-trace targets and advantages [T, B] with ratios of `logprobs` to the behaviour policy's."""
-        log_rhos = logprobs.detach() - rollout["behavior_logprobs"]
+        log_rhos = logprobs - rollout["behavior_logprobs"]
         if not self.importance_correction:
             log_rhos = torch.zeros_like(log_rhos)
-        values = values.detach()
         return vtrace(
             log_rhos=log_rhos, values=values, next_values=successor_values(values, rollout),
             rewards=rollout["rewards"], discounts=rollout["discounts"], cuts=rollout["cuts"],
@@ -97,12 +116,11 @@ class IMPALA(ActorCriticAlgorithm):
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rollout = self.trajectories(batch)
-        policy = self.evaluate(rollout)
+        policy, gradients = self.evaluate_with_gradients(rollout)
         targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], self.pg_rho_clip)
-        losses = impala_loss(
-            {**rollout, **policy, "vtrace_targets": targets, "pg_advantages": advantages}, self.ent_coef, self.vf_coef
-        )
-        grad_norm = self.optimizer.step(losses["loss"])
+        terms = {**rollout, **policy, "vtrace_targets": targets, "pg_advantages": advantages}
+        losses = impala_loss(terms, self.ent_coef, self.vf_coef)
+        grad_norm = self.optimizer.apply_gradients(gradients(*impala_gradients(terms, self.ent_coef, self.vf_coef)))
         self.move_normalizers(flat_obs(batch))
         return UpdateResult({**losses, "grad_norm": grad_norm})
 

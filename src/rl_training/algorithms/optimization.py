@@ -6,13 +6,16 @@ target copy and a polyak step one operation each, whatever the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from rl_training.errors import UserError
 
+TensorOrTensors = Tensor | Sequence[Tensor]
+Gradients = Sequence[Tensor | None]
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
 
 
@@ -52,7 +55,6 @@ class Optimizer(nn.Module):
             raise UserError(f"learning_rate is {learning_rate}; it must be at least 0.")
         params, flat = flatten_parameters(parameters)
         self._params, self.flat = params, flat  # plain attributes: the networks own the parameters
-        self._grad = torch.zeros_like(flat)
         self.learning_rate, self.kind, self.eps = learning_rate, kind, eps
         self.max_grad_norm, self.decay = max_grad_norm, decay
         self.mean: Tensor
@@ -64,16 +66,22 @@ class Optimizer(nn.Module):
         if kind != "sgd":
             self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
 
-    def step(self, loss: Tensor) -> Tensor:
-        """Differentiate `loss`, clip, and move the parameters; returns the gradient norm before clipping."""
-        return self.apply_gradients(torch.autograd.grad(loss, self._params, allow_unused=True))
+    def step(self, outputs: TensorOrTensors, on_outputs: TensorOrTensors | None = None) -> Tensor:
+        """Differentiate a loss, clip, and move the parameters; returns the gradient norm before clipping.
+
+        Instead of the loss, `outputs` may be tensors that it is made of, with its gradients with respect to them.
+        """
+        return self.apply_gradients(self.differentiate(outputs, on_outputs))
+
+    def differentiate(self, outputs: TensorOrTensors, on_outputs: TensorOrTensors | None = None) -> Gradients:
+        """The gradients of a loss, or of what it is made of given its gradient there, one per parameter in order."""
+        return torch.autograd.grad(outputs, self._params, on_outputs, allow_unused=True)
 
     @torch.no_grad()
     def apply_gradients(self, gradients: Iterable[Tensor | None]) -> Tensor:
         """Clip and move the parameters along given gradients, one per parameter in order."""
         pairs = zip(self._params, gradients, strict=True)
-        pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]
-        grad = torch.cat(pieces, out=self._grad) if len(pieces) > 1 else self._grad.copy_(pieces[0])
+        grad = _flatten_dense_tensors([torch.zeros_like(p) if g is None else g for p, g in pairs])
         norm = torch.linalg.vector_norm(grad)
         if self.max_grad_norm is not None:
             grad.mul_((self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))

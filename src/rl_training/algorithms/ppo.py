@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
+from rl_training.algorithms.actor_critic import (
+    ActorCriticAlgorithm,
+    entropy_gradient,
+    means,
+    normalize,
+    select_rows,
+    shares,
+    surrogate_gradient,
+)
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
 
@@ -20,17 +28,27 @@ from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
 def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
     """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B]."""
     logratio = batch["new_logprobs"] - batch["logprobs"]
-    policy_loss = -clipped_surrogate(logratio, batch["advantages"], clip_coef).mean()
-    value_loss = 0.5 * (batch["returns"] - batch["values"]).square().mean()
-    entropy_loss = -batch["entropy"].mean()
-    with torch.no_grad():
-        kl = approx_kl(logratio).mean()
-        clip_fraction = (logratio.expm1().abs() > clip_coef).float().mean()
+    apart = logratio.detach()
+    surrogate, square, entropy, kl, clip_fraction = means(
+        clipped_surrogate(logratio, batch["advantages"], clip_coef), (batch["returns"] - batch["values"]).square(),
+        batch["entropy"], approx_kl(apart), (apart.expm1().abs() > clip_coef).to(apart.dtype),
+    )  # fmt: skip
+    policy_loss, value_loss, entropy_loss = -surrogate, 0.5 * square, -entropy
     return {
         "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
         "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
         "approx_kl": kl, "clip_fraction": clip_fraction,
     }  # fmt: skip
+
+
+def ppo_gradients(
+    batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of `ppo_loss` with respect to new_logprobs, values and entropy."""
+    share = shares(batch["advantages"])
+    on_logprobs = surrogate_gradient(batch["new_logprobs"] - batch["logprobs"], batch["advantages"], clip_coef)
+    on_values = (batch["values"] - batch["returns"]) * (vf_coef * share)
+    return on_logprobs.mul_(-share), on_values, entropy_gradient(batch["entropy"], ent_coef, share)
 
 
 class PPO(ActorCriticAlgorithm):
@@ -53,15 +71,16 @@ class PPO(ActorCriticAlgorithm):
 
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
-        policy = self.policy.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        policy, gradients = self.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
-        losses = ppo_loss(
-            {"new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
-             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"]},
-            self.clip_coef, self.ent_coef, self.vf_coef,
-        )  # fmt: skip
-        grad_norm = self.optimizer.step(losses["loss"])
-        return torch.stack([*(value.detach() for value in losses.values()), grad_norm])
+        terms = {
+            "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
+            "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],
+        }  # fmt: skip
+        coefficients = (self.clip_coef, self.ent_coef, self.vf_coef)
+        losses = ppo_loss(terms, *coefficients)
+        grad_norm = self.optimizer.apply_gradients(gradients(*ppo_gradients(terms, *coefficients)))
+        return torch.stack([*losses.values(), grad_norm])
 
     def minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
         """The rows once, shuffled, in pieces of `minibatch_size`; a last piece too small to normalise joins none."""
@@ -76,13 +95,13 @@ class PPO(ActorCriticAlgorithm):
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """`update_epochs` passes over the rollout, ended early when `target_kl` is passed."""
         rows = self.rows(batch)
-        totals, steps = torch.zeros((), device=self.device), 0
+        steps: list[Tensor] = []
         for _ in range(self.update_epochs):
             for minibatch in self.minibatches(rows):
-                metrics = self.minibatch_step(minibatch)
-                totals, steps = totals + metrics, steps + 1
-            if self.target_kl is not None and metrics[4] > 1.5 * self.target_kl:
+                steps.append(self.minibatch_step(minibatch))
+            if self.target_kl is not None and steps[-1][4] > 1.5 * self.target_kl:
                 break
         self.move_normalizers(rows)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
-        return UpdateResult(dict(zip(names, (totals / steps).unbind(), strict=True)), num_gradient_steps=steps)
+        metrics = dict(zip(names, torch.stack(steps).mean(0).unbind(), strict=True))
+        return UpdateResult(metrics, num_gradient_steps=len(steps))

@@ -137,13 +137,14 @@ class TRPO(ActorCriticAlgorithm):
         losses = []
         for minibatch in self._value_minibatches(value_rows):
             values = self.policy.critic(minibatch["features"]).squeeze(-1)
-            losses.append(0.5 * (minibatch["returns"] - values).square().mean())
-            self.value_optimizer.step(losses[-1])
+            errors = values.detach() - minibatch["returns"]
+            losses.append(errors.dot(errors) * (0.5 / len(errors)))
+            self.value_optimizer.step(values, errors / len(errors))  # the gradient of that loss
         self.move_normalizers(rows)
         zero = torch.zeros((), device=self.device)
         metrics |= {
-            "value_loss": torch.stack(losses).detach().mean() if losses else zero,
-            "final_value_loss": losses[-1].detach() if losses else zero,
+            "value_loss": torch.stack(losses).mean() if losses else zero,
+            "final_value_loss": losses[-1] if losses else zero,
             "value_updates": self.value_updates,
         }
         return UpdateResult(metrics, num_gradient_steps=1 + self.value_updates)

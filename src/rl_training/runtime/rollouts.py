@@ -82,6 +82,8 @@ class RolloutSource:
         self._restored_weights: list[list[Tensor]] | None = None
         self._numpy_policy: Any = None
         self._policy: Any = None
+        self._batch: dict[str, Tensor] | None = None
+        self._device = torch.device("cpu")
         self.storage = RolloutStorage(
             params.num_steps, context.stepper.num_envs,
             obs_shape=spaces.obs_shape, obs_dtype=spaces.obs_dtype, action_shape=spaces.action_shape,
@@ -126,7 +128,7 @@ class RolloutSource:
     def _take_policy(self, algorithm: Algorithm) -> None:
         """The behaviour policy: the learner's own, or one that lags behind it."""
         if self._policy is None:
-            self._policy = algorithm.acting()
+            self._policy, self._device = algorithm.acting(), algorithm.device
             if self.lag:
                 self._lagged = LaggedPolicy(self._policy, self.lag)
                 self._lagged.weights.extend(self._restored_weights or [])
@@ -139,7 +141,7 @@ class RolloutSource:
         stepper = self.stepper
         if self._numpy_policy is not None:
             return self._numpy_policy(stepper.obs, stepper.masks, self.rng, False)
-        device = algorithm.device
+        device = self._device
         masks = None if stepper.masks is None else torch.from_numpy(stepper.masks).to(device)
         with torch.no_grad():
             out = self._policy.act(
@@ -152,14 +154,15 @@ class RolloutSource:
     @torch.no_grad()
     def _evaluate(self, algorithm: Algorithm, finals: list[tuple[int, Any, Any]]) -> None:
         """Values and log-probabilities: after numpy acting in one pass over the rollout; else only of what is left."""
-        storage, policy, device = self.storage, self._policy, algorithm.device
+        storage, policy, device = self.storage, self._policy, self._device
         if self._numpy_policy is not None:
             obs = torch.from_numpy(storage.obs).flatten(0, 1)
             rows = storage.rewards.size
-            masks = None if storage.action_masks is None else torch.from_numpy(storage.action_masks).flatten(0, 1)
-            actions = torch.from_numpy(storage.actions).flatten(0, 1)
-            logprobs = policy.distribution(obs[:rows], masks).log_prob(actions)
-            storage.logprobs[:] = logprobs.view(storage.logprobs.shape).numpy()
+            if getattr(algorithm, "reads_logprobs", True):  # else they stay 0
+                masks = None if storage.action_masks is None else torch.from_numpy(storage.action_masks).flatten(0, 1)
+                actions = torch.from_numpy(storage.actions).flatten(0, 1)
+                logprobs = policy.distribution(obs[:rows], masks).log_prob(actions)
+                storage.logprobs[:] = logprobs.view(storage.logprobs.shape).numpy()
             storage.values[:] = policy.values(obs).view(storage.values.shape).numpy()
         else:
             storage.values[-1] = policy.values(torch.from_numpy(storage.obs[-1]).to(device)).cpu().numpy()
@@ -173,8 +176,17 @@ class RolloutSource:
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout, once; not when a short one holds nothing but reset rows."""
-        if self.storage.valid is None or self.storage.valid.any():
-            yield "policy", self.storage.batch(algorithm.device)
+        valid = self.storage.valid
+        if valid is not None and not valid.any():
+            return
+        if self._device.type != "cpu":
+            yield "policy", self.storage.batch(self._device)
+            return
+        if self._batch is None:  # once: on the CPU its tensors are the storage's own memory
+            self._batch = self.storage.batch(self._device)
+            self._batch.pop("valid", None)
+        whole = valid is None or valid.all()
+        yield "policy", dict(self._batch) if whole else {**self._batch, "valid": torch.from_numpy(valid)}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Nothing flows back."""

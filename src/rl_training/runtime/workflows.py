@@ -229,6 +229,7 @@ def describe_error(error: Exception) -> str:
 
 def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) -> None:
     """Put a checkpoint's state into a learner, after a look at every part of it."""
+    state = with_own_generator(state, algorithm)
     if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
         raise UserError(f"{path} does not fit its own config: {problem}.")
     try:
@@ -237,6 +238,14 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
         raise UserError(f"{path} does not fit its own config: {describe_error(error)}.") from None
     if (bad := algorithm.first_bad_tensor()) is not None:
         raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
+
+
+def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """The state as it is, or, made on another kind of device, with this learner's generator: theirs have other states."""
+    extra, own = state.get("_extra_state"), algorithm.get_extra_state()
+    if not isinstance(extra, Mapping) or extra.get("device") in (None, own["device"]):
+        return state
+    return {**state, "_extra_state": {**extra, "device": own["device"], "generator": own["generator"]}}
 
 
 def first_difference(stored: Any, built: Any, name: str) -> str | None:
@@ -352,8 +361,9 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
     """Bring environments, generators and buffers back; returns sentences on what did not come back exactly."""
     try:
         sentences = session.source.load_state_dict(state)
-        # What a source took without a look, it gives back as something else.
-        problem = first_difference(state, session.source.state_dict(), "source")
+        # What a source took without a look, it gives back as something else; a buffer looks itself, and may be absent.
+        given, taken = ({**part, "replay": None} for part in (state, session.source.state_dict()))
+        problem = first_difference(given, taken, "source")
     except UserError:
         raise
     except Exception as error:  # what an edited file holds can fail in any way
