@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = (1, 2)
-PROBE_STEPS = 4_096
+PROBE_STEPS = 2_048
 ENV = "CartPole-v1"
 SOLVED, EVAL_EVERY, EVAL_EPISODES = 475, 5_000, 20
 PPO_WORKLOAD = {"num_steps": 128, "update_epochs": 4, "minibatch_size": 256}

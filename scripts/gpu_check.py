@@ -1,4 +1,4 @@
-"""Train every registered algorithm for a moment on a GPU and print a table: `python scripts/gpu_check.py [--device cuda]`.
+"""Train every registered algorithm for a moment on a GPU and print a table: `python scripts/gpu_check.py`.
 
 Shows that `device: cuda` works for each, from vectors and, where supported, from images.
 """

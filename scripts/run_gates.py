@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field
@@ -33,6 +33,8 @@ from rl_training.validation import StrictModel, validate
 
 ROOT = Path(__file__).resolve().parents[1]
 GATES, RESULTS = ROOT / "scripts" / "gates.yaml", ROOT / "results"
+OTHER_EPISODES = 1_000_000  # added to a seed: evaluation episodes that chose no checkpoint
+BEST_SHARE = 0.8  # of the seeds: how many best checkpoints must be at the bar
 WORST_SLACK = 0.1  # of |bar|: how far below the bar the worst seed may be
 TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
 UNHASHED = {"seed", "output_dir", "tags", "benchmark"}  # of a config: what does not change what is learned
@@ -49,6 +51,7 @@ class Gate(StrictModel):
     env: str
     budget: int = Field(ge=1)
     threshold: float | None = None
+    rule: Literal["final", "best"] = "final"
     seeds: tuple[int, ...] = Field((0, 1, 2, 3, 4), min_length=1)
     overrides: dict[str, Any] = Field(default_factory=dict)
     control: bool = False
@@ -70,8 +73,14 @@ class Verdict:
 
     @property
     def returns(self) -> list[float]:
-        """Mean evaluation return of each recorded seed."""
-        return [record["eval"]["mean"] for record in self.records]
+        """What each recorded seed is judged by: the best checkpoint where the rule is that, else the final weights."""
+        return [judged(record) for record in self.records]
+
+
+def judged(record: Record) -> float:
+    """The mean evaluation return that the gate's rule reads."""
+    value: float = record.get("best", record["eval"])["mean"]
+    return value
 
 
 def load_gates(path: Path = GATES) -> dict[str, Gate]:
@@ -155,6 +164,11 @@ def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
         if run.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
         evaluation = evaluate_checkpoint(run.checkpoint_path, num_episodes=gate.eval_episodes)
+        best = {}
+        if gate.rule == "best":  # chosen by the run's own evaluations, judged on other episodes
+            path = run.checkpoint_path.with_name("best.ckpt")
+            chosen = evaluate_checkpoint(path, num_episodes=gate.eval_episodes, seed=seed + OTHER_EPISODES)
+            best = {"best": {"mean": chosen["eval_return_mean"], "returns": chosen["eval_returns"]}}
         resolved = yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8"))
         manifest = json.loads((run.run_dir / "manifest.json").read_text(encoding="utf-8"))
         curve = read_curve(run.run_dir / "metrics.jsonl")
@@ -165,6 +179,7 @@ def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
             "mean": evaluation["eval_return_mean"], "std": evaluation["eval_return_std"],
             "episodes": gate.eval_episodes, "deterministic": True, "returns": evaluation["eval_returns"],
         },
+        **best,
         "global_step": run.metrics["global_step"], "stop_reason": run.metrics["stop_reason"],
         "train_seconds": round(run.metrics["train_seconds"], 3), "wall_seconds": round(time.perf_counter() - begun, 3),
         "curve": curve,
@@ -226,13 +241,17 @@ def decide(
     gate: Gate, gates: Mapping[str, Gate], results: Path, seeds: Sequence[int], records: Sequence[Record]
 ) -> tuple[str, str]:
     """The rule itself, on a complete set of records."""
-    returns = [record["eval"]["mean"] for record in records]
+    returns = [judged(record) for record in records]
     median, worst = statistics.median(returns), min(returns)
     steps = max(record["global_step"] for record in records)
     reasons = []
     if steps > gate.budget:
         reasons.append(f"{steps:,} steps are over the budget of {gate.budget:,}")
-    if gate.threshold is not None:
+    if gate.threshold is not None and gate.rule == "best":
+        good = sum(value >= gate.threshold for value in returns)
+        if good < BEST_SHARE * len(returns):
+            reasons.append(f"{good} of {len(returns)} best checkpoints reach {gate.threshold:g}")
+    elif gate.threshold is not None:
         lowest = worst_allowed(gate.threshold)
         if median < gate.threshold:
             reasons.append(f"median {median:.1f} is below {gate.threshold:g}")

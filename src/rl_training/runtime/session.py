@@ -86,9 +86,10 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
-    """One thread for networks so small that sharing the work costs more than it saves, else one per core up to 8."""
+    """One thread for networks so small that sharing the work costs more than it saves, else one per core (or OMP_NUM_THREADS) up to 8."""
     small = spaces.obs_kind == "vector" and max(params.hidden_sizes, default=0) <= 128
-    return 1 if small else min(8, os.cpu_count() or 1)
+    cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    return 1 if small else min(8, cores)
 
 
 def build_algorithm(spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, seed: int, device: str) -> Algorithm:

@@ -241,7 +241,7 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
 
 
 def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """The state as it is, or, made on another kind of device, with this learner's generator: theirs have other states."""
+    """The state, with this learner's own generator where it was made on another kind of device."""
     extra, own = state.get("_extra_state"), algorithm.get_extra_state()
     if not isinstance(extra, Mapping) or extra.get("device") in (None, own["device"]):
         return state
