@@ -54,15 +54,19 @@ def learned_value(algorithm: Algorithm, obs: Any) -> float | None:
 def quick(spec: AlgorithmSpec) -> dict[str, Any]:
     if spec.lane == "rollout":
         return QUICK
-    return QUICK_REPLAY | (HARD_COPY if "epsilon_start" in spec.params.model_fields else {})
+    return QUICK_REPLAY | (HARD_COPY if is_dqn(spec) else {})
+
+
+def is_dqn(spec: AlgorithmSpec) -> bool:
+    return "epsilon_start" in spec.params.model_fields
 
 
 def value_after_training(spec: AlgorithmSpec, env_name: str, folder: Path) -> float:
     action = "discrete" if "discrete" in spec.action_kinds else "continuous"
     config = TrainConfig(
         algo=spec.name, env_id=f"env_zoo:{env_name}", env_kwargs={"length": 5, "action": action}, num_envs=4,
-        total_timesteps=STEPS.get(spec.name, STEPS[spec.lane]), eval_episodes=0, log_interval=1000, device="cpu", threads=1,
-        vectorization="sync", output_dir=str(folder),
+        total_timesteps=STEPS.get(spec.name, STEPS[spec.lane]), eval_episodes=0, log_interval=1000, device="cpu",
+        threads=1, vectorization="sync", output_dir=str(folder),
         algo_kwargs={name: value for name, value in quick(spec).items() if name in spec.params.model_fields},
     )  # fmt: skip
     result = train(config, console=False)
@@ -86,5 +90,6 @@ def test_a_terminated_episode_is_not(spec: AlgorithmSpec, tmp_path: Path) -> Non
     value = value_after_training(spec, "AlwaysTerminates", tmp_path)
     monte_carlo = float(np.mean([1, 1.9, 2.71, 3.439, 4.0951]))  # of the five places, which look the same
     one_step = 1 / (1 - 0.9 * 4 / 5)  # V = 1 + gamma (4/5) V: four rows of five bootstrap
-    assert 0.75 * monte_carlo < value < 1.7 * one_step  # a Huber loss leans to the rows that bootstrap
-    assert value != pytest.approx(WORTH, rel=0.15)
+    # Squared errors meet at one_step, 3.57. A Huber loss with delta 1 leans to the rows that bootstrap: the row that
+    # ends pulls with 1 at most, so 4 (V - 1 - 0.9 V) + 1 = 0 and V = 7.5; quantile losses lie between. All < 10.
+    assert 0.75 * monte_carlo < value < (0.85 * WORTH if is_dqn(spec) else 1.7 * one_step)

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import rl_training
-from rl_training.cli import bench, catalog, doctor, evaluate, predict, resume, train
+from rl_training.cli import bench, catalog, dataset, doctor, evaluate, predict, resume, train
 from rl_training.cli.exits import run_to_exit_code
 from rl_training.cli.options import option
 from rl_training.errors import UserError, did_you_mean
@@ -81,6 +81,7 @@ app.command("list")(catalog.list_algorithms)
 app.command("config")(catalog.show_config)
 app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
+app.add_typer(dataset.app, name="dataset", cls=CommandGroup)
 
 
 def main() -> None:

@@ -32,8 +32,9 @@ def make_random_dataset(
     obs, info = env.reset(seed=seed)
     for _ in range(num_steps):
         action = _random_action(env.action_space, info)
+        before = _encode(env, obs), np.array(action)  # now, because the environment may write into them in `step`
         next_obs, reward, terminated, truncated, info = env.step(action)
-        step = (_encode(env, obs), np.asarray(action), reward, _encode(env, next_obs), terminated, truncated)
+        step = (*before, reward, _encode(env, next_obs), terminated, truncated)
         for column, value in zip(rows.values(), step, strict=True):
             column.append(value)
         obs = next_obs
@@ -51,8 +52,8 @@ def _random_action(space: Any, info: Mapping[str, Any]) -> Any:
 
 
 def _encode(env: Any, obs: Any) -> Any:
-    """A Box observation as it is, any other as Gymnasium flattens it."""
+    """A copy of a Box observation, any other as Gymnasium flattens it."""
     from gymnasium import spaces
 
     space = env.observation_space
-    return np.asarray(obs) if isinstance(space, spaces.Box) else np.asarray(spaces.flatten(space, obs))
+    return np.array(obs if isinstance(space, spaces.Box) else spaces.flatten(space, obs))

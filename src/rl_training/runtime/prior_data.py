@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,14 +10,12 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.base import Algorithm, Batch
 from rl_training.data import TransitionDataset, load_transition_dataset
-from rl_training.envs.factory import EnvRecipe, make_env, read_recipe
+from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import load_config
-from rl_training.runtime.params import read_params
-from rl_training.runtime.replay import ReplayParams, ReplaySource, make_buffer
-from rl_training.runtime.spec import Collected, SourceContext, get_algorithm_spec
+from rl_training.runtime.recording import read_policy_replay, spaces_of
+from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 
 DatasetKind = Literal["random", "npz", "minari", "checkpoint"]
@@ -51,13 +48,13 @@ class PriorDataParams(ReplayParams, DatasetParams):
 
 def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
     """The recorded data as a policy sees it: encoded observations, actions in [-1, 1] or as choices."""
-    if params.dataset_kind == "checkpoint":
+    if params.dataset_kind == "checkpoint":  # as a policy saw it already; the other kinds are the environment's own
         return read_replay(params.dataset_path, spaces, params.dataset_size)
     dataset = load_transition_dataset(
         params.dataset_kind, path=params.dataset_path, dataset_id=params.dataset_id, env_id=recipe.env_id,
         size=params.dataset_size, seed=params.dataset_seed, make_env=lambda: make_env(recipe),
     )  # fmt: skip
-    report = dataset.check(observation_space=spaces.observation_space, action_space=spaces.action_space)
+    report = dataset.check(**spaces_of(recipe))
     if report["problems"]:
         raise UserError(f"the recorded data does not fit {spaces.env_id}: {report['problems'][0]}")
     return dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
@@ -67,19 +64,9 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None) -> Transi
     """The replay buffer inside a checkpoint of ours; the newest `size` rows when there are more."""
     if path is None:
         raise UserError("dataset_kind is 'checkpoint', which needs dataset_path.")
-    tree = load_checkpoint(Path(path))
-    if "replay" not in tree.get("source", {}):
-        raise UserError(f"{path} holds no replay buffer; only the latest checkpoint of a replay algorithm does.")
-    config = load_config(tree["config"])
-    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
-    recipe = read_recipe(config.env_id, config.env_kwargs)
-    stored = EnvSpaces.from_dict(tree["spaces"])
+    dataset, stored = read_policy_replay(path)
     if any(getattr(stored, name) != getattr(spaces, name) for name in ("obs_shape", "action_kind", "action_sizes")):
         raise UserError(f"{path} was made in {stored.env_id}, whose spaces are not those of {spaces.env_id}.")
-    assert isinstance(params, ReplayParams)  # only replay algorithms have a buffer in their checkpoint
-    buffer = make_buffer(params, stored, config.num_envs, frame_stack=recipe.image_frame_stack)
-    buffer.load_state_dict(tree["source"]["replay"])
-    dataset = TransitionDataset.from_replay(buffer, source=str(path))
     return dataset if size is None or size >= len(dataset) else dataset.take(slice(len(dataset) - size, None))
 
 

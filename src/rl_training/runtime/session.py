@@ -86,7 +86,7 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
-    """One thread for networks so small that sharing the work costs more than it saves, else one per core (or OMP_NUM_THREADS) up to 8."""
+    """One thread for networks too small to gain by sharing, else one per core (or OMP_NUM_THREADS) up to 8."""
     small = spaces.obs_kind == "vector" and max(params.hidden_sizes, default=0) <= 128
     cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     return 1 if small else min(8, cores)

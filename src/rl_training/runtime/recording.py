@@ -1,0 +1,171 @@
+"""Recorded data from what a run left: steps of a trained policy, or the replay buffer inside a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_training.algorithms.base import Algorithm, Array
+from rl_training.data import TransitionDataset, load_transition_dataset
+from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes
+from rl_training.envs.episodes import episode_seed
+from rl_training.envs.factory import Env, EnvRecipe, make_env, probe_spaces, read_recipe
+from rl_training.envs.spaces import EnvSpaces, read_action_mask
+from rl_training.errors import UserError
+from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.acting import ActingSession
+from rl_training.runtime.params import read_params
+from rl_training.runtime.replay import ReplayParams, make_buffer
+from rl_training.runtime.session import check_same_spaces
+from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.runtime.workflows import PathLike, describe_error, load_algorithm, read_checkpoint, read_spaces
+from rl_training.validation import validate
+
+RECORDING_STREAM = 2**31 + 1  # an environment index that neither training nor evaluation has
+
+
+def record_random(env_id: str, num_steps: int, seed: int) -> TransitionDataset:
+    """Steps at random, the same ones that `dataset_kind: random` makes from this size and seed."""
+    recipe = read_recipe(env_id, {})
+    check_room(num_steps, probe_spaces(recipe))
+    return load_transition_dataset(
+        "random", env_id=env_id, size=num_steps, seed=seed, make_env=lambda: make_env(recipe)
+    )
+
+
+def record_policy(
+    path: PathLike, num_steps: int, *, seed: int | None = None, deterministic: bool = True,
+    env: Callable[..., Env] | None = None,
+) -> TransitionDataset:  # fmt: skip
+    """Steps of a checkpoint's policy in an environment as it trained in; the same seed (the run's) records the same."""
+    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
+    recipe = read_recipe(config.env_id, config.env_kwargs, env)
+    check_same_spaces(spaces, probe_spaces(recipe))
+    check_room(num_steps, spaces)
+    torch.set_num_threads(int(config.threads))
+    seed = config.seed if seed is None else seed
+    arrays = play_policy(algorithm, recipe, spaces, num_steps, seed, deterministic=deterministic)
+    return TransitionDataset(**arrays, metadata=origin(config, path) | {"seed": seed, "deterministic": deterministic})
+
+
+def play_policy(
+    algorithm: Algorithm, recipe: EnvRecipe, spaces: EnvSpaces, num_steps: int, seed: int, *, deterministic: bool
+) -> dict[str, Array]:
+    """The arrays of `num_steps` in one environment, episode after episode, with the environment's own actions."""
+    env = make_env(recipe)
+    try:
+        arrays = empty_arrays(num_steps, env)
+        actor = ActingSession(algorithm, 1, seed, deterministic=deterministic)
+        obs, info = env.reset(seed=episode_seed(seed, RECORDING_STREAM, 0))
+        is_first = np.ones(1, dtype=bool)
+        for row in range(num_steps):
+            arrays["obs"][row] = obs  # now, because the environment may write into it in `step`
+            masks = read_action_mask(info, spaces)[None] if spaces.has_action_mask else None
+            action = spaces.map_actions(actor.act(spaces.encode(np.asarray(obs)[None]), masks, is_first))[0]
+            arrays["actions"][row] = action
+            obs, reward, terminated, truncated, info = env.step(
+                action.item() if spaces.action_kind == "discrete" else action
+            )
+            arrays["next_obs"][row], arrays["rewards"][row] = obs, reward
+            arrays["terminated"][row], arrays["truncated"][row] = terminated, truncated
+            is_first = np.array([terminated or truncated])
+            if terminated or truncated:
+                obs, info = env.reset()
+    finally:
+        env.close()
+    return arrays
+
+
+def empty_arrays(num_steps: int, env: Env) -> dict[str, Array]:
+    """Room for every row, so that nothing is held twice."""
+    seen, done = env.observation_space, env.action_space
+    return {
+        "obs": np.empty((num_steps, *(seen.shape or ())), seen.dtype),
+        "actions": np.empty((num_steps, *(done.shape or ())), done.dtype),
+        "rewards": np.empty(num_steps, np.float32),
+        "next_obs": np.empty((num_steps, *(seen.shape or ())), seen.dtype),
+        "terminated": np.empty(num_steps, bool),
+        "truncated": np.empty(num_steps, bool),
+    }
+
+
+def check_room(num_steps: int, spaces: EnvSpaces) -> None:
+    """Refuse, with the arithmetic, what cannot be held in memory."""
+    obs = ArraySpec((num_steps, *spaces.obs_shape), np.dtype(spaces.obs_dtype))
+    actions = ArraySpec((num_steps, *spaces.action_shape), np.dtype(np.float32))
+    specs = {"obs": obs, "next_obs": obs, "actions": actions}
+    free = available_memory()
+    if free is not None and sum(spec.nbytes for spec in specs.values()) > free:
+        raise UserError(
+            f"{num_steps} steps need {explain_bytes(specs)}, but only {format_bytes(free)} of memory are free."
+        )
+
+
+def read_replay_buffer(path: PathLike) -> TransitionDataset:
+    """The replay buffer inside a checkpoint, its observations and actions as the environment's own."""
+    dataset, spaces = read_policy_replay(path)
+    return dataset.map(obs=lambda encoded: decode(encoded, spaces), actions=spaces.map_actions)
+
+
+def read_policy_replay(path: PathLike) -> tuple[TransitionDataset, EnvSpaces]:
+    """The replay buffer inside a checkpoint as its policy sees it, and the spaces in which it was made."""
+    tree = read_checkpoint(path)
+    if "replay" not in tree["source"]:
+        raise UserError(
+            f"{path} holds no replay buffer; the latest checkpoint of a replay algorithm does, unless "
+            "replay_in_checkpoint is off."
+        )
+    config = validate(TrainConfig, tree["config"], str(path))
+    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
+    if not isinstance(params, ReplayParams):
+        raise UserError(f"{path} is a checkpoint of {config.algo}, which has no replay buffer of transitions.")
+    params = params.model_copy(update={"replay_folder": None})  # that folder is the run's own
+    spaces, recipe = read_spaces(path, tree["spaces"]), read_recipe(config.env_id, config.env_kwargs)
+    buffer = make_buffer(params, spaces, config.num_envs, frame_stack=recipe.image_frame_stack)
+    try:
+        buffer.load_state_dict(tree["source"]["replay"])
+        dataset = TransitionDataset.from_replay(buffer, **origin(config, path))
+    except UserError:
+        raise
+    except Exception as error:  # what an edited file holds can fail in any way
+        raise UserError(f"{path}: its replay buffer cannot be read ({describe_error(error)}).") from None
+    return dataset, spaces
+
+
+def decode(encoded: Array, spaces: EnvSpaces) -> Array:
+    """The inverse of `EnvSpaces.encode`; what was flattened from a dict stays flat, as `make_env` has it."""
+    if spaces.image_layout == "channels_last":
+        return np.ascontiguousarray(np.moveaxis(encoded, 1, -1))
+    if spaces.image_layout == "plane":
+        return encoded[:, 0]
+    if spaces.obs_kind == "image" or spaces.raw_observation["type"] != "Box":
+        return encoded
+    return encoded.reshape(len(encoded), *(spaces.observation_space.shape or ()))
+
+
+def origin(config: TrainConfig, path: PathLike) -> dict[str, Any]:
+    """Where data of a checkpoint comes from, for a data set's metadata."""
+    kwargs = config.model_dump(mode="json")["env_kwargs"]
+    named = {"env_id": config.env_id, "policy": config.algo, "checkpoint": str(path)}
+    return named | ({"env_kwargs": kwargs} if kwargs else {})
+
+
+def recipe_of(dataset: TransitionDataset, env_id: str | None) -> EnvRecipe | None:
+    """The environment of that id, or the one that the data names, made as it was where the data says how."""
+    own, kwargs = dataset.metadata.get("env_id"), dataset.metadata.get("env_kwargs")
+    name = env_id or own
+    if not isinstance(name, str):
+        return None
+    return read_recipe(name, kwargs if isinstance(kwargs, Mapping) and name == own else {})
+
+
+def spaces_of(recipe: EnvRecipe) -> dict[str, Any]:
+    """The spaces that rows of this environment lie in: observations flattened where they are no Box."""
+    env = make_env(recipe)
+    try:
+        return {"observation_space": env.observation_space, "action_space": env.action_space}
+    finally:
+        env.close()

@@ -1,0 +1,235 @@
+"""Prior data in RLPD's replay: its share of every batch, pretraining, each kind of data, and exact resuming."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resume, tiny
+from rl_training.data import TransitionDataset, load_transition_dataset
+from rl_training.data.minari_io import write_minari
+from rl_training.envs.factory import make_env, probe_spaces, read_recipe
+from rl_training.errors import UserError
+from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.logging import read_metrics
+from rl_training.runtime.prior_data import DatasetKind, DatasetParams, PriorReplaySource, find_dataset
+from rl_training.runtime.recording import read_replay_buffer
+from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.session import open_session
+from rl_training.runtime.workflows import resume_training, train
+
+MARK = 777.0  # a reward that Pendulum never gives
+
+
+@pytest.fixture(scope="module")
+def prior(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty steps of Pendulum whose rewards tell them from every other step."""
+    dataset = load_transition_dataset("random", env_id="Pendulum-v1", size=40, seed=1)
+    marked = replace(dataset, rewards=np.full(40, MARK))
+    return marked.save_npz(tmp_path_factory.mktemp("prior") / "prior.npz")
+
+
+@pytest.fixture(scope="module")
+def sac(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a tiny SAC, with its replay buffer."""
+    config = tiny("sac", tmp_path_factory.mktemp("sac"), total_timesteps=48, eval_episodes=0)
+    return train(config, console=False).checkpoint_path
+
+
+def rlpd(output: Path, prior: Path | None = None, *, timesteps: int = 40, **kwargs: Any) -> TrainConfig:
+    """A tiny RLPD run, on a file of prior data where one is given."""
+    data = {} if prior is None else {"dataset_kind": "npz", "dataset_path": str(prior), "dataset_size": None}
+    return tiny("rlpd", output, total_timesteps=timesteps, eval_episodes=0, kwargs=data | kwargs)
+
+
+class Batches(Callback):
+    """Counts the marked rows of every batch that the learner is given, with the step at which it was."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []  # step, prior rows, all rows
+
+    def on_start(self, run: Run) -> None:
+        algorithm = run.session.algorithm
+        learn = algorithm.learn
+
+        def watched(batch: Any, *, step: int) -> Any:
+            prior_rows = int((batch["rewards"] == MARK).sum())
+            self.seen.append((step, prior_rows, len(batch["rewards"])))
+            return learn(batch, step=step)
+
+        algorithm.learn = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "size", "share"), [(0.5, 8, 4), (0.25, 8, 2), (0.0, 8, 0), (1.0, 8, 8), (0.3, 10, 3)]
+)
+def test_every_batch_has_exactly_the_configured_share(
+    tmp_path: Path, prior: Path, ratio: float, size: int, share: int
+) -> None:
+    batches = Batches()
+    config = rlpd(tmp_path, prior, offline_batch_ratio=ratio, batch_size=size, offline_pretrain_updates=0)
+    result = train(config, callbacks=[batches], console=False)
+    assert len(batches.seen) == result.metrics["updates"] > 3
+    assert {(rows, total) for _, rows, total in batches.seen} == {(share, size)}
+    assert (result.metrics["offline_batch_size"], result.metrics["online_batch_size"]) == (share, size - share)
+
+
+def test_prior_rows_come_first_and_are_as_the_policy_sees_them(tmp_path: Path, prior: Path) -> None:
+    session = open_session(rlpd(tmp_path, prior, offline_pretrain_updates=0))
+    source = session.source
+    assert isinstance(source, PriorReplaySource)
+    for step in range(0, 20, 4):
+        source.collect(session.algorithm, step)
+    batch = source.sample()
+    source.close()
+    assert (batch["rewards"][:4] == MARK).all()
+    assert (batch["rewards"][4:] != MARK).all()
+    stored = TransitionDataset.from_npz(prior)
+    rows = batch["indices"][:4].numpy()
+    np.testing.assert_allclose(batch["actions"][:4].numpy(), stored.actions[rows] / 2.0, rtol=1e-6)  # torque in [-2, 2]
+    np.testing.assert_array_equal(batch["obs"][:4].numpy(), stored.obs[rows])
+    assert {tensor.shape[0] for tensor in batch.values()} == {8}
+
+
+def test_pretraining_takes_no_steps_and_is_counted(tmp_path: Path, prior: Path) -> None:
+    batches = Batches()
+    config = rlpd(tmp_path, prior, timesteps=32, offline_pretrain_updates=5, gradient_updates_per_step=2)
+    result = train(config, callbacks=[batches], console=False)
+    assert batches.seen[:5] == [(0, 8, 8)] * 5  # step 0, prior data alone
+    assert all(step > 16 and rows == 4 for step, rows, _ in batches.seen[5:])
+    assert result.metrics["pretrain_updates_done"] == 5
+    assert result.metrics["global_step"] == 32
+    assert result.metrics["updates"] == 5 + 2 * (32 - 16) // 4
+    assert len(load_checkpoint(result.checkpoint_path)["source"]["replay"]["arrays"]["rewards"]) == 33
+    first = next(iter(read_metrics(result.run_dir / "metrics.jsonl")))
+    assert first["offline_batch_size"] == first["online_batch_size"] == 4
+
+
+def test_no_prior_data_is_read_where_none_is_used(tmp_path: Path) -> None:
+    config = rlpd(tmp_path, tmp_path / "absent.npz", offline_batch_ratio=0.0, offline_pretrain_updates=0)
+    source = open_session(config).source
+    source.close()
+    assert isinstance(source, PriorReplaySource)
+    assert source.dataset is None
+    with pytest.raises(UserError, match=r"absent\.npz does not exist"):
+        open_session(rlpd(tmp_path, tmp_path / "absent.npz"))
+
+
+def test_a_run_trains_on_each_kind_of_data(
+    tmp_path: Path, prior: Path, sac: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    write_minari(TransitionDataset.from_npz(prior), "pendulum/prior-v0", env_id="Pendulum-v1")
+    kinds: dict[str, dict[str, Any]] = {
+        "random": {"dataset_size": 30, "dataset_seed": 5},
+        "npz": {"dataset_path": str(prior), "dataset_size": 20},
+        "minari": {"dataset_id": "pendulum/prior-v0", "dataset_size": None},
+        "checkpoint": {"dataset_path": str(sac), "dataset_size": None},
+    }
+    rows = {"random": 30, "npz": 20, "minari": 40, "checkpoint": 48}
+    for kind, options in kinds.items():
+        config = rlpd(tmp_path / kind, dataset_kind=kind, **options)
+        source = open_session(config).source
+        source.close()
+        assert isinstance(source, PriorReplaySource)
+        assert source.dataset is not None
+        assert len(source.dataset) == rows[kind]
+        assert np.abs(source.dataset.actions).max() <= 1.0
+        result = train(config, console=False)
+        stored = load_checkpoint(result.checkpoint_path)["source"]["dataset_sha256"]
+        assert stored == source.dataset.sha256
+        assert result.metrics["updates"] > 3
+
+
+def test_a_checkpoints_replay_and_the_file_collected_of_it_are_the_same_prior_data(tmp_path: Path) -> None:
+    sac = train(tiny("sac", tmp_path, total_timesteps=48, eval_episodes=0, num_envs=2), console=False)
+    path = read_replay_buffer(sac.checkpoint_path).save_npz(tmp_path / "replay.npz")
+    sources = [
+        open_session(rlpd(tmp_path, path)).source,
+        open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(sac.checkpoint_path))).source,
+    ]
+    first, second = (source.dataset for source in sources)  # type: ignore[attr-defined]
+    for source in sources:
+        source.close()
+    for name, array in second.arrays().items():
+        np.testing.assert_allclose(first.arrays()[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_prior_data_of_a_checkpoint_leaves_the_runs_own_files_alone(tmp_path: Path, sac: Path) -> None:
+    folder = tmp_path / "mapped"
+
+    def point(tree: dict[str, Any]) -> None:
+        tree["config"]["algo_kwargs"]["replay_folder"] = str(folder)
+
+    path = edit_checkpoint(sac, tmp_path / "mapped.ckpt", point)
+    open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(path))).source.close()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("kind", ["random", "npz"])
+def test_observations_that_are_numbers_fit_as_they_are_recorded(tmp_path: Path, kind: DatasetKind) -> None:
+    recipe = read_recipe("env_zoo:DiscreteObservation", {"action": "continuous"})
+    rows = load_transition_dataset("random", size=20, make_env=lambda: make_env(recipe))
+    path = rows.save_npz(tmp_path / "rows.npz")
+    params = DatasetParams(dataset_kind=kind, dataset_path=str(path), dataset_size=20)
+    dataset = find_dataset(params, recipe, probe_spaces(recipe))
+    assert dataset.obs.shape == (20, 50)
+    assert (dataset.obs.sum(axis=1) == 1).all()
+    np.testing.assert_allclose(dataset.actions, rows.actions / 2.0, rtol=1e-5, atol=1e-6)  # actions in [-2, 2]
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda tree: tree.pop("source"), "is not a training checkpoint: it has no source"),
+        (lambda tree: tree.update(source=[1]), "its source is not a mapping"),
+        (lambda tree: tree.update(schema=-1), "has the schema -1"),
+        (lambda tree: tree["source"]["replay"].pop("heads"), "its replay buffer cannot be read"),
+        (lambda tree: tree["spaces"].update(obs_shape=[7]), "its spaces do not fit together"),
+        (lambda tree: tree["config"].update(algo="ppo", algo_kwargs={}), "is a checkpoint of ppo, which has no replay"),
+    ],
+)
+def test_a_foreign_or_damaged_checkpoint_is_refused(tmp_path: Path, sac: Path, edit: Any, said: str) -> None:
+    path = edit_checkpoint(sac, tmp_path / "edited.ckpt", edit)
+    with pytest.raises(UserError, match=said):
+        open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(path)))
+
+
+def test_data_that_does_not_fit_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    cartpole = load_transition_dataset("random", env_id="CartPole-v1", size=10).save_npz(tmp_path / "cartpole.npz")
+    with pytest.raises(UserError, match="does not fit Pendulum-v1: obs has rows of shape"):
+        open_session(rlpd(tmp_path, cartpole))
+    dqn = train(tiny("dqn", tmp_path, total_timesteps=20, eval_episodes=0), console=False)
+    with pytest.raises(UserError, match="was made in CartPole-v1, whose spaces are not those of Pendulum-v1"):
+        open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(dqn.checkpoint_path)))
+    without = edit_checkpoint(dqn.checkpoint_path, tmp_path / "without.ckpt", lambda tree: tree["source"].pop("replay"))
+    with pytest.raises(UserError, match="holds no replay buffer"):
+        open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(without)))
+    with pytest.raises(UserError, match="needs dataset_path"):
+        open_session(rlpd(tmp_path, dataset_kind="checkpoint"))
+    with pytest.raises(UserError, match="n_step is 3"):
+        open_session(rlpd(tmp_path, n_step=3))
+
+
+def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prior.npz"
+    dataset = load_transition_dataset("random", env_id="Pendulum-v1", size=40, seed=1)
+    dataset.save_npz(path)
+    stopped = train(rlpd(tmp_path, path), callbacks=[StopAt(24)], console=False)
+    replace(dataset, rewards=dataset.rewards + np.float32(1e-3)).save_npz(path)
+    with pytest.raises(UserError, match=r"prior data is not what the checkpoint was trained with \(its hash differs\)"):
+        resume_training(stopped.checkpoint_path, console=False)
+    dataset.save_npz(path, compress=False)  # another file with the same data
+    assert resume_training(stopped.checkpoint_path, console=False).metrics["global_step"] == 40
+
+
+@pytest.mark.parametrize("stop", [0, 24])  # while pretraining, and after it
+def test_a_resumed_run_with_prior_data_is_the_run_that_never_stopped(tmp_path: Path, prior: Path, stop: int) -> None:
+    config = rlpd(tmp_path, prior, offline_pretrain_updates=4)
+    straight = train(config, console=False)
+    assert_same_run(straight, stop_and_resume(config, stop))
