@@ -182,10 +182,10 @@ def draw_figure(path: Path, gates: Sequence[Gate], verdicts: Verdicts) -> None:
     rows = -(-len(gates) // columns)
     size = (4.2 * columns, 3.2 * rows) if len(gates) > 1 else (6.4, 3.6)
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=len({gate.env for gate in gates}) == 1).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharey=len({gate.env for gate in gates}) == 1).flat)
     for axes, gate in zip(panels, gates, strict=False):
         draw_gate(axes, gate, verdicts[gate.name].records)
-    for axes in list(panels)[len(gates) :]:
+    for axes in panels[len(gates) :]:
         axes.remove()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Description": digest(gates, verdicts)})

@@ -55,6 +55,7 @@ class Gate(StrictModel):
     seeds: tuple[int, ...] = Field((0, 1, 2, 3, 4), min_length=1)
     overrides: dict[str, Any] = Field(default_factory=dict)
     control: bool = False
+    in_progress: bool = False
     below: float | str | None = None
     figure: str
     eval_episodes: int = Field(20, ge=1)
@@ -339,7 +340,7 @@ def print_verdicts(gates: Iterable[Gate], every: Mapping[str, Gate], results: Pa
     bad = 0
     for gate in gates:
         verdict = judge(gate, every, results, seeds)
-        bad += verdict.status in BAD
+        bad += verdict.status in BAD and not gate.in_progress
         print(f"{gate.name:26} {verdict.status:10} {verdict.reason}")
     return bad
 
