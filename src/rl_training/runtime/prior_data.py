@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -54,6 +55,7 @@ def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces) ->
         params.dataset_kind, path=params.dataset_path, dataset_id=params.dataset_id, env_id=recipe.env_id,
         size=params.dataset_size, seed=params.dataset_seed, make_env=lambda: make_env(recipe),
     )  # fmt: skip
+    dataset = replace(dataset, truncated=dataset.truncated & ~dataset.terminated)  # at once: termination wins
     report = dataset.check(**spaces_of(recipe))
     if report["problems"]:
         raise UserError(f"the recorded data does not fit {spaces.env_id}: {report['problems'][0]}")
