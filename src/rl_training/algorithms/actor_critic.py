@@ -93,6 +93,9 @@ class ActorCriticAlgorithm(Algorithm):
         the parameters. The losses here are means of a few terms; autograd takes longer to find their gradients than
         the networks'. So each stands written out beside its loss, and a test compares the two.
         """
+        quick = getattr(self.policy, "evaluate_with_gradients", None)
+        if quick is not None and (found := quick(obs, actions, action_masks)) is not None:
+            return found
         policy = self.policy.evaluate_actions(obs, actions, action_masks)
 
         def gradients(*on_outputs: Tensor | None) -> Gradients:

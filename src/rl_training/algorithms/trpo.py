@@ -114,6 +114,13 @@ class TRPO(ActorCriticAlgorithm):
             "line_search_fraction": fraction, "cg_iterations": self.cg_iterations,
         }  # fmt: skip
 
+    def value_step(self, features: Tensor, returns: Tensor) -> Tensor:
+        """One gradient step of the critic on rows [B]; returns half the mean squared error before it."""
+        values, gradients = self.policy.values_with_gradients(features)
+        errors = values - returns
+        self.value_optimizer.apply_gradients(gradients(errors / len(errors)))
+        return errors.dot(errors) * (0.5 / len(errors))
+
     def _value_minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
         """`value_updates` minibatches, reshuffled whenever the rows are used up."""
         count = len(rows["returns"])
@@ -136,10 +143,7 @@ class TRPO(ActorCriticAlgorithm):
         value_rows = {"features": features, "returns": rows["returns"]}
         losses = []
         for minibatch in self._value_minibatches(value_rows):
-            values = self.policy.critic(minibatch["features"]).squeeze(-1)
-            errors = values.detach() - minibatch["returns"]
-            losses.append(errors.dot(errors) * (0.5 / len(errors)))
-            self.value_optimizer.step(values, errors / len(errors))  # the gradient of that loss
+            losses.append(self.value_step(minibatch["features"], minibatch["returns"]))
         self.move_normalizers(rows)
         zero = torch.zeros((), device=self.device)
         metrics |= {

@@ -65,6 +65,15 @@ class Categorical:
         """[B]."""
         return categorical_entropy(self.log_probs)
 
+    @torch.no_grad()
+    def gradient(self, actions: Tensor, on_logprobs: Tensor, on_entropy: Tensor | None) -> Tensor:
+        """Gradient [B, A] with respect to the logits, from those with respect to `log_prob` and `entropy` [B]."""
+        probs = self.log_probs.exp()
+        weights = -on_logprobs.unsqueeze(-1)
+        if on_entropy is not None:  # dH/dlogit = -p (log p + H)
+            weights = weights - on_entropy.unsqueeze(-1) * (self.log_probs + self.entropy().unsqueeze(-1))
+        return (probs * weights).scatter_add_(-1, actions.long().unsqueeze(-1), on_logprobs.unsqueeze(-1))
+
     def kl(self, other: Categorical) -> Tensor:
         """KL(self || other) [B]."""
         return categorical_kl(self.log_probs, other.log_probs)

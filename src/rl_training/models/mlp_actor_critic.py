@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.blocks import ObservationInput, SplitMLP, mlp, numpy_forward, numpy_input
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
 
 Array = NDArray[Any]
@@ -61,6 +61,8 @@ class MLPActorCritic(nn.Module):
         self.actor = mlp(features, hidden_sizes, action_dim, activation, output_gain=0.01)
         self.critic = mlp(features, hidden_sizes, 1, activation)
         self.log_std = nn.Parameter(torch.zeros(action_dim)) if action_kind == "continuous" else None
+        small = encoder is None and all(SplitMLP.supports(network) for network in (self.actor, self.critic))
+        self._split = (SplitMLP(self.actor), SplitMLP(self.critic)) if small else None
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic read."""
@@ -72,7 +74,9 @@ class MLPActorCritic(nn.Module):
         return self._distribution(self.features(obs), action_masks)
 
     def _distribution(self, features: Tensor, action_masks: Tensor | None) -> Distribution:
-        outputs = self.actor(features)
+        return self._distribution_of(self.actor(features), action_masks)
+
+    def _distribution_of(self, outputs: Tensor, action_masks: Tensor | None) -> Distribution:
         if self.log_std is not None:
             return DiagonalGaussian(outputs, self.log_std)
         if self.action_kind == "discrete":
@@ -81,7 +85,10 @@ class MLPActorCritic(nn.Module):
 
     def values(self, obs: Tensor) -> Tensor:
         """State values [B]."""
-        return self.critic(self.features(obs)).squeeze(-1)
+        features = self.features(obs)
+        if self._split is None or torch.is_grad_enabled() or not features.is_cpu:
+            return self.critic(features).squeeze(-1)
+        return self._split[1].forward(features)[0].squeeze(-1)
 
     def act(
         self, obs: Tensor, *, deterministic: bool = False, generator: torch.Generator | None = None,
@@ -98,6 +105,55 @@ class MLPActorCritic(nn.Module):
         features = self.features(obs)
         policy = self._distribution(features, action_masks)
         return Evaluation(policy.log_prob(actions), self.critic(features).squeeze(-1), policy.entropy())
+
+    def evaluate_with_gradients(
+        self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
+    ) -> tuple[Evaluation, Callable[..., list[Tensor]]] | None:
+        """`evaluate_actions` without a graph, and what differentiates it; None behind an encoder and on a GPU.
+
+        The function takes a loss's gradients with respect to log-probabilities, values and entropy (or None) and
+        returns those of `parameters()`. Autograd sees the distribution; the passes of the MLPs are written out.
+        """
+        if self._split is None or not self.actor[0].weight.is_cpu:
+            return None
+        actor, critic = self._split
+        with torch.no_grad():
+            features = self.observation_input(obs)
+            outputs, actor_inputs = actor.forward(features)
+            values, critic_inputs = critic.forward(features)
+        outputs.requires_grad_(self.action_kind != "discrete")  # the gradient of a Categorical is written out too
+        leaves = [outputs] if self.log_std is None else [outputs, self.log_std]
+        policy = self._distribution_of(outputs, action_masks)
+        logprobs, entropy = policy.log_prob(actions), policy.entropy()
+
+        def gradients(on_logprobs: Tensor, on_values: Tensor, on_entropy: Tensor | None) -> list[Tensor]:
+            if isinstance(policy, Categorical):
+                on_outputs, on_log_std = policy.gradient(actions, on_logprobs, on_entropy), []
+            elif on_entropy is None:
+                on_outputs, *on_log_std = torch.autograd.grad(logprobs, leaves, on_logprobs)
+            else:
+                on_outputs, *on_log_std = torch.autograd.grad((logprobs, entropy), leaves, (on_logprobs, on_entropy))
+            with torch.no_grad():
+                on_actor = actor.backward(actor_inputs, on_outputs)
+                return [*on_log_std, *on_actor, *critic.backward(critic_inputs, on_values.unsqueeze(-1))]
+
+        return Evaluation(logprobs.detach(), values.squeeze(-1), entropy.detach()), gradients
+
+    def values_with_gradients(self, features: Tensor) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
+        """The critic's values [B] without a graph, and a function from their gradient to its parameters'."""
+        if self._split is None or not features.is_cpu:
+            values = self.critic(features).squeeze(-1)
+            parameters = list(self.critic.parameters())
+            return values.detach(), lambda on_values: torch.autograd.grad(values, parameters, on_values)
+        critic = self._split[1]
+        with torch.no_grad():
+            values, inputs = critic.forward(features)
+
+        def gradients(on_values: Tensor) -> list[Tensor]:
+            with torch.no_grad():
+                return critic.backward(inputs, on_values.unsqueeze(-1))
+
+        return values.squeeze(-1), gradients
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """What the policy depends on, the encoder included."""
