@@ -69,7 +69,7 @@ results: $(VENV)/.installed
 	$(BIN)/python scripts/render_results.py
 
 bench: $(VENV)/.installed-bench
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	@set -e; for file in benchmarks/bench_*.py benchmarks/compare_sb3.py; do echo "== $$file"; $(BIN)/python $$file; done
 
 clean:
 	rm -rf $(DEMO) .pytest_cache .mypy_cache .ruff_cache build dist
