@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
+from rl_training.algorithms.q_learning import random_actions
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.data.memory import format_bytes
 from rl_training.envs.spaces import EnvSpaces
@@ -84,7 +85,7 @@ class ReplaySource:
         while taken < self.params.train_frequency:
             obs, masks = stepper.obs, stepper.masks
             warm = step + taken >= self.params.learning_starts
-            actions = self._act(algorithm, step) if warm else random_actions(self.spaces, len(obs), masks, self.rng)
+            actions = self._act(algorithm, step) if warm else first_actions(self.spaces, len(obs), masks, self.rng)
             result, ended = stepper.step(actions)
             self.buffer.add(
                 obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
@@ -150,15 +151,11 @@ class ReplaySource:
         self.stepper.close()
 
 
-def random_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.random.Generator) -> Array:
-    """Uniform actions of a policy's kind [count, ...], legal ones where masks say so."""
+def first_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.random.Generator) -> Array:
+    """Uniform actions of a policy [count, ...] before learning starts, legal ones where masks say so."""
     if spaces.action_kind == "continuous":
         return rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
-    if masks is not None:
-        return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)
-    if spaces.action_kind == "discrete":
-        return rng.integers(spaces.action_sizes[0], size=count)
-    return np.stack([rng.integers(size, size=count) for size in spaces.action_sizes], -1)
+    return random_actions(count, spaces.action_sizes[0], masks, rng)
 
 
 def make_buffer(
