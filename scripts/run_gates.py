@@ -36,6 +36,7 @@ GATES, RESULTS = ROOT / "scripts" / "gates.yaml", ROOT / "results"
 OTHER_EPISODES = 1_000_000  # added to a seed: evaluation episodes that chose no checkpoint
 BEST_SHARE = 0.8  # of the seeds: how many best checkpoints must be at the bar
 WORST_SLACK = 0.1  # of |bar|: how far below the bar the worst seed may be
+LAST_EPISODES = 10  # of training: what the rule `training` averages
 TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
 UNHASHED = {"seed", "output_dir", "tags", "benchmark"}  # of a config: what does not change what is learned
 BAD = ("fail", "stale", "incomplete")
@@ -51,7 +52,7 @@ class Gate(StrictModel):
     env: str
     budget: int = Field(ge=1)
     threshold: float | None = None
-    rule: Literal["final", "best"] = "final"
+    rule: Literal["final", "best", "training"] = "final"
     seeds: tuple[int, ...] = Field((0, 1, 2, 3, 4), min_length=1)
     overrides: dict[str, Any] = Field(default_factory=dict)
     control: bool = False
@@ -74,13 +75,13 @@ class Verdict:
 
     @property
     def returns(self) -> list[float]:
-        """What each recorded seed is judged by: the best checkpoint where the rule is that, else the final weights."""
+        """What each recorded seed is judged by: what the rule names, else the evaluation of the final weights."""
         return [judged(record) for record in self.records]
 
 
 def judged(record: Record) -> float:
     """The mean evaluation return that the gate's rule reads."""
-    value: float = record.get("best", record["eval"])["mean"]
+    value: float = (record.get("best") or record.get("training") or record["eval"])["mean"]
     return value
 
 
@@ -160,16 +161,19 @@ def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
     from rl_training.runtime.workflows import evaluate_checkpoint, train
 
     begun = time.perf_counter()
+    recent: list[float] = []
     with tempfile.TemporaryDirectory(prefix="gate-") as folder:
-        run = train(gate_config(gate, seed, folder), console=False)
+        run = train(gate_config(gate, seed, folder), callbacks=[LastReturns(recent)], console=False)
         if run.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
         evaluation = evaluate_checkpoint(run.checkpoint_path, num_episodes=gate.eval_episodes)
-        best = {}
+        special = {}
+        if gate.rule == "training":
+            special = {"training": {"mean": statistics.fmean(recent), "returns": recent}}
         if gate.rule == "best":  # chosen by the run's own evaluations, judged on other episodes
             path = run.checkpoint_path.with_name("best.ckpt")
             chosen = evaluate_checkpoint(path, num_episodes=gate.eval_episodes, seed=seed + OTHER_EPISODES)
-            best = {"best": {"mean": chosen["eval_return_mean"], "returns": chosen["eval_returns"]}}
+            special = {"best": {"mean": chosen["eval_return_mean"], "returns": chosen["eval_returns"]}}
         resolved = yaml.safe_load((run.run_dir / "config.yaml").read_text(encoding="utf-8"))
         manifest = json.loads((run.run_dir / "manifest.json").read_text(encoding="utf-8"))
         curve = read_curve(run.run_dir / "metrics.jsonl")
@@ -180,7 +184,7 @@ def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
             "mean": evaluation["eval_return_mean"], "std": evaluation["eval_return_std"],
             "episodes": gate.eval_episodes, "deterministic": True, "returns": evaluation["eval_returns"],
         },
-        **best,
+        **special,
         "global_step": run.metrics["global_step"], "stop_reason": run.metrics["stop_reason"],
         "train_seconds": round(run.metrics["train_seconds"], 3), "wall_seconds": round(time.perf_counter() - begun, 3),
         "curve": curve,
@@ -191,6 +195,17 @@ def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
     }  # fmt: skip
     write_record(record_path(results, gate, seed), record)
     return record
+
+
+class LastReturns:
+    """A callback that keeps the returns of the last training episodes."""
+
+    def __init__(self, returns: list[float]) -> None:
+        self.returns = returns
+
+    def on_end(self, run: Any) -> None:
+        """At the end of a run."""
+        self.returns[:] = [episode[0] for episode in run.episodes][-LAST_EPISODES:]
 
 
 def read_curve(path: Path) -> dict[str, list[list[float]]]:
