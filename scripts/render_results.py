@@ -38,7 +38,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def gate_row(gate: Gate, verdict: Verdict) -> list[object]:
     """One gate with a bar: what was asked and what came out."""
     assert gate.threshold is not None
-    least = "best, 4 of 5" if gate.rule == "best" else f"worst {worst_allowed(gate.threshold):g}"
+    least = {
+        "best": "best, 4 of 5", "reach": f"steps to it {comparison(gate)}",
+        "training": f"training, worst {worst_allowed(gate.threshold):g}",
+    }.get(gate.rule, f"worst {worst_allowed(gate.threshold):g}")  # fmt: skip
     bar = f"{gate.threshold:g} ({least})"
     return [f"`{gate.preset}`", gate.env, f"{gate.budget:,}", bar, *measured(verdict), verdict.status]
 
@@ -46,8 +49,14 @@ def gate_row(gate: Gate, verdict: Verdict) -> list[object]:
 def control_row(gate: Gate, verdict: Verdict) -> list[object]:
     """One control: what was changed and what it must stay below."""
     changes = ", ".join(f"{name} {plain(value)}" for name, value in flatten(gate.overrides)) or "nothing"
-    limit = "–" if gate.below is None else f"below `{gate.below}`"
-    return [f"`{gate.name}`", f"`{gate.preset}`", changes, limit, *measured(verdict), verdict.status]
+    return [f"`{gate.name}`", f"`{gate.preset}`", changes, comparison(gate) or "–", *measured(verdict), verdict.status]
+
+
+def comparison(gate: Gate) -> str:
+    """What the median is held against beside the bar, in words."""
+    part = "" if gate.share == 1 else f"{gate.share:.3g} of "
+    sides = (("below", gate.below), ("above", gate.above))
+    return " and ".join(f"{word} {part}`{other}`" for word, other in sides if other is not None)
 
 
 def measured(verdict: Verdict) -> list[object]:
@@ -60,7 +69,8 @@ def measured(verdict: Verdict) -> list[object]:
     listed = ", ".join(f"{value:.1f}" for value in returns)
     if any("best" in record for record in verdict.records):
         listed += " (final " + ", ".join(f"{record['eval']['mean']:.1f}" for record in verdict.records) + ")"
-    return [f"{statistics.median(returns):.1f}", f"{min(returns):.1f}", listed, f"{steps:,}", f"{seconds:.1f}"]
+    worst = max(returns) if "reached" in verdict.records[0] else min(returns)
+    return [f"{statistics.median(returns):.1f}", f"{worst:.1f}", listed, f"{steps:,}", f"{seconds:.1f}"]
 
 
 def flatten(changes: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -87,8 +97,10 @@ def render_text(gates: Mapping[str, Gate], verdicts: Verdicts) -> str:
         f"Returns are means of {episodes} deterministic evaluation episodes with the final weights, one per seed.\n"
         "A bar is met when the median over seeds reaches it, the worst seed is within 10 % of it, and no run took\n"
         "more steps than the budget; with `best, 4 of 5` the best checkpoint of four seeds in five reaches it on\n"
-        "episodes that did not choose it, and the final weights stand beside it. Steps are the most that a seed took;\n"
-        "seconds are the median of training time.\n",
+        "episodes that did not choose it, and the final weights stand beside it; with `training` the mean of the\n"
+        "last 10 training episodes counts; with `steps to it` a seed's number is the environment steps to\n"
+        "the first of two successive evaluations at the bar. Steps are the most that a seed took; seconds are the\n"
+        "median of training time.\n",
         table(["Preset", "Environment", "Budget", "Bar", *numbers], (gate_row(g, verdicts[g.name]) for g in bars)),
     ]
     if controls:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -52,12 +54,14 @@ class Gate(StrictModel):
     env: str
     budget: int = Field(ge=1)
     threshold: float | None = None
-    rule: Literal["final", "best", "training"] = "final"
+    rule: Literal["final", "best", "training", "reach"] = "final"
     seeds: tuple[int, ...] = Field((0, 1, 2, 3, 4), min_length=1)
     overrides: dict[str, Any] = Field(default_factory=dict)
     control: bool = False
     in_progress: bool = False
     below: float | str | None = None
+    above: float | str | None = None
+    share: float = Field(1.0, gt=0)
     figure: str
     eval_episodes: int = Field(20, ge=1)
 
@@ -80,7 +84,9 @@ class Verdict:
 
 
 def judged(record: Record) -> float:
-    """The mean evaluation return that the gate's rule reads."""
+    """What the gate's rule reads: a mean return, or the steps that were needed (infinite when never)."""
+    if "reached" in record:
+        return math.inf if record["reached"] is None else float(record["reached"])
     value: float = (record.get("best") or record.get("training") or record["eval"])["mean"]
     return value
 
@@ -91,8 +97,9 @@ def load_gates(path: Path = GATES) -> dict[str, Gate]:
     shared = {key: value for key, value in data.items() if key != "gates"}
     gates = {name: validate(Gate, {"name": name, **shared, **entry}, name) for name, entry in data["gates"].items()}
     for gate in gates.values():
-        if isinstance(gate.below, str) and gate.below not in gates:
-            raise UserError(f"{gate.name}: below names the gate {gate.below!r}; {did_you_mean(gate.below, gates)}")
+        for field, other in (("below", gate.below), ("above", gate.above)):
+            if isinstance(other, str) and other not in gates:
+                raise UserError(f"{gate.name}: {field} names the gate {other!r}; {did_you_mean(other, gates)}")
         if gate.threshold is None and not gate.control:
             raise UserError(f"{gate.name} has no threshold; only a control goes without.")
     return gates
@@ -167,7 +174,9 @@ def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
         if run.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
         evaluation = evaluate_checkpoint(run.checkpoint_path, num_episodes=gate.eval_episodes)
-        special = {}
+        special: Record = {}
+        if gate.rule == "reach" and gate.threshold is not None:
+            special = {"reached": first_reached(run.run_dir / "metrics.jsonl", gate.threshold)}
         if gate.rule == "training":
             special = {"training": {"mean": statistics.fmean(recent), "returns": recent}}
         if gate.rule == "best":  # chosen by the run's own evaluations, judged on other episodes
@@ -195,6 +204,15 @@ def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
     }  # fmt: skip
     write_record(record_path(results, gate, seed), record)
     return record
+
+
+def first_reached(path: Path, bar: float) -> int | None:
+    """The step of the first of two successive evaluations at the bar, None when there are no such two."""
+    points = [(row["step"], row["eval_return_mean"]) for row in read_metrics(path) if "eval_return_mean" in row]
+    for (step, value), (_, following) in itertools.pairwise(points):
+        if min(value, following) >= bar:
+            return int(step)
+    return None
 
 
 class LastReturns:
@@ -258,12 +276,15 @@ def decide(
 ) -> tuple[str, str]:
     """The rule itself, on a complete set of records."""
     returns = [judged(record) for record in records]
-    median, worst = statistics.median(returns), min(returns)
+    median, worst = statistics.median(returns), worst_of(gate, returns)
     steps = max(record["global_step"] for record in records)
     reasons = []
     if steps > gate.budget:
         reasons.append(f"{steps:,} steps are over the budget of {gate.budget:,}")
-    if gate.threshold is not None and gate.rule == "best":
+    if gate.rule == "reach":
+        if not gate.control and math.isinf(worst):
+            reasons.append(f"{returns.count(math.inf)} of {len(returns)} seeds never reach {gate.threshold:g}")
+    elif gate.threshold is not None and gate.rule == "best":
         good = sum(value >= gate.threshold for value in returns)
         if good < BEST_SHARE * len(returns):
             reasons.append(f"{good} of {len(returns)} best checkpoints reach {gate.threshold:g}")
@@ -273,29 +294,38 @@ def decide(
             reasons.append(f"median {median:.1f} is below {gate.threshold:g}")
         if worst < lowest:
             reasons.append(f"worst {worst:.1f} is below {lowest:g}")
-    if gate.below is not None:
-        limit, name = below_limit(gate.below, gates, results, seeds)
+    for word, other in (("below", gate.below), ("above", gate.above)):
+        if other is None:
+            continue
+        limit, name = find_limit(other, gate.share, gates, results, seeds)
         if limit is None:
             return "incomplete", f"{name} is not recorded to compare with"
-        if not median < limit:
-            reasons.append(f"median {median:.1f} is not below {name}")
+        if not (median < limit if word == "below" else median > limit):
+            reasons.append(f"median {median:.1f} is not {word} {name}")
     if reasons:
         return "fail", "; ".join(reasons)
-    claims = gate.threshold is not None or gate.below is not None
+    claims = not gate.control or gate.below is not None or gate.above is not None
     return ("pass" if claims else "recorded"), f"median {median:.1f}, worst {worst:.1f}, at most {steps:,} steps"
 
 
-def below_limit(
-    below: float | str, gates: Mapping[str, Gate], results: Path, seeds: Sequence[int]
+def find_limit(
+    other: float | str, share: float, gates: Mapping[str, Gate], results: Path, seeds: Sequence[int]
 ) -> tuple[float | None, str]:
-    """The number a control must stay below, None when the gate it is compared with has no fresh records."""
-    if not isinstance(below, str):
-        return below, f"{below:g}"
-    verdict = judge(gates[below], gates, results, seeds)
+    """The number to stay below or above, None when the gate it comes from has no fresh records."""
+    if not isinstance(other, str):
+        return share * other, f"{share * other:g}"
+    compared = gates[other]
+    verdict = judge(compared, gates, results, [seed for seed in seeds if seed in compared.seeds] or None)
     if verdict.status in ("not run", "incomplete", "stale"):
-        return None, below
-    median = statistics.median(verdict.returns)
-    return median, f"the median {median:.1f} of {below}"
+        return None, other
+    limit = share * statistics.median(verdict.returns)
+    part = "" if share == 1 else f"{share:.3g} of "
+    return limit, f"{limit:.1f}, {part}the median of {other}"
+
+
+def worst_of(gate: Gate, values: Sequence[float]) -> float:
+    """The least of the returns, the most of the steps."""
+    return max(values) if gate.rule == "reach" else min(values)
 
 
 def worst_allowed(bar: float) -> float:

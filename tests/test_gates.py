@@ -31,10 +31,12 @@ def write_gates(folder: Path, **gates: dict[str, Any]) -> Path:
     return path
 
 
-def fake_record(results: Path, gate: run_gates.Gate, seed: int, value: float, steps: int = 50) -> None:
+def fake_record(results: Path, gate: run_gates.Gate, seed: int, value: float | None, steps: int = 50) -> None:
     """A record as a run would have left it."""
+    reached = {"reached": value} if gate.rule == "reach" else {}
     record = {
-        "config_hash": run_gates.config_hash(gate), "eval": {"mean": value, "std": 0.0}, "global_step": steps,
+        **reached, "config_hash": run_gates.config_hash(gate), "eval": {"mean": value, "std": 0.0},
+        "global_step": steps,
         "train_seconds": 1.0, "curve": {"train": [[10, 1.0], [50, value]], "eval": [[50, value]]},
         "versions": {"torch": "2"}, "machine": "here",
     }  # fmt: skip
@@ -103,6 +105,36 @@ def test_a_run_folder_gets_its_curve(tmp_path: Path) -> None:
 )
 def test_a_bar_is_for_median_and_worst_seed(tmp_path: Path, bar: float, values: list[float], status: str) -> None:
     assert verdict_of(tmp_path, values, threshold=bar).status == status
+
+
+@pytest.mark.parametrize(
+    ("steps", "limits", "status"),
+    [
+        ([200, 400, 800], {"below": "sac", "share": 0.5}, "pass"),
+        ([200, 600, 800], {"below": "sac", "share": 0.5}, "fail"),
+        ([200, 400, None], {"below": "sac", "share": 0.5}, "fail"),  # one seed never got there
+        ([1200, 1400, None], {"above": "sac", "control": True}, "pass"),
+        ([200, 400, None], {"above": "sac", "control": True}, "fail"),
+    ],
+)
+def test_steps_to_a_bar_are_held_against_another_gate(
+    tmp_path: Path, steps: list[float | None], limits: dict[str, Any], status: str
+) -> None:
+    reach = {"rule": "reach", "threshold": 1, "seeds": [0, 1, 2]}
+    gates = run_gates.load_gates(write_gates(tmp_path, sac=reach, one={**reach, **limits}))
+    for seed, value in enumerate(steps):
+        fake_record(tmp_path / "results", gates["sac"], seed, 1000)
+        fake_record(tmp_path / "results", gates["one"], seed, value)
+    assert run_gates.judge(gates["one"], gates, tmp_path / "results").status == status
+
+
+def test_a_bar_is_reached_at_the_first_of_two_successive_evaluations(tmp_path: Path) -> None:
+    returns = [-500.0, -190.0, -210.0, -199.0, -150.0]
+    rows = [{"step": 200 * i, "kind": "eval", "eval_return_mean": value} for i, value in enumerate(returns)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_gates.first_reached(path, -200) == 600
+    assert run_gates.first_reached(path, -160) is None
 
 
 def test_a_run_over_its_budget_fails(tmp_path: Path) -> None:
