@@ -90,7 +90,7 @@ def test_train_says_what_came_out_and_what_to_run_next() -> None:
 def test_train_by_algorithm_and_environment_starts_from_the_defaults_of_the_algorithm() -> None:
     succeed("train", "--algo", "ppo", "--env", "CartPole-v1", "--total-timesteps", "1e2", "--set", "num_steps=16",
             "--set", "learning_rate=1e-4", "--set", "algo_kwargs.gamma=0.9", "--set", "env_kwargs.max_episode_steps=50",
-            "--set", "early_stopping.threshold=475", "--seed", "7")  # fmt: skip
+            "--set", "early_stopping.threshold=475", "--set", "eval_interval=1000", "--seed", "7")  # fmt: skip
     config = yaml.safe_load(next(Path("runs").glob("*/config.yaml")).read_text())
     assert (config["num_envs"], config["total_timesteps"], config["seed"]) == (8, 100, 7)
     assert (config["algo_kwargs"]["learning_rate"], config["algo_kwargs"]["gamma"]) == (1e-4, 0.9)

@@ -80,6 +80,11 @@ def test_early_stopping_waits_for_its_patience(tmp_path: Path) -> None:
     assert steps_of(rows_of(result.run_dir), "eval") == [16, 32, 48]
 
 
+def test_early_stopping_without_evaluations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="eval_interval is 0"):
+        train(tiny("a2c", tmp_path, kwargs={"early_stopping": {"threshold": 1.0}}), console=False)
+
+
 def test_early_stopping_counts_across_a_resume_and_not_the_evaluation_of_a_stop(tmp_path: Path) -> None:
     rule = {"metric": "eval_return_mean", "threshold": 1.0, "patience": 3}
     config = tiny("a2c", tmp_path, kwargs={"eval_interval": 16, "early_stopping": rule})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rl_training.data.minari_io import read_minari, write_minari
 from rl_training.errors import UserError, did_you_mean
 
 KINDS = ("random", "npz", "minari")
+Packaged = files("rl_training").joinpath("assets/datasets")
 
 
 def load_transition_dataset(
@@ -21,9 +24,9 @@ def load_transition_dataset(
 ) -> TransitionDataset:  # fmt: skip
     """The data set of a kind, its actions in the environment's own range.
 
-    `npz` reads `path`; `minari` reads `dataset_id` from Minari's folder, or from `path` instead of it; `random` acts at
-    random for `size` steps (default 10,000) in `env_id`, or in what `make_env()` returns. For the others `size` keeps
-    the first rows.
+    `npz` reads `path`, or the packaged set of that name; `minari` reads `dataset_id` from Minari's folder, or from
+    `path` instead of it; `random` acts at random for `size` steps (default 10,000) in `env_id`, or in what `make_env()`
+    returns. For the others `size` keeps the first rows.
     """
     if size is not None and size < 1:
         raise UserError(f"dataset_size is {size}; it must be at least 1.")
@@ -31,7 +34,7 @@ def load_transition_dataset(
         name = env_id or "environment" if make_env else _need(env_id, "env_id", kind)
         return make_random_dataset(name, size or 10_000, seed, env_kwargs, make_env)
     if kind == "npz":
-        dataset = TransitionDataset.from_npz(_need(path, "dataset_path", kind))
+        dataset = TransitionDataset.from_npz(find_npz(_need(path, "dataset_path", kind)))
     elif kind == "minari":
         dataset = read_minari(_need(dataset_id, "dataset_id", kind), path, size=size)
     else:
@@ -39,6 +42,12 @@ def load_transition_dataset(
     if size is not None and size > len(dataset):
         raise UserError(f"dataset_size is {size}, but {dataset_id or path} has only {len(dataset)} rows.")
     return dataset if size is None else dataset.take(slice(size))
+
+
+def find_npz(path: str | Path) -> str | Path:
+    """The path of a file, or of the packaged data set where only its name is given and no such file exists."""
+    packaged = {} if os.path.isfile(path) else {entry.name: entry for entry in Packaged.iterdir()}
+    return Path(str(packaged.get(str(path), path)))
 
 
 def _need(value: Any, name: str, kind: str) -> Any:

@@ -74,6 +74,12 @@ class Params(StrictModel):
             raise ValueError(f"hidden_sizes is {list(self.hidden_sizes)}; every width must be from 1 to {WIDEST}")
         return self
 
+    @model_validator(mode="after")
+    def _early_stopping_is_evaluated(self) -> Params:
+        if self.early_stopping is not None and not self.eval_interval:
+            raise ValueError("eval_interval is 0; early_stopping looks at evaluations, so it must be at least 1")
+        return self
+
     def built_in_schedules(self) -> dict[str, Schedule]:
         """Schedules that an algorithm has by its nature, such as epsilon's; `<name>_schedule` keys win over them."""
         return {}
