@@ -24,7 +24,12 @@ TINY = {
     "cg_iterations": 3, "line_search_steps": 3, "buffer_capacity": 500, "batch_size": 8, "learning_starts": 16,
     "gradient_updates_per_step": 1, "train_frequency": 4, "target_update_interval": 5, "num_critics": 2,
     "critic_subset_size": 2, "dataset_size": 64, "offline_pretrain_updates": 2, "num_atoms": 11, "num_quantiles": 6,
-    "embedding_dim": 8,
+    "embedding_dim": 8, "heldout_interval": 5, "expert_dataset_size": 64, "discriminator_batch_size": 8,
+    "discriminator_hidden_sizes": [8],
+    "dataset_kind": "random", "model_hidden_sizes": [8], "num_ensembles": 3, "num_elites": 2, "model_batch_size": 16,
+    "model_updates": 6, "model_train_frequency": 40, "rollout_batch_size": 20, "rollout_refresh_interval": 7,
+    "synthetic_buffer_capacity": 50, "size": "xxs", "num_bins": 15, "sequence_length": 8, "train_ratio": 16,
+    "imagination_horizon": 3,
 }  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_each_has_a_train_function(spec: AlgorithmSpec) -> None:
 @each_algorithm
 def test_specs_say_what_the_algorithm_is(spec: AlgorithmSpec) -> None:
     assert get_algorithm_spec(spec.name) is spec
-    assert 2010 <= spec.year <= 2030
+    assert 1980 <= spec.year <= 2030
     assert re.search(r"\d{4}", spec.paper)
     assert spec.scope.endswith(".")
     assert spec.action_kinds

@@ -447,10 +447,13 @@ def algorithm_edits(state: Tree) -> Iterator[tuple[tuple[Any, ...], Any, tuple[s
 
 
 def source_edits(source: Tree) -> Iterator[tuple[tuple[Any, ...], Any, tuple[str, ...]]]:
-    uses, stepper = ("resume",), source["stepper"]
+    uses = ("resume",)
     yield from ((("source", name), MISSING, uses) for name in source if name != "replay")  # a buffer may be absent
     yield from ((("source", "rng"), value, uses) for value in (None, 5, "x", [], {}, {"bit_generator": "MT19937"}))
     yield from ((("source", "rng", key), MISSING, uses) for key in ("bit_generator", "state"))
+    if "stepper" not in source:  # a lane that steps no environment
+        return
+    stepper = source["stepper"]
     yield from ((("source", "stepper"), value, uses) for value in (5, "x", [1], True, {"format": stepper["format"]}))
     yield from ((("source", "stepper", key), MISSING, uses) for key in stepper)
     yield from ((("source", "stepper", key), None, uses) for key in ("obs", "engine"))

@@ -55,6 +55,11 @@ def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces) ->
         params.dataset_kind, path=params.dataset_path, dataset_id=params.dataset_id, env_id=recipe.env_id,
         size=params.dataset_size, seed=params.dataset_seed, make_env=lambda: make_env(recipe),
     )  # fmt: skip
+    return fit_dataset(dataset, recipe, spaces)
+
+
+def fit_dataset(dataset: TransitionDataset, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
+    """Data with the environment's own observations and actions as a policy sees it; refused where it does not fit."""
     dataset = replace(dataset, truncated=dataset.truncated & ~dataset.terminated)  # at once: termination wins
     report = dataset.check(**spaces_of(recipe))
     if report["problems"]:

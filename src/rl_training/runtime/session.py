@@ -99,10 +99,10 @@ def build_algorithm(spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, s
         with torch.device("cpu"):
             algorithm = spec.build(params, spaces)
         if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere
-            weights = algorithm.state_dict()
+            # a generator is of its device, a learner's inside another one too
+            weights = {name: value for name, value in algorithm.state_dict().items() if isinstance(value, torch.Tensor)}
             with torch.device(device):
                 algorithm = spec.build(params, spaces)
-            weights.pop("_extra_state", None)
             algorithm.load_state_dict(weights, strict=False)
     algorithm.seed(seed)
     return algorithm

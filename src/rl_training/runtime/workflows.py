@@ -241,11 +241,15 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
 
 
 def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """The state, with this learner's own generator where it was made on another kind of device."""
-    extra, own = state.get("_extra_state"), algorithm.get_extra_state()
-    if not isinstance(extra, Mapping) or extra.get("device") in (None, own["device"]):
-        return state
-    return {**state, "_extra_state": {**extra, "device": own["device"], "generator": own["generator"]}}
+    """The state, with this learner's own generators where they were made on another kind of device."""
+    changed = {}
+    for name, own in algorithm.state_dict().items():
+        extra = state.get(name)
+        if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
+            continue
+        if extra.get("device") not in (None, own["device"]):
+            changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
+    return {**state, **changed}
 
 
 def first_difference(stored: Any, built: Any, name: str) -> str | None:

@@ -1,0 +1,8 @@
+"""BC on CartPole-v1 with the packaged preset; --help lists what can be changed."""
+
+from _runner import reference
+
+main = reference("bc/cartpole")
+
+if __name__ == "__main__":
+    main()

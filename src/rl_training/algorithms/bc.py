@@ -1,0 +1,63 @@
+"""BC: behavioural cloning, the policy as a supervised learner of recorded actions (Pomerleau 1988, ALVINN).
+
+Every kind of action has one loss, the negative log-likelihood -log pi(a|s): cross-entropy for choices, that of a
+Gaussian for continuous actions, whose deviation becomes what its mean cannot explain.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
+from rl_training.algorithms.base import Batch, UpdateResult
+
+
+def bc_loss(batch: Batch, ent_coef: float = 0.0) -> dict[str, Tensor]:
+    """From logprobs of the recorded actions and the policy's entropy, both [B]."""
+    entropy_loss = -batch["entropy"].mean()
+    return {"loss": -batch["logprobs"].mean() + ent_coef * entropy_loss, "entropy_loss": entropy_loss}
+
+
+class BC(ActorCriticAlgorithm):
+    """The learner; the batch has obs and actions [B], and `heldout_obs`, `heldout_actions` when those are to be judged.
+
+    `heldout_loss` is reported as it was when it was last computed (before any held-out rows came: of the first batch).
+    """
+
+    def __init__(
+        self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0, optimizer: str = "adam",
+        optimizer_eps: float = 1e-8, max_grad_norm: float | None = None, gamma: float = 0.99,
+    ) -> None:  # fmt: skip
+        super().__init__(policy=policy, gamma=gamma)
+        self.ent_coef = ent_coef
+        self.heldout_loss: Tensor
+        self.register_buffer("heldout_loss", torch.zeros(()))
+        self.optimizer = self.make_optimizer(
+            "optimizer", self.policy.actor_parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
+            max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+
+    def losses(self, obs: Tensor, actions: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """`bc_loss` of recorded rows [B], and the policy's own first choice there."""
+        policy = self.policy.distribution(obs)
+        losses = bc_loss({"logprobs": policy.log_prob(actions), "entropy": policy.entropy()}, self.ent_coef)
+        return losses, policy.mode().detach()
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """One gradient step on the batch."""
+        actions = batch["actions"]
+        losses, modes = self.losses(batch["obs"], actions)
+        if "heldout_obs" in batch:
+            with torch.no_grad():
+                self.heldout_loss.copy_(self.losses(batch["heldout_obs"], batch["heldout_actions"])[0]["loss"])
+        elif not self.num_updates:
+            self.heldout_loss.copy_(losses["loss"].detach())
+        grad_norm = self.optimizer.step(losses["loss"])
+        self.move_normalizers(batch)
+        if actions.is_floating_point():
+            fit = {"mse": (modes - actions).square().mean()}
+        else:
+            fit = {"accuracy": (modes == actions).float().mean()}
+        metrics = {name: loss.detach() for name, loss in losses.items()} | fit
+        return UpdateResult({**metrics, "heldout_loss": self.heldout_loss.clone(), "grad_norm": grad_norm})

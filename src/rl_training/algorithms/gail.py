@@ -1,0 +1,192 @@
+"""GAIL: generative adversarial imitation learning (Ho and Ermon 2016, arXiv:1606.03476).
+
+A discriminator D(s, a) learns to tell the expert's pairs (label 1) from the policy's (label 0); what it says of the
+policy's pairs is the reward on which PPO, unchanged, learns. The environment's own reward is never read.
+
+Absorbing states (Kostrikov et al. 2019, arXiv:1809.02925): where episodes can end early, a reward that is always
+positive pays for staying alive and one that is always negative for ending, whatever the expert did. So an end leads to
+one further state, in which the episode stays: the discriminator sees it as often as either side spends steps there
+until the horizon, and an end is worth gamma / (1 - gamma) times its reward. For ever, not up to the horizon, because
+the value of a truncated episode (PPO bootstraps it) is that of an episode which goes on for ever too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.errors import UserError
+
+# From the logit l of D: -log(1 - D), log D, and log D - log(1 - D).
+REWARD_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softplus": F.softplus, "log_d": F.logsigmoid, "logit": lambda logits: logits,
+}  # fmt: skip
+
+
+def gail_loss(batch: Batch, gradient_penalty: float = 0.0) -> dict[str, Tensor]:
+    """Binary cross-entropy and accuracy from expert_logits [E] and generator_logits [B], each side half of it.
+
+    With a weight, `gradient_penalties` [P] are added.
+    """
+    expert, generated = batch["expert_logits"], batch["generator_logits"]
+    loss = 0.5 * (F.softplus(-expert).mean() + F.softplus(generated).mean())
+    if gradient_penalty:
+        loss = loss + gradient_penalty * batch["gradient_penalties"].mean()
+    accuracy = 0.5 * ((expert > 0).float().mean() + (generated <= 0).float().mean())
+    return {"discriminator_loss": loss, "discriminator_accuracy": accuracy}
+
+
+def penalize_gradient(logits: Tensor, inputs: Sequence[Tensor], target: float = 1.0) -> Tensor:
+    """(||dD/d inputs|| - target)^2 per row [B], the norm over all inputs [B, ...] together; has a gradient itself."""
+    gradients = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
+    squares = torch.stack([gradient.flatten(1).square().sum(-1) for gradient in gradients]).sum(0)
+    return ((squares + 1e-12).sqrt() - target).square()  # at 0 a root's own slope is infinite
+
+
+class Pairs(NamedTuple):
+    """What one side visited: obs [B, ...], actions [B, ...], and the steps it then spent absorbed, in all."""
+
+    obs: Tensor
+    actions: Tensor
+    absorbing_steps: int = 0
+
+    def draw(self, size: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """`size` of its steps, uniformly (None: every one), as obs, actions and whether they are absorbing."""
+        count, total = len(self.obs), len(self.obs) + self.absorbing_steps
+        device = self.obs.device
+        if size is None:
+            index = torch.arange(total, device=device)
+        else:
+            index = torch.randint(total, (size,), generator=generator, device=device)
+        rows = index.clamp(max=count - 1)
+        return self.obs.index_select(0, rows), self.actions.index_select(0, rows), index >= count
+
+
+def of_ppo(name: str) -> Any:
+    """A number of the PPO learner inside, so that a schedule moves it there."""
+    return property(lambda self: getattr(self.ppo, name), lambda self, value: setattr(self.ppo, name, value))
+
+
+class GAIL(Algorithm):
+    """The learner; the batch is a rollout [T, N] as PPO's, with expert_obs and expert_actions [E].
+
+    With `absorbing_states` it also has `absorbing_steps` [T, N] and `expert_absorbing_steps` [E]: how many steps until
+    the horizon follow a row that terminated. `discriminator_updates` 0 leaves the discriminator as it is: a new one
+    of ours (`MLPGAILDiscriminator`) is constant.
+    """
+
+    learning_rate, gamma, gae_lambda = of_ppo("learning_rate"), of_ppo("gamma"), of_ppo("gae_lambda")
+    clip_coef, ent_coef, vf_coef = of_ppo("clip_coef"), of_ppo("ent_coef"), of_ppo("vf_coef")
+
+    def __init__(
+        self, *, ppo: Algorithm, discriminator: nn.Module, discriminator_learning_rate: float = 3e-4,
+        discriminator_updates: int = 1, discriminator_batch_size: int | None = None, reward_form: str = "softplus",
+        gradient_penalty: float = 0.0, absorbing_states: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if reward_form not in REWARD_FORMS:
+            raise UserError(f"reward_form is {reward_form!r}; it must be one of {', '.join(REWARD_FORMS)}.")
+        self.ppo: Any = ppo
+        self.discriminator: Any = discriminator
+        self.discriminator_updates, self.discriminator_batch_size = discriminator_updates, discriminator_batch_size
+        self.reward_form, self.gradient_penalty = reward_form, gradient_penalty
+        self.absorbing_states = absorbing_states
+        self.discriminator_optimizer = self.make_optimizer(
+            "discriminator_optimizer", discriminator.parameters(), discriminator_learning_rate
+        )
+
+    @property
+    def discriminator_learning_rate(self) -> float:
+        """Step size of the discriminator's optimizer."""
+        return self.discriminator_optimizer.learning_rate
+
+    @discriminator_learning_rate.setter
+    def discriminator_learning_rate(self, value: float) -> None:
+        self.discriminator_optimizer.learning_rate = value
+
+    def acting(self) -> nn.Module:
+        """PPO's."""
+        return self.ppo.acting()
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """PPO's."""
+        return self.ppo.numpy_policy()
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        step: int = 0, action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """As PPO does, with this learner's own generator."""
+        policy = self.ppo.policy
+        out = policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
+        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """Discriminator steps, its rewards in place of the environment's, then PPO's own `learn`."""
+        expert, generated = self.sides(batch)
+        observation_input = getattr(self.discriminator, "observation_input", None)
+        if observation_input is not None:
+            for side in (expert, generated):
+                observation_input.update(side.obs)
+        for _ in range(self.discriminator_updates):
+            self.discriminator_optimizer.step(self.discriminator_losses(expert, generated)["discriminator_loss"])
+        with torch.no_grad():
+            losses = self.discriminator_losses(expert, generated)
+            rewards = self.rewards(batch)
+        result = self.ppo.learn({**batch, "rewards": self.with_ends(rewards, batch)}, step=step)
+        learned = rewards if batch.get("valid") is None else rewards[batch["valid"].bool()]
+        result.metrics |= {**losses, "reward_mean": learned.mean()}
+        result.num_gradient_steps += self.discriminator_updates
+        return result
+
+    def sides(self, batch: Batch) -> tuple[Pairs, Pairs]:
+        """The pairs of expert and policy, an engine's reset rows left out."""
+        obs, actions = batch["obs"].flatten(0, 1), batch["actions"].flatten(0, 1)
+        if batch.get("valid") is not None:
+            valid = batch["valid"].flatten().nonzero().squeeze(-1)
+            obs, actions = obs.index_select(0, valid), actions.index_select(0, valid)
+        names = ("expert_absorbing_steps", "absorbing_steps") if self.absorbing_states else ()
+        expert_steps, steps = [int(batch[name].sum()) for name in names] or (0, 0)
+        return Pairs(batch["expert_obs"], batch["expert_actions"], expert_steps), Pairs(obs, actions, steps)
+
+    def discriminator_losses(self, expert: Pairs, generated: Pairs) -> dict[str, Tensor]:
+        """`gail_loss` of steps drawn from both sides; without a gradient there is no penalty on it."""
+        drawn = [side.draw(self.discriminator_batch_size, self.generator) for side in (expert, generated)]
+        obs, actions, absorbing = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        count = len(drawn[0][0])
+        logits = self.discriminator(obs, actions, *[absorbing] * self.absorbing_states)
+        terms = {"expert_logits": logits[:count], "generator_logits": logits[count:]}
+        if not self.gradient_penalty or not torch.is_grad_enabled():
+            return gail_loss(terms)
+        between = self.interpolate(self.discriminator.prepare(obs, actions, absorbing), count)
+        penalties = penalize_gradient(self.discriminator.logits(*between), between)
+        return gail_loss({**terms, "gradient_penalties": penalties}, self.gradient_penalty)
+
+    def interpolate(self, inputs: Sequence[Tensor], count: int) -> list[Tensor]:
+        """Points between the first `count` rows of every input, the expert's, and as many of the others."""
+        pairs = min(count, len(inputs[0]) - count)
+        shares = torch.rand(pairs, generator=self.generator, device=inputs[0].device)
+        ends = [(x[:pairs], x[count : count + pairs], shares.view(-1, *[1] * (x.dim() - 1))) for x in inputs]
+        return [torch.lerp(*end).requires_grad_() for end in ends]
+
+    @torch.no_grad()
+    def rewards(self, batch: Batch) -> Tensor:
+        """What the discriminator gives for every pair of a rollout [T, N]."""
+        logits = self.discriminator(batch["obs"].flatten(0, 1), batch["actions"].flatten(0, 1))
+        return REWARD_FORMS[self.reward_form](logits).view(batch["obs"].shape[:2])
+
+    @torch.no_grad()
+    def with_ends(self, rewards: Tensor, batch: Batch) -> Tensor:
+        """The rewards [T, N], with the absorbing state's for ever after a termination."""
+        if not self.absorbing_states:
+            return rewards
+        one = batch["obs"][0, :1], batch["actions"][0, :1]  # any row: nothing of it is read
+        absorbing = self.discriminator(*one, torch.ones(1, dtype=torch.bool, device=rewards.device))
+        worth = REWARD_FORMS[self.reward_form](absorbing) * (self.gamma / (1.0 - self.gamma))
+        return torch.where(batch["terminated"].bool(), rewards + worth, rewards)

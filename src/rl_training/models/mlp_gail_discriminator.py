@@ -1,0 +1,69 @@
+"""The discriminator of GAIL: from vectors or, through an encoder, from images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_training.models.blocks import ObservationInput, mlp
+
+
+class MLPGAILDiscriminator(nn.Module):
+    """D(s, a) as a logit [B], positive where a pair looks like the expert's.
+
+    `encoder` reads images, and an `observation_input` with a size normalises vectors. The last layer starts at 0: an
+    untrained discriminator gives every pair the same chance. With `absorbing_states` one more input says that a row is
+    the state after an episode's end, which has no observation and no action of its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        obs_dim: int,
+        action_dim: int,
+        hidden_sizes: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        action_kind: str = "discrete",
+        action_sizes: Sequence[int] | None = None,
+        encoder: nn.Module | None = None,
+        observation_input: ObservationInput | None = None,
+        absorbing_states: bool = False,
+    ) -> None:
+        super().__init__()
+        self.observation_input = observation_input or ObservationInput()
+        self.encoder = encoder
+        self.continuous, self.absorbing_states = action_kind == "continuous", absorbing_states
+        self.action_sizes = tuple(action_sizes or (action_dim,))
+        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        self.network = mlp(features + action_dim + absorbing_states, hidden_sizes, 1, activation, output_gain=0.0)
+
+    def forward(self, obs: Tensor, actions: Tensor, absorbing: Tensor | None = None) -> Tensor:
+        """Logits [B] of raw observations [B, ...] and actions [B] or [B, K]; `absorbing` [B] is bool."""
+        return self.logits(*self.prepare(obs, actions, absorbing))
+
+    def prepare(self, obs: Tensor, actions: Tensor, absorbing: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Both as floats between which one may interpolate; choices are one-hot.
+
+        Actions are clipped as the environment clips them: the expert's are, and a Gaussian's tails would tell the two
+        apart although they do the same.
+        """
+        obs = self.observation_input(obs)
+        if self.continuous:
+            actions = actions.float().clamp(-1.0, 1.0)
+        else:
+            columns = actions.long().reshape(len(actions), -1).unbind(-1)
+            pairs = zip(columns, self.action_sizes, strict=True)
+            actions = torch.cat([F.one_hot(column, size) for column, size in pairs], -1).float()
+        if self.absorbing_states:
+            ended = torch.zeros_like(actions[:, :1]) if absorbing is None else absorbing.unsqueeze(-1).to(actions.dtype)
+            obs = obs * (1.0 - ended).view(-1, *[1] * (obs.dim() - 1))
+            actions = torch.cat([actions * (1.0 - ended), ended], -1)
+        return obs, actions
+
+    def logits(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Logits [B] of what `prepare` gave."""
+        features = obs if self.encoder is None else self.encoder(obs)
+        return self.network(torch.cat([features, actions], -1)).squeeze(-1)

@@ -1,0 +1,44 @@
+"""BC in the registry: hyper-parameters, build, spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import Field
+
+from rl_training.algorithms.bc import BC
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.dataset import DatasetLaneParams, DatasetSource
+from rl_training.runtime.rollouts import ACTION_KINDS, make_policy
+from rl_training.runtime.run import Callback
+from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.workflows import TrainResult, train_as
+
+
+class BCParams(DatasetLaneParams):
+    """Hyper-parameters of BC."""
+
+    learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the optimizer.")
+    ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+
+
+def build(params: BCParams, spaces: EnvSpaces) -> BC:
+    """The learner with a fresh policy."""
+    return BC(policy=make_policy(params, spaces), **params.arguments_of(BC))
+
+
+SPECS = [
+    AlgorithmSpec(
+        name="bc", class_name="BC", year=1988, lane="dataset",
+        paper="Pomerleau 1988, ALVINN: An Autonomous Land Vehicle in a Neural Network (NIPS 1988)",
+        scope="Negative log-likelihood of recorded actions, held-out loss; every action kind, vectors and images.",
+        params=BCParams, learner=BC, build=build, source=DatasetSource, action_kinds=ACTION_KINDS,
+        defaults={"log_interval": 100, "total_timesteps": 20_000},
+    )
+]  # fmt: skip
+
+
+def train_bc(config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None) -> TrainResult:
+    """Train BC as the config says."""
+    return train_as(["bc"], config, run_suffix, callbacks)

@@ -1,0 +1,88 @@
+"""The dataset lane: minibatches of recorded data and no step of an environment (BC)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.data import TransitionDataset
+from rl_training.errors import UserError
+from rl_training.runtime.params import Params
+from rl_training.runtime.prior_data import DatasetParams, find_dataset
+from rl_training.runtime.spec import Collected, SourceContext
+
+MOST_HELDOUT = 1024  # rows of one look at the held-out data
+
+
+class DatasetLaneParams(Params, DatasetParams):
+    """Hyper-parameters of the dataset lane."""
+
+    batch_size: int = Field(256, ge=1, le=10**6, description="Rows per update.")
+    heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is only looked at.")
+    heldout_interval: int = Field(100, ge=1, description="Updates between two looks at the held-out data.")
+
+
+class DatasetSource:
+    """One minibatch a turn, counted as one timestep; the environments are never stepped.
+
+    Whole episodes are held out; every `heldout_interval` updates a batch brings rows of them along.
+    """
+
+    def __init__(self, context: SourceContext) -> None:
+        self.params, self.stepper, self.device = context.params, context.stepper, context.device
+        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+        self.dataset = find_dataset(self.params, context.recipe, context.spaces)
+        self.training, self.heldout = self.dataset.split(self.params.heldout_fraction, context.seed)
+        self.updates = 0
+
+    def describe(self) -> str:
+        """The rows on both sides, for the start of a run."""
+        return f"{len(self.training):,} recorded transitions, {len(self.heldout):,} more held out"
+
+    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+        """One timestep is one update."""
+        return Collected(1, [])
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """One minibatch, with held-out rows when they are due."""
+        batch = self._draw(self.training, self.params.batch_size)
+        if self.updates % self.params.heldout_interval == 0:
+            rows = self._draw(self.heldout, min(MOST_HELDOUT, len(self.heldout)))
+            batch |= {f"heldout_{name}": value for name, value in rows.items()}
+        self.updates += 1
+        yield "policy", batch
+
+    def _draw(self, dataset: TransitionDataset, size: int) -> dict[str, Tensor]:
+        rows = self.rng.integers(0, len(dataset), size)
+        arrays = {"obs": dataset.obs, "actions": dataset.actions}
+        return {name: torch.from_numpy(array.take(rows, axis=0)).to(self.device) for name, array in arrays.items()}
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """Nothing flows back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Generator, count and the hash of the data."""
+        return {"rng": self.rng.bit_generator.state, "updates": self.updates, "dataset_sha256": self.dataset.sha256}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`; other data is refused."""
+        check_same_data(state["dataset_sha256"], self.dataset, "recorded data")
+        self.rng.bit_generator.state = state["rng"]
+        self.updates = state["updates"]
+        return []
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.stepper.close()
+
+
+def check_same_data(digest: str, dataset: TransitionDataset, what: str) -> None:
+    """Refuse to go on with data that is not what a checkpoint was trained with."""
+    if digest != dataset.sha256:
+        raise UserError(f"the {what} is not what the checkpoint was trained with (its hash differs).")

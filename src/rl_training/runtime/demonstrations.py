@@ -1,0 +1,157 @@
+"""The demonstrations lane: rollouts, with an expert's recorded steps beside each (GAIL)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rl_training.algorithms.base import Algorithm, Array, Batch
+from rl_training.data import TransitionDataset
+from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.dataset import check_same_data
+from rl_training.runtime.prior_data import DatasetKind, DatasetParams, find_dataset, fit_dataset
+from rl_training.runtime.random_play import play
+from rl_training.runtime.recording import record_policy
+from rl_training.runtime.rollouts import RolloutSource
+from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.validation import StrictModel
+
+RECORDED_STEPS = 10_000  # of a checkpoint's policy where no size is given, as many as of random play
+PROBED_STEPS = 200  # of random play that may show that episodes end early
+NEEDED = {"npz": "expert_dataset_path", "minari": "expert_dataset_id", "checkpoint": "expert_checkpoint"}
+BIAS = {
+    "softplus": "is never negative, so that staying alive pays whatever the expert does",
+    "log_d": "is never positive, so that ending an episode pays whatever the expert does",
+    "logit": "has no reward after an end, whatever the expert's is worth",
+}
+
+
+class ExpertParams(StrictModel):
+    """Hyper-parameters that name an expert's steps."""
+
+    expert_dataset_kind: DatasetKind = Field("random", description="Where the expert's steps come from.")
+    expert_dataset_path: str | None = Field(None, description="File of an npz dataset, or the name of a packaged one.")
+    expert_dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
+    expert_dataset_size: int | None = Field(None, ge=1, description="Steps to record, or to take of a larger set.")
+    expert_dataset_seed: int = Field(0, ge=0, description="Seed of recorded steps.")
+    expert_checkpoint: str | None = Field(None, description="Checkpoint whose policy is recorded before the run.")
+
+    @model_validator(mode="after")
+    def _says_where(self) -> ExpertParams:
+        name = NEEDED.get(self.expert_dataset_kind)
+        if name is not None and getattr(self, name) is None:
+            raise ValueError(f"{name} is missing; expert_dataset_kind {self.expert_dataset_kind} needs it")
+        return self
+
+
+def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
+    """The expert's steps as a policy sees them; those of a checkpoint are played now."""
+    if params.expert_dataset_kind != "checkpoint":
+        named = {name: getattr(params, f"expert_{name}") for name in DatasetParams.model_fields}
+        return find_dataset(DatasetParams(**named), recipe, spaces)
+    assert params.expert_checkpoint is not None  # the validator
+    threads = torch.get_num_threads()
+    steps = params.expert_dataset_size or RECORDED_STEPS
+    dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.maker)
+    torch.set_num_threads(threads)  # those of this run, not of the expert's
+    return fit_dataset(dataset, recipe, spaces)
+
+
+def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
+    """Steps of an episode that does not end early: the time limit, else the longest that the expert played."""
+    spec = gym.registry.get(recipe.env_id) if recipe.maker is None else None
+    limit = recipe.max_episode_steps or (None if spec is None else spec.max_episode_steps)
+    return int(limit or expert.episode_lengths.max())
+
+
+class DemonstrationSource(RolloutSource):
+    """Rollouts to which the expert's steps are added, and how long ended episodes then stay absorbed."""
+
+    def __init__(self, context: SourceContext) -> None:
+        super().__init__(context)
+        params = context.params
+        self.expert = find_expert(params, context.recipe, context.spaces)
+        self.absorbing_steps: Array | None = None
+        self._expert_batch: dict[str, Tensor] = {}
+        self.warning = ""
+        if params.absorbing_states:
+            self.horizon = find_horizon(context.recipe, self.expert)
+            self.absorbing_steps = np.zeros_like(self.storage.terminated, dtype=np.int64)
+        elif self.expert.terminated.any() or ends_early(context):
+            self.warning = (
+                f"; warning, survival bias: episodes can end early, and reward_form {params.reward_form} "
+                f"{BIAS[params.reward_form]}; absorbing_states: true takes ends into account"
+            )
+
+    def describe(self) -> str:
+        """The rollout's size, the expert's, and a warning where ends are not taken into account."""
+        returns = self.expert.episode_returns
+        mean = f"{len(returns)} episodes of return {returns.mean():.1f}"
+        return f"{super().describe()}, {len(self.expert):,} expert steps in {mean}{self.warning}"
+
+    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+        """As a rollout."""
+        collected = super().collect(algorithm, step)
+        if self.absorbing_steps is not None:
+            lengths = [episode.length for episode in collected.episodes]
+            self.absorbing_steps[:] = absorbing_steps(
+                self.storage.terminated, self.storage.truncated, np.array(lengths, dtype=np.int64), self.horizon
+            )
+        return collected
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """The rollout with all of the expert's steps; the learner draws from them."""
+        for phase, batch in super().batches(algorithm, step):
+            extras = self._expert(algorithm.device)
+            if self.absorbing_steps is not None:
+                extras = {**extras, "absorbing_steps": torch.from_numpy(self.absorbing_steps).to(algorithm.device)}
+            yield phase, {**batch, **extras}
+
+    def _expert(self, device: torch.device) -> dict[str, Tensor]:
+        if not self._expert_batch:
+            expert = self.expert
+            arrays = {"expert_obs": expert.obs, "expert_actions": expert.actions}
+            if self.absorbing_steps is not None:
+                arrays["expert_absorbing_steps"] = absorbing_steps(
+                    expert.terminated, expert.truncated, closed_lengths(expert), self.horizon
+                )
+            self._expert_batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        return self._expert_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a rollout's, with the hash of the expert's steps."""
+        return super().state_dict() | {"expert_sha256": self.expert.sha256}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`; another expert is refused."""
+        check_same_data(state["expert_sha256"], self.expert, "expert's data")
+        return super().load_state_dict(state)
+
+
+def absorbing_steps(terminated: Array, truncated: Array, lengths: Array, horizon: int) -> Array:
+    """Steps until the horizon after each row that terminated, else 0, in the flags' shape.
+
+    `lengths` are those of the episodes in the order of the rows that end them.
+    """
+    left = np.zeros(terminated.shape, dtype=np.int64)
+    left[terminated | truncated] = np.maximum(horizon - lengths, 0)
+    return np.where(terminated, left, 0)
+
+
+def closed_lengths(dataset: TransitionDataset) -> Array:
+    """Lengths of the episodes that ended, that is without a last one that was not recorded to its end."""
+    open_end = not (dataset.terminated[-1] or dataset.truncated[-1])
+    return dataset.episode_lengths[:-1] if open_end else dataset.episode_lengths
+
+
+def ends_early(context: SourceContext) -> bool:
+    """Whether some random play terminates an episode."""
+    steps = play(context.recipe, context.spaces, context.seed, PROBED_STEPS)
+    return any(terminated for _, _, terminated, _, _ in steps)

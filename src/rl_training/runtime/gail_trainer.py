@@ -1,0 +1,92 @@
+"""GAIL in the registry: hyper-parameters, build, spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rl_training.algorithms.gail import GAIL
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.models.blocks import ImageEncoder, ObservationInput
+from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
+from rl_training.runtime.demonstrations import DemonstrationSource, ExpertParams
+from rl_training.runtime.ppo_trainer import PPOParams
+from rl_training.runtime.ppo_trainer import build as build_ppo
+from rl_training.runtime.rollouts import ACTION_KINDS
+from rl_training.runtime.run import Callback
+from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.workflows import TrainResult, train_as
+
+
+class GAILParams(PPOParams, ExpertParams):
+    """Hyper-parameters of GAIL."""
+
+    discriminator_learning_rate: float = Field(5e-4, ge=0, le=10, description="Step size of the discriminator.")
+    discriminator_updates: int = Field(
+        2, ge=0, le=10_000, description="Discriminator steps per rollout; with 0 it stays constant, as a control."
+    )
+    discriminator_batch_size: int = Field(
+        512, ge=1, le=10**6, description="Steps of the expert, and as many of the policy, per discriminator step."
+    )
+    discriminator_hidden_sizes: tuple[int, ...] = Field(
+        (64, 64), max_length=16, description="Widths of the discriminator's hidden layers."
+    )
+    normalize_inputs: bool = Field(
+        True, description="Vectors to zero mean and unit deviation before the discriminator."
+    )
+    reward_form: Literal["softplus", "log_d", "logit"] = Field(
+        "softplus", description="Reward from the logit of D: -log(1 - D), log D, or the logit."
+    )
+    gradient_penalty: float = Field(
+        0.0, ge=0, description="Weight of (||dD|| - 1)^2 between the expert's steps and the policy's; 10 is usual."
+    )
+    absorbing_states: bool = Field(
+        False, description="Count the steps after an early end, for the discriminator and in the reward."
+    )
+
+    @model_validator(mode="after")
+    def _end_has_a_worth(self) -> GAILParams:
+        if self.absorbing_states and self.gamma == 1:
+            raise ValueError("gamma is 1; with absorbing_states it must be below, or an end is worth infinitely much")
+        return self
+
+
+def build(params: GAILParams, spaces: EnvSpaces) -> GAIL:
+    """The learner with a fresh PPO and a fresh discriminator."""
+    image = spaces.obs_kind == "image"
+    discriminator = MLPGAILDiscriminator(
+        obs_dim=spaces.obs_dim,
+        action_dim=spaces.action_dim,
+        hidden_sizes=params.discriminator_hidden_sizes,
+        activation=params.activation,
+        action_kind=spaces.action_kind,
+        action_sizes=spaces.action_sizes,
+        encoder=ImageEncoder(spaces.obs_shape) if image else None,
+        observation_input=ObservationInput(
+            image_scale=spaces.image_scale if image else None,
+            normalize_size=spaces.obs_dim if params.normalize_inputs and not image else None,
+        ),
+        absorbing_states=params.absorbing_states,
+    )
+    return GAIL(ppo=build_ppo(params, spaces), discriminator=discriminator, **params.arguments_of(GAIL))
+
+
+SPECS = [
+    AlgorithmSpec(
+        name="gail", class_name="GAIL", year=2016, lane="demonstrations",
+        paper="Ho and Ermon 2016, Generative Adversarial Imitation Learning (arXiv:1606.03476)",
+        scope="PPO on a discriminator's reward, three reward forms, gradient penalty, absorbing states; every action "
+        "kind, vectors and images.",
+        params=GAILParams, learner=GAIL, build=build, source=DemonstrationSource, action_kinds=ACTION_KINDS,
+        defaults={"num_envs": 8, "total_timesteps": 300_000},
+    )
+]  # fmt: skip
+
+
+def train_gail(
+    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+) -> TrainResult:
+    """Train GAIL as the config says."""
+    return train_as(["gail"], config, run_suffix, callbacks)
