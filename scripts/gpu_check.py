@@ -22,6 +22,8 @@ from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, 
 SMALL = {
     "num_steps": 32, "learning_starts": 64, "batch_size": 64, "buffer_capacity": 2_000, "value_updates": 8,
     "gradient_updates_per_step": 2, "dataset_size": 500, "minibatch_size": 64, "train_frequency": 8,
+    "expert_dataset_size": 500, "num_ensembles": 3, "num_elites": 2, "model_updates": 20, "rollout_batch_size": 200,
+    "model_train_frequency": 256, "size": "xs", "sequence_length": 8, "dataset_kind": "random",
 }  # fmt: skip
 
 
@@ -68,10 +70,13 @@ def main() -> int:
     """Check them all; the exit code says whether every one ran."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="these algorithms (default: all)")
     arguments = parser.parse_args()
     print(f"{'algorithm':16} {'environment':14} {'device':8} {'steps':>6} {'resume':>6} {'updates':>6} {'seconds':>8}")
     failed = 0
     for spec in list_algorithm_specs():
+        if arguments.only and spec.name not in arguments.only:
+            continue
         cases = [("CartPole-v1" if "discrete" in spec.action_kinds else "Pendulum-v1", None)]
         if "image" in spec.observation_kinds:
             cases.append(("images", Images))
