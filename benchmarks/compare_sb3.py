@@ -1,29 +1,36 @@
 """Speed beside Stable-Baselines3 and sb3-contrib on CartPole-v1: run `python benchmarks/compare_sb3.py`.
 
-One run measures both libraries, turn about (ours, theirs, ours, theirs, ...), each in a process of its own that has
-imported and warmed up before the first measurement and sleeps while the other one works. A number is the median over
-the rounds, at the better of 1 and 2 torch threads. Steps/s are environment steps over the seconds of training: our
-`train_seconds` (logging included), their `learn()`. On a busy machine the ratio of CPU seconds (setting up included)
-is the steadier one, and two threads that wait for each other can be 20 times slower than one: a number of threads that
-is far behind in the warm-up is left out. `--only` picks comparisons, `--rounds` and `--seeds` shorten it.
+One run measures both libraries, turn about (ours, theirs, ours, theirs, ...), as `sides.py` says. A number is the
+median over the rounds, at the better of 1 and 2 torch threads. Steps/s are environment steps over the seconds of
+training: our `train_seconds` (logging included), their `learn()`. On a busy machine the ratio of CPU seconds (setting
+up included) is the steadier one, and two threads that wait for each other can be 20 times slower than one: a number of
+threads that is far behind in the warm-up is left out. `--only` picks comparisons, `--rounds` and `--seeds` shorten it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-THREADS = (1, 2)
+from sides import (
+    Comparison,
+    Job,
+    Side,
+    best,
+    compare_speeds,
+    describe_machine,
+    measure_speeds,
+    our_speed,
+    print_speeds,
+    serve,
+    write_report,
+)
+
 PROBE_STEPS = 2_048
 ENV = "CartPole-v1"
 SOLVED, EVAL_EVERY, EVAL_EPISODES = 475, 5_000, 20
@@ -43,42 +50,32 @@ OURS: dict[str, dict[str, Any]] = {
     "impala": {"preset": "impala/cartpole"},
     "appo": {"preset": "appo/cartpole"},
 }  # fmt: skip
-# name, what it is, our side, their side, steps of ours and theirs, target ratio
 SPEEDS = (
-    ("ppo", "PPO, 8 envs x 128, 4 epochs of 256 (native)", "ppo", "ppo", 65_536, 65_536, 3.5),
-    ("ppo_sync", "PPO, the same with vectorization: sync", "ppo_sync", "ppo", 65_536, 65_536, 3.0),
-    ("a2c", "A2C, 8 envs x 5", "a2c", "a2c", 65_536, 32_768, 4.0),
-    ("trpo", "TRPO, 8 envs x 128, 80 critic steps of 128", "trpo", "trpo", 65_536, 32_768, 2.5),
-    ("impala", "IMPALA, packaged preset, against their PPO", "impala", "ppo", None, 65_536, 10.0),
-    ("appo", "APPO, packaged preset, against their PPO", "appo", "ppo", None, 65_536, 10.0),
+    Comparison("ppo", "PPO, 8 envs x 128, 4 epochs of 256 (native)", "ppo", "ppo", 65_536, 65_536, 3.5),
+    Comparison("ppo_sync", "PPO, the same with vectorization: sync", "ppo_sync", "ppo", 65_536, 65_536, 3.0),
+    Comparison("a2c", "A2C, 8 envs x 5", "a2c", "a2c", 65_536, 32_768, 4.0),
+    Comparison("trpo", "TRPO, 8 envs x 128, 80 critic steps of 128", "trpo", "trpo", 65_536, 32_768, 2.5),
+    Comparison("impala", "IMPALA, packaged preset, against their PPO", "impala", "ppo", None, 65_536, 10.0),
+    Comparison("appo", "APPO, packaged preset, against their PPO", "appo", "ppo", None, 65_536, 10.0),
 )
 SOLVE_TARGET = 1 / 3
+PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "sb3-contrib")
 
 
 # the two sides, each in a process of its own --------------------------------------------------------------------------
 
 
-def our_config(name: str, steps: int | None, threads: int, folder: str) -> Any:
-    """The config of one of our measurements."""
+def our_workload(job: Job, folder: str) -> dict[str, Any]:
+    """Steps and seconds of one run of ours."""
     from rl_training.experiment.config import load_config
 
-    given = dict(OURS[name])
+    given, steps = dict(OURS[job["name"]]), job["steps"]
     preset = given.pop("preset", None)
     config = load_config(preset or {"env_id": ENV, "total_timesteps": steps, **given})
-    changes: dict[str, Any] = {"output_dir": folder, "threads": threads, "eval_episodes": 0, "device": "cpu"}
-    return config.model_copy(update=changes if steps is None else {**changes, "total_timesteps": steps})
+    return our_speed(config if steps is None else config.model_copy(update={"total_timesteps": steps}), job, folder)
 
 
-def our_speed(job: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Steps and seconds of one run of ours."""
-    from rl_training.runtime.workflows import train
-
-    config = our_config(job["name"], job["steps"], job["threads"], folder)
-    metrics = train(config, console=False).metrics
-    return {"steps": metrics["global_step"], "seconds": metrics["train_seconds"]}
-
-
-def our_solve(job: dict[str, Any], folder: str) -> dict[str, Any]:
+def our_solve(job: Job, folder: str) -> dict[str, Any]:
     """Seconds of `learn()` until an evaluation reaches the bar, with the packaged preset."""
     from rl_training import PPO
     from rl_training.experiment.config import load_config
@@ -118,7 +115,7 @@ def their_model(name: str, seed: int, **options: Any) -> Any:
     return kind("MlpPolicy", env, **{**defaults, **options}, seed=seed, device="cpu", verbose=0)
 
 
-def their_speed(job: dict[str, Any], folder: str) -> dict[str, Any]:
+def their_speed(job: Job, folder: str) -> dict[str, Any]:
     """Steps and seconds of one `learn()` of theirs."""
     import torch
 
@@ -134,7 +131,7 @@ def linear(start: float) -> Callable[[float], float]:
     return lambda remaining: start * remaining
 
 
-def their_solve(job: dict[str, Any], folder: str) -> dict[str, Any]:
+def their_solve(job: Job, folder: str) -> dict[str, Any]:
     """Seconds of `learn()` until an evaluation reaches the bar: our preset's hyper-parameters, or RL Zoo's own."""
     import torch
     from stable_baselines3.common.callbacks import EvalCallback, StopTrainingOnRewardThreshold
@@ -159,101 +156,7 @@ def their_solve(job: dict[str, Any], folder: str) -> dict[str, Any]:
     return {"steps": model.num_timesteps, "seconds": seconds, "solved": bool(callback.best_mean_reward >= SOLVED)}
 
 
-def work() -> None:
-    """A side's process: one job per line in, one result per line out."""
-    jobs = {"ours": (our_speed, our_solve), "theirs": (their_speed, their_solve)}
-    with tempfile.TemporaryDirectory(prefix="compare-sb3-") as folder:
-        for line in sys.stdin:
-            job = json.loads(line)
-            speed, solve = jobs[job["side"]]
-            cpu = time.process_time()
-            result = (speed if job["kind"] == "speed" else solve)(job, folder)
-            print("RESULT " + json.dumps({**result, "cpu_seconds": time.process_time() - cpu}), flush=True)
-
-
 # the comparison -------------------------------------------------------------------------------------------------------
-
-
-class Side:
-    """The process of one side."""
-
-    def __init__(self, side: str) -> None:
-        self.side = side
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--work"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def run(self, kind: str, name: str, **job: Any) -> dict[str, Any]:
-        """Send one job and wait for its result."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps({"side": self.side, "kind": kind, "name": name, **job}), file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                return dict(json.loads(line.removeprefix("RESULT ")))
-        raise SystemExit(f"the process of {self.side} ended at {kind} {name}")
-
-    def close(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def measure_speeds(ours: Side, theirs: Side, names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Steps/s of every measurement that the comparisons need, by `side/name/threads`, one entry per round."""
-    wanted = [row for row in SPEEDS if row[0] in names]
-    jobs: list[tuple[Side, str, int | None]] = []
-    for _, _, our_name, their_name, our_steps, their_steps, _ in wanted:
-        for job in ((ours, our_name, our_steps), (theirs, their_name, their_steps)):
-            if job not in jobs:
-                jobs.append(job)
-    chosen = {(side.side, name): choose_threads(side, name) for side, name, _ in jobs}
-    rates: dict[str, dict[str, list[float]]] = {}
-    for number in range(rounds):
-        for side, name, steps in jobs:
-            for threads in chosen[side.side, name]:
-                result = side.run("speed", name, steps=steps, threads=threads)
-                entry = rates.setdefault(f"{side.side}/{name}/{threads}", {"wall": [], "cpu": []})
-                entry["wall"].append(result["steps"] / result["seconds"])
-                entry["cpu"].append(result["steps"] / result["cpu_seconds"])
-                rate = f"{entry['wall'][-1]:>10,.0f} steps/s (CPU: {entry['cpu'][-1]:,.0f})"
-                print(f"  round {number + 1}: {side.side:6} {name:8} {threads} thread(s) {rate}", flush=True)
-    return rates
-
-
-def choose_threads(side: Side, name: str) -> list[int]:
-    """Warm up, and leave out a number of threads that is far behind (two on a busy machine can be 20 times slower)."""
-    rates = {}
-    for threads in (*THREADS, *THREADS):  # the second turn counts
-        result = side.run("speed", name, steps=PROBE_STEPS, threads=threads)
-        rates[threads] = result["steps"] / result["seconds"]
-    found = ", ".join(f"{rate:,.0f} steps/s with {threads}" for threads, rate in rates.items())
-    print(f"  warm-up: {side.side:6} {name:8} {found}", flush=True)
-    return [threads for threads, rate in rates.items() if rate > 0.7 * max(rates.values())]
-
-
-def best(rates: dict[str, dict[str, list[float]]], side: str, name: str, clock: str = "wall") -> tuple[float, int]:
-    """Median steps/s at the better number of threads, and that number."""
-    mine = {key: rate[clock] for key, rate in rates.items() if key.startswith(f"{side}/{name}/")}
-    medians = {int(key.rpartition("/")[2]): statistics.median(values) for key, values in mine.items()}
-    return max((median, threads) for threads, median in medians.items())
-
-
-def compare_speeds(rates: dict[str, dict[str, list[float]]], names: list[str]) -> list[dict[str, Any]]:
-    """A row per comparison."""
-    rows = []
-    for name, title, our_name, their_name, _, _, target in SPEEDS:
-        if name in names:
-            mine, my_threads = best(rates, "ours", our_name)
-            other, other_threads = best(rates, "theirs", their_name)
-            of_cpu = best(rates, "ours", our_name, "cpu")[0] / best(rates, "theirs", their_name, "cpu")[0]
-            rows.append(
-                {"name": name, "title": title, "ours": mine, "our_threads": my_threads, "theirs": other,
-                 "their_threads": other_threads, "ratio": mine / other, "cpu_ratio": of_cpu, "target": target,
-                 "met": mine / other >= target}
-            )  # fmt: skip
-    return rows
 
 
 def measure_solving(ours: Side, theirs: Side, seeds: int, threads: tuple[int, int]) -> dict[str, Any]:
@@ -277,16 +180,6 @@ def measure_solving(ours: Side, theirs: Side, seeds: int, threads: tuple[int, in
             "met": ratio <= SOLVE_TARGET, "threads": threads}  # fmt: skip
 
 
-def print_speeds(rows: list[dict[str, Any]]) -> None:
-    """The comparisons as a Markdown table."""
-    print("\n| Workload | ours, steps/s | SB3, steps/s | ratio | target | | of CPU time |")
-    print("| --- | ---: | ---: | ---: | ---: | --- | ---: |")
-    for row in rows:
-        ours, theirs = f"{row['ours']:,.0f} ({row['our_threads']}t)", f"{row['theirs']:,.0f} ({row['their_threads']}t)"
-        ratio, verdict = f"{row['ratio']:.2f}x | {row['target']:g}x", "met" if row["met"] else "NOT met"
-        print(f"| {row['title']} | {ours} | {theirs} | {ratio} | {verdict} | {row['cpu_ratio']:.2f}x |")
-
-
 def print_solving(result: dict[str, Any]) -> None:
     """Seconds to 475 as a Markdown table."""
     print("\n| Seconds to 475, PPO | median | by seed | steps (median) |\n| --- | ---: | --- | ---: |")
@@ -302,17 +195,6 @@ def print_solving(result: dict[str, Any]) -> None:
     print(f"\nratio to the faster of theirs: {result['ratio']:.2f} (target {result['target']:.2f}): {verdict}")
 
 
-def describe_machine() -> dict[str, Any]:
-    """What the numbers depend on."""
-    from importlib.metadata import version
-
-    packages = ("torch", "numpy", "gymnasium", "stable-baselines3", "sb3-contrib")
-    return {
-        "platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count(),
-        "load_average": os.getloadavg(), **{name: version(name) for name in packages},
-    }  # fmt: skip
-
-
 def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -323,30 +205,35 @@ def main() -> None:
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        work()
+        serve(
+            {("ours", "speed"): our_workload, ("ours", "solve"): our_solve, ("theirs", "speed"): their_speed,
+             ("theirs", "solve"): their_solve}
+        )  # fmt: skip
         return
     names = arguments.only.split(",")
-    known = [*(row[0] for row in SPEEDS), "solve"]
+    known = [*(row.name for row in SPEEDS), "solve"]
     if odd := [name for name in names if name not in known]:
         parser.error(f"there is no comparison {odd[0]!r}; there are {', '.join(known)}")
-    report: dict[str, Any] = {"machine": describe_machine(), "command": sys.argv, "rounds": arguments.rounds}
-    ours, theirs = Side("ours"), Side("theirs")
+    report: dict[str, Any] = {"machine": describe_machine(PACKAGES), "command": sys.argv, "rounds": arguments.rounds}
+    ours, theirs = Side(__file__, "ours"), Side(__file__, "theirs")
+    wanted = [row for row in SPEEDS if row.name in names]
     try:
-        rates = measure_speeds(ours, theirs, names, arguments.rounds)
-        report["speeds"], report["rates"] = compare_speeds(rates, names), rates
+        jobs = [
+            job for row in wanted
+            for job in ((ours, row.our_name, row.our_steps), (theirs, row.their_name, row.their_steps))
+        ]  # fmt: skip
+        rates = measure_speeds(jobs, arguments.rounds, PROBE_STEPS)
+        report["speeds"], report["rates"] = compare_speeds(rates, wanted), rates
         if "solve" in names:
             threads = (1, 1) if "ppo" not in names else (best(rates, "ours", "ppo")[1], best(rates, "theirs", "ppo")[1])
             report["solve"] = measure_solving(ours, theirs, arguments.seeds, threads)
     finally:
         ours.close()
         theirs.close()
-    print_speeds(report["speeds"])
+    print_speeds(report["speeds"], "SB3")
     if "solve" in report:
         print_solving(report["solve"])
-    report["machine"]["load_average_after"] = os.getloadavg()
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"\nwritten to {arguments.output}")
+    write_report(report, arguments.output)
 
 
 if __name__ == "__main__":

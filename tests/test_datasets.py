@@ -174,6 +174,7 @@ def test_check_counts_and_names_what_is_wrong() -> None:
     assert "4 rows of actions lie outside" in problems
     wrong = dataset.check(observation_space=spaces.Box(0, 1, (4,)), action_space=spaces.Box(0, 1, (2,)))["problems"]
     assert [text.split()[0] for text in wrong] == ["obs", "actions"]
+    assert episodes((1,) * 4).check()["breaks"] == 0  # every row ends
 
 
 def test_split_holds_out_whole_episodes() -> None:

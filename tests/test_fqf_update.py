@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from rl_training.algorithms.fqf import FQF
+from rl_training.algorithms.ops.distributional import fraction_gradient
+from rl_training.algorithms.q_learning import choose
 from rl_training.errors import UserError
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 
@@ -74,19 +76,34 @@ def test_optimizers_do_not_touch_each_others_parameters():
     assert (learner.optimizer.learning_rate, learner.fraction_optimizer.learning_rate) == (0.5, 0.25)
 
 
-def test_fraction_losses_send_no_gradient_into_the_trunk():
+def test_values_and_fractions_have_gradients_of_their_own():
     learner = make_learner()
     rows = learner.rows(make_batch())
     with torch.no_grad():
-        targets = learner.targets(rows)
-    terms = learner.terms(rows, targets)
-    loss = terms.extras["fraction_loss"] + terms.extras["entropy_loss"]
-    gradients = torch.autograd.grad(loss, learner.value_parameters(), allow_unused=True, retain_graph=True)
-    assert all(g is None for g in gradients)
-    own = torch.autograd.grad(loss, list(learner.q_network.fraction_layer.parameters()))
-    assert all(g.abs().sum() > 0 for g in own)
-    fractions = list(learner.q_network.fraction_layer.parameters())
-    assert all(g is None for g in torch.autograd.grad(terms.losses.sum(), fractions, allow_unused=True))
+        terms = learner.terms(rows, learner.targets(rows))
+    found = terms.gradients(torch.ones_like(terms.outputs))
+    assert [g.shape for g in found] == [p.shape for p in learner.value_parameters()]  # none for the fraction layer
+    own = list(learner.q_network.fraction_layer.parameters())
+    assert [g.shape for g in terms.head_gradients] == [p.shape for p in own]
+    assert all(g.abs().sum() > 0 for g in terms.head_gradients)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+def test_fraction_gradient_is_that_of_autograd(entropy_coef):
+    learner = make_learner(entropy_coef=entropy_coef)
+    network = learner.q_network
+    network.fraction_layer.weight.data.normal_()
+    batch = make_batch()
+    rows = learner.rows(batch)
+    with torch.no_grad():
+        terms = learner.terms(rows, learner.targets(rows))
+        hats, inner = (choose(q, batch["actions"]) for q in (network(batch["obs"])[0], network(batch["obs"])[3]))
+    fractions = network.propose(network.features(batch["obs"]))
+    slopes = fraction_gradient(quantiles_tau=inner, quantile_hats=hats)
+    loss = (slopes * fractions.taus[:, 1:-1]).sum(-1).mean() - entropy_coef * fractions.entropy.mean()
+    wanted = torch.autograd.grad(loss, list(network.fraction_layer.parameters()))
+    for mine, theirs in zip(terms.head_gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 class SquareQuantiles(MLPFQFNetwork):
@@ -114,8 +131,9 @@ def test_fraction_gradient_is_that_of_the_wasserstein_distance():
     network.fraction_layer.bias.data = torch.tensor([0.2, 0.3, 0.2, 0.3]).log()  # tau = 0, .2, .5, .7, 1
     learner = FQF(q_network=network, num_quantiles=4, learning_rate=0.0)
     rows = learner.rows(make_batch(1))
-    terms = learner.terms(rows, torch.zeros(1, 4))
-    gradient = torch.autograd.grad(terms.extras["fraction_loss"], network.fraction_layer.bias)[0]
+    with torch.no_grad():
+        terms = learner.terms(rows, torch.zeros(1, 4))
+    gradient = terms.head_gradients[1]
     logits, step = network.fraction_layer.bias.detach().double(), 1e-5
     numerical = [
         float(wasserstein(logits + step * unit) - wasserstein(logits - step * unit)) / (2 * step)
@@ -124,7 +142,7 @@ def test_fraction_gradient_is_that_of_the_wasserstein_distance():
     torch.testing.assert_close(gradient.double(), torch.tensor(numerical, dtype=torch.float64), rtol=1e-3, atol=1e-5)
     taus = torch.tensor([0.2, 0.5, 0.7])
     golden = torch.tensor([-0.0525, 0.0175, -0.1025])
-    torch.testing.assert_close(terms.extras["fraction_loss"], (golden * taus).sum(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(terms.metrics["fraction_loss"][0], (golden * taus).sum(), rtol=1e-4, atol=1e-6)
 
 
 def test_fractions_descend_to_a_smaller_wasserstein_distance():

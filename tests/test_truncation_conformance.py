@@ -33,15 +33,24 @@ QUICK_REPLAY: dict[str, Any] = QUICK | {
     "alpha": 0.0,
     "target_update_interval": 10, "tau": 0.05, "v_min": 0.0, "v_max": 20.0, "num_quantiles": 8, "dataset_size": 50,
     "gradient_updates_per_step": 1, "actor_update_interval": 1, "num_critics": 2, "offline_batch_ratio": 0.0,
+    "dataset_kind": "random", "model_hidden_sizes": [16], "num_ensembles": 2, "num_elites": 2, "model_updates": 200,
+    "model_learning_rate": 0.01, "rollout_batch_size": 250, "rollout_refresh_interval": 250, "penalty_coef": 0.0,
+}  # fmt: skip
+QUICK_SEQUENCES: dict[str, Any] = QUICK | {
+    "size": "xxs", "learning_rate": 0.01, "batch_size": 4, "sequence_length": 10, "train_ratio": 40,
+    "learning_starts": 60, "imagination_horizon": 5, "num_bins": 41, "tau": 0.1,
 }  # fmt: skip
 HARD_COPY = {"tau": 1.0}  # the DQN family copies every target_update_interval updates
-STEPS = {"rollout": 12_000, "replay": 1_500, "fqf": 4_000}
+STEPS = {"rollout": 12_000, "replay": 1_500, "model rollouts": 1_500, "sequences": 360, "fqf": 4_000}
 
 
 def learned_value(algorithm: Algorithm, obs: Any) -> float | None:
     """The value of one observation by the algorithm's critic; None where this test does not know where it stands."""
     rows = torch.from_numpy(np.asarray(obs))[None].to(algorithm.device)
     with torch.no_grad():
+        if hasattr(algorithm, "world_model"):  # Dreamer: of the state that the first observation is filtered into
+            features = algorithm.act(rows, deterministic=True).carry[:, : algorithm.world_model.rssm.feature_dim]
+            return float(algorithm.critic.mean(algorithm.critic(features)))
         if hasattr(algorithm, "action_values"):  # the DQN family
             return float(algorithm.action_values(rows, True).max())
         model = getattr(algorithm, "model", None)
@@ -52,8 +61,8 @@ def learned_value(algorithm: Algorithm, obs: Any) -> float | None:
 
 
 def quick(spec: AlgorithmSpec) -> dict[str, Any]:
-    if spec.lane == "rollout":
-        return QUICK
+    if spec.lane in ("rollout", "sequences"):
+        return QUICK if spec.lane == "rollout" else QUICK_SEQUENCES
     return QUICK_REPLAY | (HARD_COPY if is_dqn(spec) else {})
 
 

@@ -1,13 +1,33 @@
-"""The backward passes that are written out give autograd's gradients, for every kind of action."""
+"""The backward passes that are written out give autograd's gradients: actor-critics, critics, actors, Q networks."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
+from rl_training.algorithms.c51_dqn import C51DQN
+from rl_training.algorithms.d4pg import D4PG
+from rl_training.algorithms.ddpg import DDPG
+from rl_training.algorithms.dqn import DQN
+from rl_training.algorithms.fqf import FQF
+from rl_training.algorithms.iqn import IQN
+from rl_training.algorithms.qr_dqn import QRDQN
+from rl_training.algorithms.rlpd import RLPD
+from rl_training.algorithms.sac import SAC
+from rl_training.algorithms.td3 import TD3
+from rl_training.models import ensemble, mlp_iqn_network, passes
+from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.models.mlp_d4pg import MLPD4PGModel
+from rl_training.models.mlp_ddpg import MLPDDPGModel
+from rl_training.models.mlp_fqf_network import MLPFQFNetwork
+from rl_training.models.mlp_iqn_network import MLPIQNNetwork
+from rl_training.models.mlp_q_network import MLPQNetwork
+from rl_training.models.mlp_sac import LOG_STD_RANGE, MLPSACModel
+from rl_training.models.mlp_td3 import MLPTD3Model
 
 ROWS, OBS = 33, 5
 KINDS: dict[str, dict[str, Any]] = {
@@ -69,3 +89,129 @@ def test_the_critic_alone_too() -> None:
     wanted = torch.autograd.grad(expected, list(policy.critic.parameters()), on_values)
     for mine, theirs in zip(gradients(on_values), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def assert_same_gradients(network: torch.nn.Module, found: Any, plain: torch.Tensor) -> None:
+    outputs, backward = found
+    torch.testing.assert_close(outputs, plain.detach(), rtol=1e-5, atol=1e-6)
+    grad = torch.randn_like(plain)
+    wanted = torch.autograd.grad(plain, list(network.parameters()), grad)
+    given = backward(grad)
+    for (name, _), mine, theirs in zip(network.named_parameters(), given, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("num_outputs", [None, 5])
+def test_q_networks(activation: str, num_outputs: int | None) -> None:
+    network = MLPQNetwork(
+        obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=activation, num_outputs=num_outputs
+    )
+    obs = torch.randn(ROWS, OBS)
+    assert_same_gradients(network, network.with_gradients(obs), network(obs))
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_implicit_quantile_networks(activation: str) -> None:
+    network = MLPIQNNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=activation, embedding_dim=7)
+    obs, taus = torch.randn(ROWS, OBS), torch.rand(ROWS, 4)
+    assert_same_gradients(network, network.with_gradients(obs, taus), network(obs, taus))
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize(("num_critics", "outputs"), [(1, 1), (2, 1), (3, 4)])
+def test_critic_ensembles(activation: str, num_critics: int, outputs: int) -> None:
+    critics = CriticEnsemble(
+        num_critics=num_critics, inputs=OBS + 2, hidden_sizes=(16, 8), outputs=outputs, activation=activation
+    )
+    obs, actions = torch.randn(ROWS, OBS), torch.randn(ROWS, 2, requires_grad=True)
+    assert_same_gradients(critics, critics.with_gradients(obs, actions.detach()), critics(obs, actions))
+    for subset in (None, slice(0, 1)):
+        plain = critics(obs, actions, subset)
+        found = critics.with_action_gradients(obs, actions.detach(), subset)
+        assert found is not None
+        grad = torch.randn_like(plain)
+        torch.testing.assert_close(found[0], plain.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1](grad), torch.autograd.grad(plain, actions, grad)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_deterministic_and_squashed_gaussian_actors() -> None:
+    actor = MLPDDPGModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8)).actor
+    obs, noise = torch.randn(ROWS, OBS), torch.randn(ROWS, 2)
+    torch.nn.init.normal_(actor.network[-2].weight)  # type: ignore[arg-type]
+    assert_same_gradients(actor, actor.with_gradients(obs), actor(obs))
+
+    gaussian = MLPSACModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8)).actor
+    torch.nn.init.normal_(gaussian.network[-1].weight, std=4.0)  # type: ignore[arg-type]
+    outputs = gaussian.network(obs)[:, 2:]
+    clamped = outputs > LOG_STD_RANGE[1]
+    assert clamped.any()
+    assert not clamped.all()
+    plain = gaussian.sample(obs, noise)
+    found = gaussian.sample_with_gradients(obs, noise)
+    assert found is not None
+    sampled, gradients = found
+    on_actions, on_logprobs = torch.randn(ROWS, 2), torch.randn(ROWS)
+    torch.testing.assert_close(sampled.actions, plain.actions.detach())
+    torch.testing.assert_close(sampled.logprobs, plain.logprobs.detach(), rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(plain, list(gaussian.parameters()), (on_actions, on_logprobs))
+    for mine, theirs in zip(gradients(on_actions, on_logprobs), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_written_out_form_says_so() -> None:
+    obs, actions = torch.randn(ROWS, OBS), torch.randn(ROWS, 2)
+    for options in ({"activation": "elu"}, {"dueling": True}, {"noisy": True}):
+        assert MLPQNetwork(obs_dim=OBS, action_dim=2, **options).with_gradients(obs) is None  # type: ignore[arg-type]
+    for options in ({"activation": "elu"}, {"layer_norm": True}):
+        critics = CriticEnsemble(num_critics=2, inputs=OBS + 2, **options)
+        assert critics.with_gradients(obs, actions) is None
+        assert critics.with_action_gradients(obs, actions) is None
+
+
+SIZES: dict[str, Any] = {"obs_dim": OBS, "hidden_sizes": (16, 8)}
+Q_SIZES: dict[str, Any] = {**SIZES, "action_dim": 3}
+LEARNERS: dict[str, Any] = {
+    "dqn": lambda: DQN(q_network=MLPQNetwork(**Q_SIZES)),
+    "dqn_double": lambda: DQN(q_network=MLPQNetwork(**Q_SIZES), double_q=True, max_grad_norm=0.01),
+    "c51": lambda: C51DQN(q_network=MLPQNetwork(num_outputs=11, **Q_SIZES), num_atoms=11),
+    "qr": lambda: QRDQN(q_network=MLPQNetwork(num_outputs=6, **Q_SIZES), num_quantiles=6),
+    "iqn": lambda: IQN(q_network=MLPIQNNetwork(**Q_SIZES), num_quantiles=6),
+    "fqf": lambda: FQF(q_network=MLPFQFNetwork(num_quantiles=6, **Q_SIZES), num_quantiles=6),
+    "ddpg": lambda: DDPG(model=MLPDDPGModel(action_dim=2, **SIZES)),
+    "ddpg_clipped": lambda: DDPG(model=MLPDDPGModel(action_dim=2, **SIZES), action_gradient_clip=0.05),
+    "td3": lambda: TD3(model=MLPTD3Model(action_dim=2, **SIZES), policy_delay=1),
+    "d4pg": lambda: D4PG(model=MLPD4PGModel(action_dim=2, **SIZES)),
+    "sac": lambda: SAC(model=MLPSACModel(action_dim=2, **SIZES)),
+    "rlpd": lambda: RLPD(model=MLPSACModel(action_dim=2, num_critics=4, **SIZES)),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", LEARNERS)
+def test_an_update_is_the_one_of_autograd(name: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    learner = LEARNERS[name]()
+    for optimizer in learner._optimizers.values():  # Adam's step is about the gradient's sign; this is the gradient
+        optimizer.kind, optimizer.learning_rate = "sgd", 1.0
+    twin = copy.deepcopy(learner.state_dict())
+    discrete = "dqn" in name or name in ("c51", "qr", "iqn", "fqf")
+    batch = {
+        "obs": torch.randn(ROWS, OBS), "next_obs": torch.randn(ROWS, OBS), "rewards": torch.randn(ROWS),
+        "actions": torch.randint(3, (ROWS,)) if discrete else torch.rand(ROWS, 2) * 2 - 1,
+        "dones": (torch.rand(ROWS) < 0.2).float(),
+    }  # fmt: skip
+    if weighted:
+        batch["weights"] = torch.rand(ROWS)
+    quick = learner.update(batch)
+    updated = {name: value.clone() for name, value in learner.state_dict().items() if isinstance(value, torch.Tensor)}
+    learner.load_state_dict(twin)
+    learner.num_updates = 0
+    for module in (passes, ensemble, mlp_iqn_network):
+        monkeypatch.setattr(module, "runs_written_out", lambda x: False)
+    plain = learner.update(batch)
+    assert quick.metrics == pytest.approx(plain.metrics, rel=1e-3, abs=1e-5)
+    for key, value in learner.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            message = lambda text, key=key: f"{key}: {text}"  # noqa: E731
+            torch.testing.assert_close(updated[key], value, rtol=1e-3, atol=1e-5, msg=message)

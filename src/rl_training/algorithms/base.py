@@ -22,7 +22,8 @@ NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array
 
 @dataclass
 class UpdateResult:
-    """What one update did; metrics may stay 0-dim tensors until somebody reads them."""
+    """What one update did; metrics may stay tensors until somebody reads them, and but for the first, which is
+    watched for NaN, tensors of any shape whose mean they are: most updates are never looked at."""
 
     metrics: dict[str, Any]
     num_gradient_steps: int = 1
@@ -142,10 +143,10 @@ class Algorithm(nn.Module):
 
 
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats, with one transfer for all the tensors among them."""
+    """Metrics as floats, a tensor of several numbers as their mean, with one transfer for all of them."""
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     floats = {name: float(value) for name, value in metrics.items() if name not in tensors}
     if tensors:
-        values = torch.stack([value.detach().reshape(()).to(torch.float64) for value in tensors.values()]).tolist()
+        values = torch.stack([value.detach().to(torch.float64).mean() for value in tensors.values()]).tolist()
         floats.update(zip(tensors, values, strict=True))
     return {name: floats[name] for name in metrics}

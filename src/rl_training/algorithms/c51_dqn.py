@@ -51,6 +51,8 @@ class C51DQN(QLearning):
 
     def terms(self, rows: Batch, targets: tuple[Tensor, Tensor]) -> SampleTerms:
         """Cross-entropies to the projected distributions."""
-        logits = choose(self.q_network(rows["obs"]), rows["actions"])
+        outputs, gradients = self.evaluate(rows["obs"])
+        logits = choose(outputs, rows["actions"])
         losses = categorical_cross_entropy(logits=logits, target_probs=targets[0])
-        return SampleTerms(losses, losses.detach(), self.values(logits.detach()), targets[1])
+        probs = logits.softmax(-1)
+        return SampleTerms(outputs, gradients, losses, probs - targets[0], losses, probs @ self.support, targets[1])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
+from rl_training.algorithms.optimization import climb
 from rl_training.algorithms.target import TargetNetwork
 
 
@@ -22,9 +23,13 @@ def dpg_loss(actions: Tensor, action_gradients: Tensor, clip: float | None = Non
     `clip` bounds the norm of each sample's dQ/da, as in D4PG's public code.
     """
     if clip is not None:
-        norms = torch.linalg.vector_norm(action_gradients, dim=-1, keepdim=True)
-        action_gradients = action_gradients * (clip / norms).clamp(max=1.0)
+        action_gradients = clip_rows(action_gradients, clip)
     return 0.5 * ((actions + action_gradients).detach() - actions).square().sum(-1)
+
+
+def clip_rows(gradients: Tensor, clip: float) -> Tensor:
+    """Rows [B, A] shortened to the length `clip` where they are longer."""
+    return gradients * (clip / torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)).clamp(max=1.0)
 
 
 def regression_loss(td_errors: Tensor, weights: Tensor | None) -> Tensor:
@@ -91,23 +96,32 @@ class DDPG(Algorithm):
 
     def critic_step(self, batch: Batch, discounts: Tensor, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the Bellman error; its metrics, and priorities [B]."""
+        model, weights = self.model, batch.get("weights")
         with torch.no_grad():
             targets = bellman_target(batch["rewards"], discounts, self.target_values(batch["next_obs"], noise))
-        td_errors = targets - self.model.ensemble_values(batch["obs"], batch["actions"])
-        loss = regression_loss(td_errors, batch.get("weights"))
-        self.critic_optimizer.step(loss)
-        return {"critic_loss": loss.detach(), "target_q_mean": targets.mean()}, td_errors.detach().abs().mean(0)
+            quick = getattr(model, "ensemble_with_gradients", None)
+            q_values, gradients = self.critic_optimizer.evaluate(
+                model.ensemble_values, quick, batch["obs"], batch["actions"]
+            )
+            td_errors = targets - q_values
+            loss = regression_loss(td_errors, weights)
+            on_q_values = td_errors * (-2.0 / len(targets) * (1.0 if weights is None else weights))
+        self.critic_optimizer.apply_gradients(gradients(on_q_values))
+        return {"critic_loss": loss, "target_q_mean": targets.mean()}, td_errors.abs_().mean(0)
 
+    @torch.no_grad()
     def actor_step(self, obs: Tensor) -> Tensor:
         """One step along the deterministic policy gradient; returns -mean Q(s, mu(s))."""
-        actions = self.model.actor(obs)
-        values = self.model.q_values(obs, actions)
-        loss = objective = -values.mean()
+        model = self.model
+        actions, gradients = self.actor_optimizer.evaluate(
+            model.actor, getattr(model.actor, "with_gradients", None), obs
+        )
+        values, into_actions = climb(model.q_values, getattr(model, "q_with_action_gradients", None), obs, actions)
+        action_gradients = into_actions(torch.ones_like(values))  # each row's own dQ/da
         if self.action_gradient_clip is not None:
-            (action_gradients,) = torch.autograd.grad(values.sum(), actions)
-            objective = dpg_loss(actions, action_gradients, self.action_gradient_clip).mean()
-        self.actor_optimizer.step(objective)  # differentiates by the actor's parameters alone
-        return loss.detach()
+            action_gradients = clip_rows(action_gradients, self.action_gradient_clip)
+        self.actor_optimizer.apply_gradients(gradients(action_gradients / -len(obs)))
+        return -values.mean()
 
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """A critic step; every `policy_delay` of them an actor step and the targets' move."""

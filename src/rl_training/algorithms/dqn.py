@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,20 +17,13 @@ from rl_training.algorithms.ops.targets import bellman_target, double_q_values
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose, weighted_mean
 
 
-def dqn_terms(q_values: Tensor, actions: Tensor, targets: Tensor) -> SampleTerms:
-    """From values [B, A], actions [B] and targets [B]: Huber losses with delta 1, priorities |target - Q|."""
-    chosen = choose(q_values, actions)
-    losses = F.smooth_l1_loss(chosen, targets, reduction="none")
-    chosen = chosen.detach()
-    return SampleTerms(losses, (targets - chosen).abs_(), chosen, targets)
-
-
 def dqn_loss(batch: Batch) -> dict[str, Tensor]:
     """From q_values [B, A], actions [B] and target_q_values [B]; `weights` [B] optional."""
-    terms = dqn_terms(batch["q_values"], batch["actions"].long(), batch["target_q_values"].detach())
+    chosen, targets = choose(batch["q_values"], batch["actions"].long()), batch["target_q_values"].detach()
+    losses = F.smooth_l1_loss(chosen, targets, reduction="none")
     return {
-        "loss": weighted_mean(terms.losses, batch.get("weights")), "q_value_mean": terms.q_values.mean(),
-        "target_mean": terms.targets.mean(), "td_error_mean": terms.td_errors.mean(),
+        "loss": weighted_mean(losses, batch.get("weights")), "q_value_mean": chosen.detach().mean(),
+        "target_mean": targets.mean(), "td_error_mean": (targets - chosen.detach()).abs().mean(),
     }  # fmt: skip
 
 
@@ -43,9 +37,15 @@ class DQN(QLearning):
     def targets(self, rows: Batch) -> Tensor:
         """[B]."""
         next_q = self.target_network(rows["next_obs"])
-        next_values = double_q_values(q_selector=self.next_scores(rows, next_q), q_value=next_q)
+        scores = self.next_scores(rows, next_q)
+        next_values = double_q_values(q_selector=scores, q_value=next_q) if self.double_q else scores.amax(-1)
         return bellman_target(rewards=rows["rewards"], discounts=rows["discounts"], next_values=next_values)
 
     def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
-        """Huber losses of the taken actions' values."""
-        return dqn_terms(self.q_network(rows["obs"]), rows["actions"], targets)
+        """Huber losses with delta 1 of the taken actions' values; priorities |target - Q|."""
+        outputs, gradients = self.evaluate(rows["obs"])
+        chosen = choose(outputs, rows["actions"])
+        errors = chosen - targets
+        slopes = errors.clamp(-1.0, 1.0)
+        losses = slopes * torch.sub(errors, slopes, alpha=0.5)
+        return SampleTerms(outputs, gradients, losses, slopes, errors.abs_(), chosen, targets)

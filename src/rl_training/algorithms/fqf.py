@@ -12,13 +12,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.ops.distributional import fraction_gradient
+from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
 from rl_training.algorithms.quantile_huber import quantile_losses
 from rl_training.errors import UserError
+
+
+def fraction_logit_gradient(on_inner: Tensor, widths: Tensor, entropy: Tensor, entropy_coef: float) -> Tensor:
+    """The gradient [B, N] at the fractions' logits of mean_b(sum_i on_inner_i tau_i - entropy_coef * entropy).
+
+    tau_i is the sum of the first i widths, and widths [B, N] are the softmax of the logits.
+    """
+    on_widths = F.pad(on_inner.flip(-1).cumsum(-1).flip(-1), (0, 1))
+    on_logits = widths * (on_widths - (on_widths * widths).sum(-1, keepdim=True))
+    if entropy_coef:
+        on_logits += entropy_coef * torch.xlogy(widths, widths).addcmul_(widths, entropy.unsqueeze(-1))
+    return on_logits / len(widths)
 
 
 class FQF(QLearning):
@@ -60,24 +74,38 @@ class FQF(QLearning):
     def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses at the midpoints, and the losses of the fractions."""
         network, actions = self.q_network, rows["actions"]
-        features = network.features(rows["obs"])
-        fractions = network.propose(features)
-        quantile_hats = choose(network.quantiles(features, fractions.tau_hats), actions)
-        losses = quantile_losses(quantile_hats, targets, fractions.tau_hats, self.kappa)
-        hats = quantile_hats.detach()
+        features, fractions, outputs, gradients = self.evaluate_midpoints(rows["obs"])
+        hats = choose(outputs, actions)
+        losses, slopes = quantile_losses(hats, targets, fractions.tau_hats, self.kappa)
         inner = fractions.taus[:, 1:-1]
-        with torch.no_grad():
-            quantiles_tau = choose(network.quantiles(features, inner), actions)
-            slopes = fraction_gradient(quantiles_tau=quantiles_tau, quantile_hats=hats)
-            q_values = (fractions.widths * hats).sum(-1)
-        extras = {"fraction_loss": (slopes * inner).sum(-1).mean(), "entropy_loss": -fractions.entropy.mean()}
-        return SampleTerms(losses, losses.detach(), q_values, targets, extras)
+        on_inner = fraction_gradient(
+            quantiles_tau=choose(network.quantiles(features, inner), actions), quantile_hats=hats
+        )
+        metrics = {"fraction_loss": (on_inner * inner).sum(-1), "entropy_loss": -fractions.entropy}
+        on_logits = fraction_logit_gradient(on_inner, fractions.widths, fractions.entropy, self.entropy_coef)
+        return SampleTerms(
+            outputs, gradients, losses, slopes, losses, (fractions.widths * hats).sum(-1), targets, metrics,
+            head_gradients=[on_logits.t() @ features, on_logits.sum(0)],
+        )  # fmt: skip
 
-    def critic_step(self, rows: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """A step of the quantiles, then one of the fractions; neither reaches the other's parameters."""
-        metrics, td_errors = super().critic_step(rows)
-        self.fraction_optimizer.step(metrics["fraction_loss"] + self.entropy_coef * metrics["entropy_loss"])
-        return {name: value.detach() for name, value in metrics.items()}, td_errors
+    def evaluate_midpoints(self, obs: Tensor) -> tuple[Tensor, Any, Tensor, Backward]:
+        """Features [B, D], the fractions proposed for them, quantiles at their midpoints and their backward pass."""
+        network = self.q_network
+        found = network.features_with_gradients(obs)
+        if found is not None:
+            features, into_trunk = found
+            fractions = network.propose(features)
+            outputs, backward = network.quantiles_with_gradients(features, fractions.tau_hats)
+            return features, fractions, outputs, lambda grad: network.join_gradients(into_trunk, backward(grad))
+        with torch.enable_grad():
+            features = network.features(obs)
+        fractions = network.propose(features)
+        evaluated = self.optimizer.evaluate(network.quantiles, None, features, fractions.tau_hats)
+        return features.detach(), fractions, *evaluated
+
+    def step_head(self, terms: SampleTerms) -> None:
+        """A step of the fractions; neither optimizer reaches the other's parameters."""
+        self.fraction_optimizer.apply_gradients(terms.head_gradients)
 
     def expected_values(self, features: Tensor) -> Tensor:
         """Action values [B, A] of the online network: quantiles at the midpoints, weighted by the fractions' widths."""

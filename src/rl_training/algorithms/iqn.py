@@ -54,10 +54,10 @@ class IQN(QLearning):
 
     def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses."""
-        features = self.q_network.features(rows["obs"])
-        quantiles = choose(self.q_network.quantiles(features, rows["taus"]), rows["actions"])
-        losses = quantile_losses(quantiles, targets, rows["taus"], self.kappa)
-        return SampleTerms(losses, losses.detach(), quantiles.detach(), targets)
+        outputs, gradients = self.evaluate(rows["obs"], rows["taus"])
+        quantiles = choose(outputs, rows["actions"])
+        losses, slopes = quantile_losses(quantiles, targets, rows["taus"], self.kappa)
+        return SampleTerms(outputs, gradients, losses, slopes, losses, quantiles, targets)
 
     def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
         """Means [N, A] over K fractions: drawn anew, or midpoints when deterministic."""

@@ -6,7 +6,8 @@ target copy and a polyak step one operation each, whatever the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from rl_training.errors import UserError
 
 TensorOrTensors = Tensor | Sequence[Tensor]
 Gradients = Sequence[Tensor | None]
+Backward = Callable[[Tensor], Gradients]
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
 
 
@@ -30,6 +32,33 @@ def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Para
         p.data = flat[offset : offset + p.numel()].view_as(p)
         offset += p.numel()
     return params, flat
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one [P]: itself where they are its pieces in order (a written-out pass makes them so), else a copy."""
+    first = tensors[0]
+    end = start = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return _flatten_dense_tensors(tensors)
+        end += tensor.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by accident
+        return _flatten_dense_tensors(tensors)
+    return first.as_strided(((end - start) // first.itemsize,), (1,))
+
+
+def climb(
+    plain: Callable[[Tensor, Tensor], Tensor], quick: Any, state: Tensor, actions: Tensor
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Values of actions [B, A] in a state, without a graph, and a function from a gradient there to the actions'."""
+    found = None if quick is None else quick(state, actions)
+    if found is not None:
+        return found
+    with torch.enable_grad():
+        actions = actions.detach().requires_grad_()
+        values = plain(state, actions)
+    return values.detach(), lambda grad: torch.autograd.grad(values, actions, grad)[0]
 
 
 class Optimizer(nn.Module):
@@ -73,6 +102,18 @@ class Optimizer(nn.Module):
         """
         return self.apply_gradients(self.differentiate(outputs, on_outputs))
 
+    def evaluate(self, plain: Callable[..., Tensor], quick: Any, *inputs: Tensor) -> tuple[Tensor, Backward]:
+        """A network's outputs without a graph, and a function from a loss's gradient there to those of the parameters.
+
+        `quick(*inputs)` has the passes written out, and may be None or give None; then autograd differentiates `plain`.
+        """
+        found = None if quick is None else quick(*inputs)
+        if found is not None:
+            return found
+        with torch.enable_grad():
+            outputs = plain(*inputs)
+        return outputs.detach(), lambda grad: self.differentiate(outputs, grad)
+
     def differentiate(self, outputs: TensorOrTensors, on_outputs: TensorOrTensors | None = None) -> Gradients:
         """The gradients of a loss, or of what it is made of given its gradient there, one per parameter in order."""
         return torch.autograd.grad(outputs, self._params, on_outputs, allow_unused=True)
@@ -81,9 +122,9 @@ class Optimizer(nn.Module):
     def apply_gradients(self, gradients: Iterable[Tensor | None]) -> Tensor:
         """Clip and move the parameters along given gradients, one per parameter in order."""
         pairs = zip(self._params, gradients, strict=True)
-        grad = _flatten_dense_tensors([torch.zeros_like(p) if g is None else g for p, g in pairs])
+        grad = flatten([torch.zeros_like(p) if g is None else g for p, g in pairs])
         norm = torch.linalg.vector_norm(grad)
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm is not None and (not norm.is_cpu or norm > self.max_grad_norm):  # looking is free there
             grad.mul_((self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
         return norm

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
 from rl_training.algorithms.ops.targets import fold_discounts
+from rl_training.algorithms.optimization import Backward, Gradients
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.errors import UserError
 
@@ -24,16 +25,20 @@ COLUMNS = ("obs", "next_obs", "rewards", "weights", "next_action_masks")
 
 
 class SampleTerms(NamedTuple):
-    """Of a batch: losses [B] (with gradient, unweighted) and priorities [B]; values and targets [B, ...] for metrics.
-
-    `extras` are further scalars of a head: metrics, and losses for an optimizer of its own.
+    """Of a batch: the online network's outputs [B, A] or [B, A, K] and their backward pass (see `Optimizer.evaluate`);
+    losses [B] (unweighted), their slopes by the taken action's outputs ([B] or [B, K]), priorities [B]; values and
+    targets [B, ...] for metrics. A head may add metrics, and gradients for an optimizer of its own. Without a graph.
     """
 
+    outputs: Tensor
+    gradients: Backward
     losses: Tensor
+    slopes: Tensor
     td_errors: Tensor
     q_values: Tensor
     targets: Tensor
-    extras: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
+    head_gradients: Gradients = ()
 
 
 class QLearning(Algorithm):
@@ -90,8 +95,11 @@ class QLearning(Algorithm):
         raise NotImplementedError
 
     def terms(self, rows: Batch, targets: Any) -> SampleTerms:
-        """Losses of the transitions."""
+        """Losses of the transitions and their slopes."""
         raise NotImplementedError
+
+    def step_head(self, terms: SampleTerms) -> None:
+        """What a head trains by itself, after the values."""
 
     # the update ------------------------------------------------------------------------------------------------
 
@@ -106,23 +114,31 @@ class QLearning(Algorithm):
         rows["discounts"] = fold_discounts(batch, self.gamma)
         return rows | self.draws(len(rows["actions"]))
 
+    def evaluate(self, *inputs: Tensor) -> tuple[Tensor, Backward]:
+        """Outputs of the online network and their backward pass."""
+        return self.optimizer.evaluate(self.q_network, getattr(self.q_network, "with_gradients", None), *inputs)
+
     def critic_step(self, rows: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step: straight-line, without a draw, a read-back or a branch on a tensor."""
-        noise = rows.get("noise")
+        noise, weights = rows.get("noise"), rows.get("weights")
         with torch.no_grad():
             if noise is not None:
                 self.q_network.set_noise(noise[1])
                 self.target_network.set_noise(noise[2])
             targets = self.targets(rows)
-        if noise is not None:
-            self.q_network.set_noise(noise[0])
-        terms = self.terms(rows, targets)
-        loss = weighted_mean(terms.losses, rows.get("weights"))
+            if noise is not None:
+                self.q_network.set_noise(noise[0])
+            terms = self.terms(rows, targets)
+            on_chosen = terms.slopes / len(terms.losses)
+            if weights is not None:
+                on_chosen *= weights.view(-1, *[1] * (on_chosen.dim() - 1))
+            on_outputs = spread(on_chosen, rows["actions"], terms.outputs)
         metrics = {
-            "loss": loss.detach(), "q_value_mean": terms.q_values.mean(), "target_mean": terms.targets.mean(),
-            "td_error_mean": terms.td_errors.mean(), "grad_norm": self.optimizer.step(loss),
-            **terms.extras,
+            "loss": weighted_mean(terms.losses, weights), "q_value_mean": terms.q_values,
+            "target_mean": terms.targets, "td_error_mean": terms.td_errors,
+            "grad_norm": self.optimizer.apply_gradients(terms.gradients(on_outputs)), **terms.metrics,
         }  # fmt: skip
+        self.step_head(terms)
         if noise is not None:
             self.q_network.set_noise(None)
         return metrics, terms.td_errors
@@ -215,6 +231,12 @@ def choose(outputs: Tensor, actions: Tensor) -> Tensor:
         return outputs.gather(1, actions.unsqueeze(1)).squeeze(1)
     index = actions.view(-1, 1, 1).expand(-1, 1, outputs.shape[2])
     return outputs.gather(1, index).squeeze(1)
+
+
+def spread(chosen: Tensor, actions: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `choose`: a tensor like [B, A] or [B, A, K] that is 0 but for the entries of the actions."""
+    index = actions.view(-1, *[1] * (like.dim() - 1)).expand(-1, 1, *like.shape[2:])
+    return torch.zeros_like(like).scatter_(1, index, chosen.unsqueeze(1))
 
 
 def random_actions(count: int, num_actions: int, masks: Array | None, rng: np.random.Generator) -> Array:

@@ -42,6 +42,7 @@ class QRDQN(QLearning):
 
     def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses."""
-        quantiles = choose(self.q_network(rows["obs"]), rows["actions"])
-        losses = quantile_losses(quantiles, targets, self.taus.unsqueeze(0), self.kappa)
-        return SampleTerms(losses, losses.detach(), quantiles.detach(), targets)
+        outputs, gradients = self.evaluate(rows["obs"])
+        quantiles = choose(outputs, rows["actions"])
+        losses, slopes = quantile_losses(quantiles, targets, self.taus.unsqueeze(0), self.kappa)
+        return SampleTerms(outputs, gradients, losses, slopes, losses, quantiles, targets)

@@ -1,44 +1,33 @@
-"""The quantile Huber loss with its gradient in one pass, for QR-DQN, IQN and FQF."""
+"""The quantile Huber loss and its slopes in one pass, for QR-DQN, IQN and FQF."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.ops.distributional import quantile_huber_loss
-
 CHUNK = 2**18  # pairs at a time on a CPU: three arrays of them stay in its cache
 
 
-class _FusedLoss(torch.autograd.Function):
-    """`ops.distributional.quantile_huber_loss` in a third of the passes over the [B, N, M] pairs, in bounded memory.
+@torch.no_grad()
+def quantile_losses(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: float) -> tuple[Tensor, Tensor]:
+    """[B, N], [B, M], [B, N] -> losses [B] as `ops.distributional.quantile_huber_loss`, and their slopes [B, N].
 
-    With c+ = clip(u, 0, kappa) and c- = clip(u, -kappa, 0), Huber(u) = c (u - c / 2) on each side, and the gradient
-    towards a quantile is -mean_j (tau c+ + (1 - tau) c-) / kappa: both need sums of c only.
+    In a third of the passes over the [B, N, M] pairs, and in bounded memory: with c+ = clip(u, 0, kappa) and
+    c- = clip(u, -kappa, 0), Huber(u) = c (u - c / 2) on each side, and the slope towards a quantile is
+    -mean_j (tau c+ + (1 - tau) c-) / kappa. Both need sums of c only.
     """
-
-    @staticmethod
-    def forward(ctx: Any, quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: float) -> Tensor:
-        """[B, N], [B, M], [B, N] -> [B]."""
-        batch, pairs = len(quantiles), (quantiles.shape[1], targets.shape[1])
-        rows = batch if quantiles.is_cuda else min(batch, max(1, CHUNK // (pairs[0] * pairs[1])))
-        scratch = quantiles.new_empty(3, rows, *pairs)
-        if rows == batch:
-            losses, slopes = _chunk(quantiles, targets, taus, kappa, scratch)
-        else:
-            pieces = zip(quantiles.split(rows), targets.split(rows), taus.split(rows), strict=True)
-            chunks = [_chunk(q, y, tau, kappa, scratch[:, : len(q)]) for q, y, tau in pieces]
-            losses, slopes = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        ctx.save_for_backward(slopes)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Towards the quantiles only."""
-        (slopes,) = ctx.saved_tensors
-        return slopes * gradient.unsqueeze(1), None, None, None
+    batch, pairs = len(quantiles), (quantiles.shape[1], targets.shape[1])
+    taus = taus.expand_as(quantiles)
+    if kappa == 0.0:
+        return _plain(quantiles, targets, taus)
+    rows = batch if quantiles.is_cuda else min(batch, max(1, CHUNK // (pairs[0] * pairs[1])))
+    scratch = quantiles.new_empty(3, rows, *pairs)
+    if rows == batch:
+        return _chunk(quantiles, targets, taus, kappa, scratch)
+    pieces = zip(quantiles.split(rows), targets.split(rows), taus.split(rows), strict=True)
+    chunks = [_chunk(q, y, tau, kappa, scratch[:, : len(q)]) for q, y, tau in pieces]
+    losses, slopes = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return losses, slopes
 
 
 def _chunk(q: Tensor, y: Tensor, taus: Tensor, kappa: float, scratch: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +45,8 @@ def _chunk(q: Tensor, y: Tensor, taus: Tensor, kappa: float, scratch: Tensor) ->
     return losses.mul_(scale), torch.lerp(below, above, taus).mul_(-scale)
 
 
-def quantile_losses(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: float) -> Tensor:
-    """[B, N], [B, M], [B, N] -> [B]; the gradient reaches `quantiles` alone."""
-    if kappa == 0.0:
-        return quantile_huber_loss(quantiles=quantiles, targets=targets, taus=taus, kappa=kappa)
-    loss: Tensor = _FusedLoss.apply(quantiles, targets, taus.expand_as(quantiles), kappa)
-    return loss
+def _plain(q: Tensor, y: Tensor, taus: Tensor) -> tuple[Tensor, Tensor]:
+    """The same at kappa 0, where Huber(u) / kappa is |u|."""
+    u = y.unsqueeze(1) - q.unsqueeze(2)
+    signed = (taus.unsqueeze(2) - (u < 0).to(q.dtype)) * (u != 0)  # |tau - 1(u < 0)| sign(u)
+    return (signed * u).sum((1, 2)) / y.shape[1], signed.sum(2) / -y.shape[1]

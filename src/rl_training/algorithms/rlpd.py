@@ -53,6 +53,8 @@ class RLPD(SAC):
         order = torch.randperm(self.num_critics, generator=self.generator, device=self.last_actor.device)
         return order[: self.critic_subset_size]
 
-    def actor_values(self, q_values: Tensor) -> Tensor:
+    def actor_weights(self, q_values: Tensor) -> Tensor:
         """The mean over all critics; their minimum where this is SAC."""
-        return super().actor_values(q_values) if self.critic_subset_size == self.num_critics else q_values.mean(0)
+        if self.critic_subset_size == self.num_critics:
+            return super().actor_weights(q_values)
+        return torch.full_like(q_values, 1.0 / self.num_critics)

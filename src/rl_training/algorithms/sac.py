@@ -6,6 +6,7 @@ alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrised, and alpha holds the p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
+from rl_training.algorithms.optimization import Gradients, climb
 from rl_training.algorithms.target import TargetNetwork
 
 
@@ -101,9 +103,9 @@ class SAC(Algorithm):
         """Indices of the critics whose minimum is the target; None for all."""
         return None
 
-    def actor_values(self, q_values: Tensor) -> Tensor:
-        """What the actor climbs: [E, B] -> [B]."""
-        return q_values.amin(0)
+    def actor_weights(self, q_values: Tensor) -> Tensor:
+        """Weights [E, B] of the critics in what the actor climbs: here all on the smallest of each column."""
+        return torch.zeros_like(q_values).scatter_(0, q_values.argmin(0, keepdim=True), 1.0)
 
     def critic_step(
         self, batch: Batch, discounts: Tensor, noise: Tensor, alpha: Tensor | float, subset: Tensor | None
@@ -113,22 +115,42 @@ class SAC(Algorithm):
             next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
             next_q = self.target_critics(self.model.features(batch["next_obs"]), next_actions, subset).amin(0)
             targets = bellman_target(batch["rewards"], discounts, next_q - alpha * next_logprobs)
-        td_errors = targets - self.model.critics(self.model.features(batch["obs"]), batch["actions"])
-        loss = regression_loss(td_errors, batch.get("weights"))
-        self.critic_optimizer.step(loss)
-        return {"critic_loss": loss.detach(), "target_q_mean": targets.mean()}, td_errors.detach().abs().mean(0)
+            critics, weights = self.model.critics, batch.get("weights")
+            q_values, gradients = self.critic_optimizer.evaluate(
+                critics, getattr(critics, "with_gradients", None), self.model.features(batch["obs"]), batch["actions"]
+            )
+            td_errors = targets - q_values
+            loss = regression_loss(td_errors, weights)
+            on_q_values = td_errors * (-2.0 / td_errors.numel() * (1.0 if weights is None else weights))
+        self.critic_optimizer.apply_gradients(gradients(on_q_values))
+        return {"critic_loss": loss, "target_q_mean": targets.mean()}, td_errors.abs_().mean(0)
 
+    @torch.no_grad()
     def actor_step(self, obs: Tensor, noise: Tensor, alpha: Tensor | float) -> None:
         """One gradient step of the actor (eq. 9), then one of log alpha (eq. 18) with its gradient written out."""
-        actions, logprobs = self.model.actor.sample(obs, noise)
-        values = self.actor_values(self.model.critics(self.model.features(obs), actions))
+        critics, count = self.model.critics, len(obs)
+        (actions, logprobs), gradients = self.sample_with_gradients(obs, noise)
+        quick = getattr(critics, "with_action_gradients", None)
+        q_values, into_actions = climb(critics, quick, self.model.features(obs), actions)
+        weights = self.actor_weights(q_values)
         mean_logprob = logprobs.mean()
         entropy_term = alpha * mean_logprob
-        loss = entropy_term - values.mean()
-        self.actor_optimizer.step(loss)  # differentiates by the actor's parameters alone
-        torch.stack([loss.detach(), entropy_term.detach()], out=self.last_actor)
+        loss = entropy_term - (weights * q_values).sum() / count
+        on_logprobs = torch.full_like(logprobs, 1.0 / count) * alpha
+        self.actor_optimizer.apply_gradients(gradients(into_actions(weights / -count), on_logprobs))
+        torch.stack([loss, entropy_term], out=self.last_actor)
         if self.log_alpha is not None:
-            self.alpha_optimizer.apply_gradients([-(mean_logprob.detach() + self.target_entropy)])
+            self.alpha_optimizer.apply_gradients([-(mean_logprob + self.target_entropy)])
+
+    def sample_with_gradients(self, obs: Tensor, noise: Tensor) -> tuple[Any, Callable[[Tensor, Tensor], Gradients]]:
+        """Actions and log-probabilities without a graph, and a function from gradients there to those of the actor."""
+        quick = getattr(self.model.actor, "sample_with_gradients", None)
+        found = None if quick is None else quick(obs, noise)
+        if found is not None:
+            return found
+        with torch.enable_grad():
+            sampled = self.model.actor.sample(obs, noise)
+        return [part.detach() for part in sampled], lambda *on: self.actor_optimizer.differentiate(sampled, on)
 
     def learn(self, batch: Batch, *, step: int) -> UpdateResult:
         """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rl_training.cli.options import (
@@ -29,6 +31,7 @@ def evaluate(
     seed: Annotated[Text, option("Seed of the episodes; else the run's.", metavar="N")] = None,
     render: Annotated[bool, option("Show the episodes in a window.", "--render")] = False,
     record_video: Annotated[Text, option("Write one video per episode.", metavar="DIR")] = None,
+    imagine: Annotated[bool, option("Draw what the world model expects, beside the checkpoint.", "--imagine")] = False,
     modules: ImportOption = None,
 ) -> None:
     """Evaluate a checkpoint in environments of its own."""
@@ -41,17 +44,23 @@ def evaluate(
     from rl_training.runtime.workflows import evaluate_checkpoint
 
     path = find_checkpoint(checkpoint)
+    pictures: list[Path] = []
+    if imagine:
+        from rl_training.runtime.imagination import draw_imagination
+
+        pictures = draw_imagination(path, Path(path).resolve().parent, seed=first)
     metrics = evaluate_checkpoint(
         path, num_episodes=episodes, deterministic=not stochastic, seed=first, record_video_dir=record_video,
         render=render,
     )  # fmt: skip
-    print_evaluation(make_console(), path, metrics, "sampled" if stochastic else "deterministic", record_video)
+    kind = "sampled" if stochastic else "deterministic"
+    print_evaluation(make_console(), path, metrics, kind, record_video, pictures)
 
 
-def print_evaluation(console: Console, path: str, metrics: dict[str, Any], kind: str, video: str | None) -> None:
+def print_evaluation(
+    console: Console, path: str, metrics: dict[str, Any], kind: str, video: str | None, pictures: Sequence[Path] = ()
+) -> None:
     """Mean, deviation and range, then the returns themselves."""
-    from pathlib import Path
-
     from rl_training.cli.screen import describe_return, print_facts, quote
 
     returns = metrics["eval_returns"]
@@ -63,5 +72,6 @@ def print_evaluation(console: Console, path: str, metrics: dict[str, Any], kind:
         ("length", f"{metrics['eval_length_mean']:.1f} steps on average"),
         ("returns", f"{listed}{more}"),
         ("videos", "" if video is None else quote(Path(video))),
+        ("imagined", ", ".join(quote(picture) for picture in pictures)),
         ("checkpoint", quote(Path(path))),
     ])  # fmt: skip

@@ -86,8 +86,9 @@ def _not_finite(dataset: TransitionDataset) -> dict[str, int]:
 def _count_breaks(dataset: TransitionDataset) -> int:
     """Rows whose successor is not the next row's observation although no end is marked there."""
     going = np.flatnonzero(~(dataset.terminated | dataset.truncated)[:-1])
-    differs = (dataset.next_obs[going] != dataset.obs[going + 1]).reshape(len(going), -1).any(axis=1)
-    return int(differs.sum()) if len(going) else 0
+    if not len(going):
+        return 0
+    return int((dataset.next_obs[going] != dataset.obs[going + 1]).reshape(len(going), -1).any(axis=1).sum())
 
 
 def _problems(dataset: TransitionDataset, observation_space: Any, action_space: Any) -> list[str]:

@@ -79,7 +79,7 @@ class ReplayBuffer(TransitionRings):
             "terminated": terminated,
             "truncated": self._truncated.take(last),
             "dones": dones,
-            "discounts": powers * (1.0 - dones),
+            "discounts": np.where(terminated, np.float32(0.0), powers),
             "indices": rows,
         }
         if self._masks is not None and self._finals.masks is not None:

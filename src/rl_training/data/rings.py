@@ -188,6 +188,12 @@ class TransitionRings:
             self._final_slots[rows] = self._finals.put(frames, masks)
 
     def _advance(self, pick: slice | Array) -> None:
+        if self._lockstep:  # plain numbers cost less than arrays of one
+            head = int(self._heads[0]) + 1
+            self._wrapped = self._wrapped or head == self._slots
+            self._heads.fill(head % self._slots)
+            self._sizes.fill(min(int(self._sizes[0]) + 1, self.rows_per_env))
+            return
         heads = self._heads[pick] + 1
         self._wrapped = self._wrapped or bool((heads == self._slots).any())
         self._heads[pick] = heads % self._slots

@@ -121,7 +121,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
         if maker is None and _looks_like_entry_point(recipe.env_id):
             maker = _import_entry_point(recipe.env_id)
         if maker is None:
-            _register_atari(recipe.env_id)
+            _register_on_demand(recipe.env_id)
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
             if not isinstance(spec, str):
                 spec.order_enforce = False  # a layer around every step, for an order that is kept here anyway
@@ -143,9 +143,17 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
 
 
-def _register_atari(env_id: str) -> None:
-    """Atari environments are registered by importing their package, which Gymnasium does not do by itself."""
-    if env_id not in gym.registry and (env_id.startswith("ALE/") or "NoFrameskip" in env_id):
+def _register_on_demand(env_id: str) -> None:
+    """Atari and MinAtar are registered by importing their packages, which Gymnasium does not do by itself."""
+    if env_id in gym.registry:
+        return
+    if env_id.startswith("MinAtar/"):
+        try:
+            from rl_training.envs.minatar import register_games
+        except ImportError:
+            raise UserError(f"{env_id} needs the extra 'results' (pip install 'rl-training[results]').") from None
+        register_games()
+    if env_id.startswith("ALE/") or "NoFrameskip" in env_id:
         try:
             import ale_py
         except ImportError:

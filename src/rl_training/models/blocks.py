@@ -46,56 +46,6 @@ def mlp(
     return nn.Sequential(*layers, linear(sizes[-1], outputs, output_gain))
 
 
-class SplitMLP:
-    """A small MLP whose backward pass is written out, for a loss that autograd sees from the MLP's outputs on.
-
-    On a few hundred rows autograd's bookkeeping and torch's tanh (seven times numpy's) cost more than the products.
-    """
-
-    def __init__(self, network: nn.Sequential) -> None:
-        self.layers = [(layer.weight, layer.bias) for layer in network if isinstance(layer, nn.Linear)]
-        self.is_tanh = any(isinstance(layer, nn.Tanh) for layer in network)
-
-    @staticmethod
-    def supports(network: nn.Module) -> bool:
-        """Whether it is a chain of linear layers with tanh or ReLU, one of them throughout, between them."""
-        kinds = [type(layer) for layer in network.children()]
-        return (
-            isinstance(network, nn.Sequential)
-            and len(kinds) % 2 == 1
-            and set(kinds[0::2]) == {nn.Linear}
-            and set(kinds[1::2]) in ({nn.Tanh}, {nn.ReLU})
-        )
-
-    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[B, inputs] -> outputs [B, outputs] without a graph, and each layer's input."""
-        inputs: list[Tensor] = []
-        for weight, bias in self.layers:
-            if inputs:
-                if self.is_tanh:
-                    np.tanh(x.numpy(), out=x.numpy())
-                else:
-                    x.relu_()
-            inputs.append(x)
-            x = torch.addmm(bias, x, weight.t())
-        return x, inputs
-
-    def backward(self, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-        """The gradients of the parameters in order, from the outputs' gradient [B, outputs]."""
-        gradients: list[Tensor] = []
-        slope = torch.ops.aten.tanh_backward if self.is_tanh else _relu_backward
-        for (weight, _), x in zip(self.layers[:0:-1], inputs[:0:-1], strict=True):
-            gradients += (grad.sum(0), grad.t() @ x)
-            grad = slope(grad @ weight, x)
-        gradients += (grad.sum(0), grad.t() @ inputs[0])
-        gradients.reverse()
-        return gradients
-
-
-def _relu_backward(grad: Tensor, outputs: Tensor) -> Tensor:
-    return grad * (outputs > 0)
-
-
 class ImageEncoder(nn.Sequential):
     """Convolutions that fit the size of the image, then one linear layer: [B, C, H, W] -> [B, out_dim].
 

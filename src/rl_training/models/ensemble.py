@@ -1,17 +1,18 @@
-"""`CriticEnsemble`: E critics of one shape as one batched network, so that twins cost one call and not two."""
+"""E networks of one shape as one batched network, so that twin critics cost one call and not two."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import activation_layer
+from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPass, runs_written_out
 
 
 class _Layer(NamedTuple):
@@ -23,19 +24,19 @@ class _Layer(NamedTuple):
     shift: Tensor | None
 
 
-class CriticEnsemble(nn.Module):
-    """E independent MLPs on (features, actions): [B, F], [B, A] -> [E, B], or [E, B, outputs] for several outputs.
+class MLPEnsemble(nn.Module):
+    """E independent MLPs: [B, inputs], the same rows for all, or [E, B, inputs] -> [E, B, outputs], or [E, B] for one.
 
     `layer_norm` puts LayerNorm between each hidden linear layer and its activation (RLPD). Weights are orthogonal, each
-    critic's its own.
+    member's its own.
     """
 
     def __init__(
-        self, *, num_critics: int, inputs: int, hidden_sizes: Sequence[int] = (256, 256), outputs: int = 1,
+        self, *, num_members: int, inputs: int, hidden_sizes: Sequence[int] = (256, 256), outputs: int = 1,
         activation: str = "relu", layer_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.num_critics, self.outputs, self.layer_norm = num_critics, outputs, layer_norm
+        self.num_members, self.outputs, self.layer_norm = num_members, outputs, layer_norm
         self.activation = activation_layer(activation)
         if isinstance(self.activation, nn.ReLU):
             self.activation.inplace = True  # no layer's backward needs what the ReLU overwrites
@@ -43,23 +44,38 @@ class CriticEnsemble(nn.Module):
         sizes = [inputs, *hidden_sizes, outputs]
         for i, (before, after) in enumerate(pairwise(sizes)):
             hidden = i < len(sizes) - 2
-            weight = torch.empty(num_critics, before, after)
-            for critic in weight:
-                nn.init.orthogonal_(critic, math.sqrt(2.0) if hidden else 1.0)
-            parts = {"weight": weight, "bias": torch.zeros(num_critics, 1, after)}
+            weight = torch.empty(num_members, before, after)
+            for member in weight:
+                nn.init.orthogonal_(member, math.sqrt(2.0) if hidden else 1.0)
+            parts = {"weight": weight, "bias": torch.zeros(num_members, 1, after)}
             if layer_norm and hidden:
-                parts |= {"scale": torch.ones(num_critics, 1, after), "shift": torch.zeros(num_critics, 1, after)}
+                parts |= {"scale": torch.ones(num_members, 1, after), "shift": torch.zeros(num_members, 1, after)}
             for name, value in parts.items():
                 self.register_parameter(f"{name}{i}", nn.Parameter(value))
             self._layers.append(_Layer(*(getattr(self, f"{name}{i}", None) for name in _Layer._fields)))  # type: ignore[arg-type]
+        self._split = self._write_out(self._layers)
 
-    def forward(self, features: Tensor, actions: Tensor, subset: Tensor | slice | None = None) -> Tensor:
-        """Values of every critic, or only of those in `subset` (indices [M] or a slice), which costs only those."""
-        x = torch.cat([features, actions], -1)
-        layers = self._layers
+    def _write_out(self, layers: Sequence[_Layer]) -> SplitMLP | None:
+        """The passes of these layers written out, where they have such a form."""
+        if self.layer_norm or not isinstance(self.activation, (nn.ReLU, nn.Tanh)):
+            return None
+        head = StackedPass if self.outputs > 1 else StackedHead
+        passes = [*(StackedPass(p.weight, p.bias) for p in layers[:-1]), head(layers[-1].weight, layers[-1].bias)]
+        return SplitMLP(passes, is_tanh=isinstance(self.activation, nn.Tanh))
+
+    def _select_layers(self, subset: Tensor | slice) -> list[_Layer]:
+        return [_Layer(*(_select(p, subset) for p in layer)) for layer in self._layers]  # type: ignore[arg-type]
+
+    def run(self, x: Tensor, subset: Tensor | slice | None = None) -> Tensor:
+        """Outputs of every member, or only of those in `subset` (indices [M] or a slice), which costs only those."""
+        layers, split = self._layers, self._split
         if subset is not None:
-            layers = [_Layer(*(_select(p, subset) for p in layer)) for layer in layers]  # type: ignore[arg-type]
-        x = x.expand(layers[0].weight.shape[0], *x.shape)
+            layers = self._select_layers(subset)
+            split = self._write_out(layers)
+        if split is not None and not torch.is_grad_enabled() and runs_written_out(x):
+            return split.forward(x)[0]
+        if x.dim() == 2:
+            x = x.expand(layers[0].weight.shape[0], *x.shape)
         for layer in layers[:-1]:
             x = torch.baddbmm(layer.bias, x, layer.weight)
             if layer.scale is not None and layer.shift is not None:
@@ -70,6 +86,34 @@ class CriticEnsemble(nn.Module):
             return torch.baddbmm(head.bias, x, head.weight)
         # A batched product with one column is 5 times slower than this.
         return (x * head.weight.mT).sum(-1) + head.bias.squeeze(-1)
+
+
+class CriticEnsemble(MLPEnsemble):
+    """E critics on (features, actions): [B, F], [B, A] -> [E, B], or [E, B, outputs] for several outputs."""
+
+    def __init__(self, *, num_critics: int, **shape: Any) -> None:
+        super().__init__(num_members=num_critics, **shape)
+
+    def forward(self, features: Tensor, actions: Tensor, subset: Tensor | slice | None = None) -> Tensor:
+        """Values of every critic, or only of those in `subset`."""
+        return self.run(torch.cat([features, actions], -1), subset)
+
+    def with_gradients(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
+        """`forward` without a graph, and its backward pass written out; None where there is no such form."""
+        x = torch.cat([features, actions], -1)
+        return None if self._split is None or not runs_written_out(x) else self._split.with_gradients(x)
+
+    @torch.no_grad()
+    def with_action_gradients(
+        self, features: Tensor, actions: Tensor, subset: slice | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+        """As `with_gradients`, but from a gradient at the values to that of the actions [B, A]."""
+        x = torch.cat([features, actions], -1)
+        split = self._split if subset is None else self._write_out(self._select_layers(subset))
+        if split is None or not runs_written_out(x):
+            return None
+        values, inputs = split.forward(x)
+        return values, lambda grad: split.backward_into_input(inputs, grad).sum(0)[:, features.shape[1] :]
 
 
 def _select(parameter: Tensor | None, subset: Tensor | slice) -> Tensor | None:

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, SplitMLP, mlp, numpy_forward, numpy_input
+from rl_training.models.blocks import ObservationInput, mlp, numpy_forward, numpy_input
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
+from rl_training.models.passes import SplitMLP
 
 Array = NDArray[Any]
 
@@ -61,8 +62,8 @@ class MLPActorCritic(nn.Module):
         self.actor = mlp(features, hidden_sizes, action_dim, activation, output_gain=0.01)
         self.critic = mlp(features, hidden_sizes, 1, activation)
         self.log_std = nn.Parameter(torch.zeros(action_dim)) if action_kind == "continuous" else None
-        small = encoder is None and all(SplitMLP.supports(network) for network in (self.actor, self.critic))
-        self._split = (SplitMLP(self.actor), SplitMLP(self.critic)) if small else None
+        actor, critic = SplitMLP.of(self.actor), SplitMLP.of(self.critic)
+        self._split = None if encoder is not None or actor is None or critic is None else (actor, critic)
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic read."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, activation_layer, numpy_input
 from rl_training.models.noisy import NoisyNetwork, NumpyStep, make_layer, numpy_chain, numpy_step
+from rl_training.models.passes import Backward, WrittenOut
 
 Array = NDArray[Any]
 # obs [N, D] and a generator for noise (None: mean weights) -> what `forward` gives, without torch
@@ -95,14 +96,23 @@ class MLPQNetwork(NoisyNetwork):
         else:
             self.trunk, inputs = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
             self.head = make_layer(inputs, action_dim * outputs, noisy=noisy, gain=1.0)
+        self._outputs = WrittenOut([*self.trunk, self.head])
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, ...] -> [B, A] or [B, A, K]."""
         x = self.observation_input(obs)
         if self.encoder is not None:
             x = self.encoder(x)
-        outputs: Tensor = self.head(self.trunk(x))
+        outputs = self._outputs(x)
         return outputs if len(self.output_shape) == 1 else outputs.view(-1, *self.output_shape)
+
+    def with_gradients(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
+        """`forward` without a graph, and its backward pass written out; None where there is no such form."""
+        found = None if self.encoder is not None else self._outputs.with_gradients(self.observation_input(obs))
+        if found is None or len(self.output_shape) == 1:
+            return found
+        outputs, backward = found
+        return outputs.view(-1, *self.output_shape), lambda grad: backward(grad.flatten(1))
 
     def numpy_network(self) -> NumpyNetwork | None:
         """The forward pass in numpy on the same weights; None behind an encoder, on a GPU or for wide layers."""

@@ -1,0 +1,63 @@
+"""`CapturedStep`: an update as one CUDA graph, for learners whose update is thousands of small kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Mapping[str, Tensor]
+PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselves up in the first of them
+
+
+class CapturedStep:
+    """`function(inputs) -> Tensor`, run plainly for its first calls, then captured once and replayed.
+
+    The function draws nothing, reads no tensor on the host and keeps what it changes where it is. Every call is one
+    update, captured or not. `constants` are the numbers that it reads besides: while they move (a schedule), or when
+    the inputs have another shape, it runs plainly.
+    """
+
+    def __init__(self, function: Callable[[Inputs], Tensor]) -> None:
+        self.function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: dict[str, Tensor] = {}
+        self._output: Tensor | None = None
+        self._key: Any = None
+        self._calls = 0  # in a row with this key
+
+    def __call__(self, inputs: Inputs, constants: tuple[float, ...]) -> Tensor:
+        """The function's result, which the next call does not overwrite."""
+        key = (constants, tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items()))
+        if self._graph is None:
+            self._calls = self._calls + 1 if key == self._key else 1
+            self._key = key
+            if self._calls <= PLAIN_CALLS:
+                return self._run_plainly(inputs)
+            self._capture(inputs)
+        if key != self._key or self._graph is None or self._output is None:
+            return self.function(inputs)
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        self._graph.replay()
+        return self._output.clone()
+
+    def _run_plainly(self, inputs: Inputs) -> Tensor:
+        """On a side stream, as capturing asks of the calls before it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            output = self.function(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        return output
+
+    def _capture(self, inputs: Inputs) -> None:
+        """Record the function's kernels over inputs of its own; recording runs none of them."""
+        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._output = self.function(self._inputs)
+        self._graph = graph

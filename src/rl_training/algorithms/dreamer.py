@@ -1,0 +1,258 @@
+"""Dreamer: behaviour learned in the imagination of a world model (Hafner et al. 2023, arXiv:2301.04104, DreamerV3).
+
+The world model learns from replayed windows: reconstruction + reward + continue + KL between posterior and prior. From
+every posterior state the actor then dreams `imagination_horizon` steps with the prior; the critic regresses on the
+lambda-returns of those dreams and the actor follows their advantages (REINFORCE, for both kinds of action).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
+from rl_training.algorithms.capture import CapturedStep, Inputs
+from rl_training.algorithms.ops.distributional import categorical_cross_entropy
+from rl_training.algorithms.ops.policy import categorical_kl
+from rl_training.algorithms.ops.returns import lambda_returns
+from rl_training.algorithms.target import TargetNetwork
+
+METRICS = (
+    "world_model_loss", "reconstruction_loss", "reward_loss", "continue_loss", "kl_loss", "actor_loss", "critic_loss",
+    "entropy", "kl", "imagined_return_mean", "return_scale", "world_model_grad_norm",
+)  # fmt: skip
+DYNAMICS_WEIGHT, REPRESENTATION_WEIGHT = 1.0, 0.1  # of the two halves of the KL (eq. 5)
+RETURN_QUANTILES = (0.05, 0.95)
+
+
+def balanced_kl(posterior: Tensor, prior: Tensor, free_nats: float) -> tuple[Tensor, Tensor]:
+    """The KL loss and the KL itself, each [...], of log-probabilities [..., S, C] (eq. 5).
+
+    The prior is pulled to the posterior with weight 1 and the posterior to the prior with 0.1; each half is free below
+    `free_nats`, counted per state, on the sum over the S variables.
+    """
+    dynamics = categorical_kl(posterior.detach(), prior).sum(-1)
+    representation = categorical_kl(posterior, prior.detach()).sum(-1)
+    loss = DYNAMICS_WEIGHT * dynamics.clamp(min=free_nats) + REPRESENTATION_WEIGHT * representation.clamp(min=free_nats)
+    return loss, dynamics.detach()
+
+
+class ReturnScale(nn.Module):
+    """The range from the 5th to the 95th percentile of returns, as a moving average; never below 1 (eq. 11)."""
+
+    def __init__(self, decay: float = 0.99) -> None:
+        super().__init__()
+        self.decay = decay
+        self.ends: Tensor
+        self.register_buffer("ends", torch.zeros(2))
+
+    @torch.no_grad()
+    def update(self, returns: Tensor) -> Tensor:
+        """Fold returns in; what advantages are divided by, []."""
+        ordered = returns.flatten().sort().values
+        low, high = (ordered[round(share * (len(ordered) - 1))] for share in RETURN_QUANTILES)
+        self.ends.lerp_(torch.stack([low, high]), 1.0 - self.decay)
+        return (self.ends[1] - self.ends[0]).clamp(min=1.0)
+
+
+class Dream(NamedTuple):
+    """Imagined trajectories from N states over H steps: features [H + 1, N, F], raw actions [H, N, A]."""
+
+    features: Tensor
+    actions: Tensor
+
+
+class Dreamer(Algorithm):
+    """The learner; `world_model`, `actor` and `critic` as in `models.dreamer` and `models.dreamer_behavior`.
+
+    The carry of acting is [N, F + A]: h and z of the last state, and the action taken there.
+    """
+
+    def __init__(
+        self, *, world_model: Any, actor: Any, critic: Any, world_model_learning_rate: float = 3e-4,
+        actor_learning_rate: float = 1e-4, critic_learning_rate: float = 1e-4, gamma: float = 0.997,
+        gae_lambda: float = 0.95, imagination_horizon: int = 15, entropy_coef: float = 3e-4, free_nats: float = 1.0,
+        tau: float = 0.02, max_grad_norm: float | None = 100.0, optimizer: str = "adam", optimizer_eps: float = 1e-8,
+        capture: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.world_model, self.actor, self.critic = world_model, actor, critic
+        self.gamma, self.gae_lambda, self.entropy_coef = gamma, gae_lambda, entropy_coef
+        self.free_nats, self.tau, self.imagination_horizon = free_nats, tau, imagination_horizon
+        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        parts = {"world_model": world_model_learning_rate, "actor": actor_learning_rate, "critic": critic_learning_rate}
+        self.optimizers = {
+            name: self.make_optimizer(f"{name}_optimizer", getattr(self, name).parameters(), rate, **options)
+            for name, rate in parts.items()
+        }
+        self._target = TargetNetwork(critic)
+        self.slow_critic: Any = self._target.network
+        self.return_scale = ReturnScale()
+        self.carry_dim = world_model.rssm.feature_dim + actor.action_dim
+        uses_graph = capture and self.device.type == "cuda"
+        self._captured = CapturedStep(self.train_step) if uses_graph else None
+
+    # acting ----------------------------------------------------------------------------------------------------
+
+    def acting(self) -> nn.Module:
+        """What a state and an action need: encoder (with its input), RSSM, actor."""
+        model = self.world_model
+        return nn.ModuleList([model.observation_input, model.encoder, model.rssm, self.actor])
+
+    def initial_carry(self, n: int) -> Carry:
+        """Zeros [n, F + A]."""
+        return torch.zeros(n, self.carry_dim, device=self.device)
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False, **_: Any
+    ) -> ActOutput:
+        """Filter the observation into the state and act on it; deterministic takes modes of state and action."""
+        model, rows = self.world_model, len(obs)
+        carry = self.initial_carry(rows) if carry is None else carry
+        is_first = torch.zeros(rows, dtype=torch.bool, device=obs.device) if is_first is None else is_first
+        features, last_actions = carry.split([model.rssm.feature_dim, self.actor.action_dim], -1)
+        state_noise, action_noise = (None, None) if deterministic else self.draw_noise(1, rows)
+        embeds = model.encoder(model.prepare(obs).unsqueeze(0))
+        states = model.rssm.observe(embeds, last_actions.unsqueeze(0), is_first.unsqueeze(0), state_noise, features)
+        features = states.features[0]
+        raw = self.actor.sample(features, None if action_noise is None else action_noise[0])
+        return ActOutput(self.actor.as_action(raw), carry=torch.cat([features, self.actor.as_input(raw)], -1))
+
+    def draw_noise(self, steps: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Noise for latents [steps, rows, S, 1] and for actions [steps, rows, ...]."""
+        shape = (steps, rows, self.world_model.rssm.size.latents, 1)
+        states = torch.rand(shape, generator=self.generator, device=self.generator.device)
+        return states, self.actor.draw_noise(steps, rows, generator=self.generator)
+
+    # learning --------------------------------------------------------------------------------------------------
+
+    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+        """One update of world model, actor and critic from windows [B, L]: obs, actions, rewards, terminated, is_first.
+
+        A row is an arrival: `actions[t]` led to `obs[t]`. Noise is drawn here; the rest is straight-line tensor code.
+        """
+        inputs = self.prepare(batch)
+        if self._captured is None:
+            values = self.train_step(inputs)
+        else:
+            rates = [optimizer.learning_rate for optimizer in self.optimizers.values()]
+            constants = (*rates, self.gamma, self.gae_lambda, self.entropy_coef, self.free_nats, self.tau)
+            values = self._captured(inputs, constants)
+        self.world_model.observation_input.update(batch["obs"].flatten(0, 1))
+        return UpdateResult(dict(zip(METRICS, values.unbind(), strict=True)))
+
+    def prepare(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch time first, [L, B, ...], actions as the world model reads them, and all noise of the update."""
+        length, rows = batch["rewards"].shape[1], batch["rewards"].shape[0]
+        inputs = {name: batch[name].transpose(0, 1).contiguous() for name in ("obs", "rewards", "is_first")}
+        inputs["terminated"] = batch["terminated"].transpose(0, 1).float()
+        inputs["actions"] = self.actor.input_of(batch["actions"].transpose(0, 1))
+        inputs["noise"], _ = self.draw_noise(length, rows)
+        inputs["dream_noise"], inputs["action_noise"] = self.draw_noise(self.imagination_horizon, length * rows)
+        return inputs
+
+    def train_step(self, inputs: Inputs) -> Tensor:
+        """The whole update; its metrics [len(METRICS)]."""
+        model_metrics, starts = self.world_model_step(inputs)
+        with torch.no_grad(), self._autocast():
+            dream = self.imagine(starts, inputs["dream_noise"], inputs["action_noise"])
+        behaviour_metrics = self.behavior_step(dream, 1.0 - inputs["terminated"].flatten())
+        metrics = {**model_metrics, **behaviour_metrics}
+        return torch.stack([metrics[name].detach().float() for name in METRICS])
+
+    def world_model_step(self, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
+        """One gradient step on eq. 4; metrics, and the posterior features [L * B, F] without a gradient."""
+        model = self.world_model
+        obs = model.prepare(inputs["obs"])
+        with self._autocast():
+            states = model.rssm.observe(model.encoder(obs), inputs["actions"], inputs["is_first"], inputs["noise"])
+            features = states.features
+            decoded, rewards = model.decoder(features), model.reward_head(features)
+            continues, prior = model.continue_head(features), model.rssm.prior(states.deter)
+        kl_loss, kl = balanced_kl(states.probs.log(), prior.log(), self.free_nats)
+        losses = {
+            "reconstruction_loss": model.decoder.loss(decoded.float(), obs).mean(),
+            "reward_loss": model.reward_head.loss(rewards, inputs["rewards"]).mean(),
+            "continue_loss": model.continue_head.loss(continues, inputs["terminated"]).mean(),
+            "kl_loss": kl_loss.mean(),
+        }
+        loss = torch.stack(list(losses.values())).sum()
+        norm = self.optimizers["world_model"].step(loss)
+        metrics = {"world_model_loss": loss, **losses, "kl": kl.mean(), "world_model_grad_norm": norm}
+        return metrics, features.detach().flatten(0, 1)
+
+    def imagine(self, features: Tensor, noise: Tensor, action_noise: Tensor) -> Dream:
+        """Follow the actor with the prior from features [N, F]; noise [H, N, S, 1] and [H, N, ...]."""
+        visited, taken = [features], []
+        for t in range(len(noise)):
+            taken.append(self.actor.sample(visited[t], action_noise[t]))
+            visited.append(self.world_model.rssm.imagine(visited[t], self.actor.as_input(taken[t]), noise[t]))
+        return Dream(torch.stack(visited), torch.stack(taken))
+
+    def behavior_step(self, dream: Dream, alive: Tensor) -> dict[str, Tensor]:
+        """One gradient step of the critic and one of the actor on a dream; `alive` [N] is 0 where it begins at an end.
+
+        R_t = r_{t+1} + g c_{t+1} ((1 - l) v_{t+1} + l R_{t+1}); a step counts as much as its state is likely to be met.
+        """
+        model, before = self.world_model, dream.features[:-1]
+        with torch.no_grad(), self._autocast():
+            arrivals = dream.features[1:]
+            rewards = model.reward_head.mean(model.reward_head(arrivals))
+            discounts = self.gamma * model.continue_head(arrivals).float().sigmoid()
+            slow_values = self.slow_critic.mean(self.slow_critic(before))
+        with self._autocast():
+            logits = self.critic(dream.features)
+            logprobs, entropy = self.actor.evaluate(before, dream.actions)
+        values = self.critic.mean(logits.detach())
+        returns = lambda_returns(rewards=rewards, discounts=discounts, next_values=values[1:], lambda_=self.gae_lambda)
+        weights = torch.cat([alive.unsqueeze(0), discounts[:-1]]).cumprod(0)
+        scale = self.return_scale.update(returns)
+        # Cross-entropy is linear in its target: to the returns and, as a regulariser, to the slow critic's values.
+        codes = self.critic.codes(returns) + self.critic.codes(slow_values)
+        critic_loss = (weights * categorical_cross_entropy(logits[:-1].float(), codes)).mean()
+        advantages = (returns - values[:-1]) / scale
+        actor_loss = -(weights * (advantages * logprobs + self.entropy_coef * entropy)).mean()
+        self.optimizers["critic"].step(critic_loss)
+        self.optimizers["actor"].step(actor_loss)
+        self._target.polyak_(self.tau)
+        return {
+            "actor_loss": actor_loss, "critic_loss": critic_loss, "entropy": entropy.mean(),
+            "imagined_return_mean": returns.mean(), "return_scale": scale,
+        }  # fmt: skip
+
+    def _autocast(self) -> torch.autocast:
+        """bfloat16 for the products on a GPU. One context per phase: its cached casts do not outlive grad mode."""
+        kind = self.device.type
+        return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
+
+    # learning rates that a schedule may move -------------------------------------------------------------------
+
+    @property
+    def world_model_learning_rate(self) -> float:
+        """Step size of the world model."""
+        return self.optimizers["world_model"].learning_rate
+
+    @world_model_learning_rate.setter
+    def world_model_learning_rate(self, value: float) -> None:
+        self.optimizers["world_model"].learning_rate = value
+
+    @property
+    def actor_learning_rate(self) -> float:
+        """Step size of the actor."""
+        return self.optimizers["actor"].learning_rate
+
+    @actor_learning_rate.setter
+    def actor_learning_rate(self, value: float) -> None:
+        self.optimizers["actor"].learning_rate = value
+
+    @property
+    def critic_learning_rate(self) -> float:
+        """Step size of the critic."""
+        return self.optimizers["critic"].learning_rate
+
+    @critic_learning_rate.setter
+    def critic_learning_rate(self, value: float) -> None:
+        self.optimizers["critic"].learning_rate = value

@@ -1,0 +1,162 @@
+"""MBPO: model-based policy optimization (Janner et al. 2019, arXiv:1906.08253).
+
+SAC whose batches are mostly imagined: an ensemble of probabilistic networks learns p(r, s' - s | s, a) from real
+transitions, and short rollouts of the current policy through it start at real states. Which batch holds what, when the
+model is fitted and when rollouts are made is decided where batches are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.sac import SAC
+from rl_training.errors import UserError
+
+Termination = Callable[[Tensor], Tensor]  # next observations [B, O] -> whether the episode ends there [B]
+
+
+def mbpo_model_loss(batch: Batch, name: str = "mbpo_model_loss") -> dict[str, Tensor]:
+    """From predicted_means, predicted_logvars [E, B, D], targets [B, D] or [E, B, D], and ensemble_disagreement.
+
+    The loss is twice the Gaussian negative log-likelihood without its constant, a mean per member, summed over members.
+    """
+    means, logvars = batch["predicted_means"], batch["predicted_logvars"]
+    errors = means - batch["targets"]
+    loss = torch.addcmul(logvars, errors.square(), (-logvars).exp()).mean((1, 2)).sum()
+    maes = errors.detach().abs().mean((0, 1))
+    return {
+        name: loss, "reward_mae": maes[0], "delta_obs_mae": maes[1:].mean(),
+        "ensemble_disagreement": batch["ensemble_disagreement"],
+    }  # fmt: skip
+
+
+def dynamics_targets(batch: Batch) -> Tensor:
+    """What the model predicts: reward and change of observation, [..., 1 + O]."""
+    return torch.cat([batch["rewards"].unsqueeze(-1), batch["next_obs"] - batch["obs"]], -1)
+
+
+def disagreement(means: Tensor) -> Tensor:
+    """Deviation of the members' means on the same rows, averaged: [E, B, D] -> []."""
+    return means.std(0, correction=0).mean()
+
+
+def termination_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy of each member's logits [E, B]: [E]; 0 where the batch does not say what terminated."""
+    if "terminated" not in batch:
+        return logits.new_zeros(len(logits))
+    ends = batch["terminated"].float().expand_as(logits)
+    return F.binary_cross_entropy_with_logits(logits, ends, reduction="none").mean(1)
+
+
+class MBPO(SAC):
+    """The learner; `policy_model` as SAC's, `dynamics_model(obs, actions, members)` -> means, logvars, termination."""
+
+    model_loss_name = "mbpo_model_loss"
+
+    def __init__(
+        self, *, policy_model: Any, dynamics_model: Any, policy_learning_rate: float = 3e-4,
+        model_learning_rate: float = 1e-3, num_elites: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """`num_elites`: all but two of the members unless given; `options` are SAC's."""
+        members = dynamics_model.num_ensembles
+        elites = max(1, members - 2) if num_elites is None else num_elites
+        if not 1 <= elites <= members:
+            raise UserError(f"num_elites is {elites}; from 1 to num_ensembles ({members}) are possible.")
+        super().__init__(model=policy_model, learning_rate=policy_learning_rate, **options)
+        self.dynamics_model: Any = dynamics_model
+        self.model_optimizer = self.make_optimizer("model_optimizer", dynamics_model.parameters(), model_learning_rate)
+        self.elites: Tensor
+        self.last_disagreement: Tensor  # on held-out rows
+        self.register_buffer("elites", torch.arange(elites, device=self.device))
+        self.register_buffer("last_disagreement", torch.zeros((), device=self.device))
+
+    @property
+    def learning_rate(self) -> float:
+        """Of actor, critics and temperature; the model has `model_learning_rate`."""
+        return self.critic_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for name, optimizer in self._optimizers.items():
+            if name != "model_optimizer":
+                optimizer.learning_rate = value
+
+    policy_learning_rate = learning_rate
+
+    @property
+    def model_learning_rate(self) -> float:
+        """Of the dynamics model."""
+        return self.model_optimizer.learning_rate
+
+    @model_learning_rate.setter
+    def model_learning_rate(self, value: float) -> None:
+        self.model_optimizer.learning_rate = value
+
+    def update_model(self, batch: Batch) -> UpdateResult:
+        """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...].
+
+        The head of termination learns where the batch has `terminated`.
+        """
+        prediction = self.dynamics_model(batch["obs"], batch["actions"])
+        shared = batch["obs"].dim() == 2
+        losses = mbpo_model_loss(
+            {
+                "predicted_means": prediction.means, "predicted_logvars": prediction.logvars,
+                "targets": dynamics_targets(batch),
+                "ensemble_disagreement": disagreement(prediction.means.detach()) if shared else self.last_disagreement,
+            }, self.model_loss_name,
+        )  # fmt: skip
+        ends = termination_loss(prediction.termination_logits, batch).sum()
+        self.model_optimizer.step(losses[self.model_loss_name] + self.dynamics_model.bounds_loss() + ends)
+        return UpdateResult({name: value.detach() for name, value in losses.items()})
+
+    @torch.no_grad()
+    def heldout_errors(self, batch: Batch) -> Tensor:
+        """Mean squared error of each member on rows [B, ...] that none learned from, in standardised units: [E].
+
+        Where the batch has `terminated`, with the cross-entropy of the head.
+        """
+        prediction = self.dynamics_model(batch["obs"], batch["actions"])
+        self.last_disagreement.copy_(disagreement(prediction.means))
+        scaled = (prediction.means - dynamics_targets(batch)) / self.dynamics_model.target_std
+        return scaled.square().mean((1, 2)) + termination_loss(prediction.termination_logits, batch)
+
+    def choose_elites(self, errors: Tensor) -> None:
+        """The members of least held-out error [E] imagine from now on."""
+        self.elites.copy_(errors.argsort()[: len(self.elites)])
+
+    @torch.no_grad()
+    def imagine(self, obs: Tensor, terminates: Termination | None = None) -> dict[str, Tensor]:
+        """One step of the current policy in the model from [B, O]: transitions, whose rows come in another order.
+
+        Every row and step has an elite drawn at random, and only that one computes it: rows in random order are cut
+        into equal groups, elites in random order take one each. Ends come from `terminates`, or from the model's head.
+        """
+        rows, count, device = len(obs), len(self.elites), obs.device
+        elites = self.elites[torch.randperm(count, generator=self.generator, device=device)]
+        order = torch.randperm(rows, generator=self.generator, device=device)
+        size = -(-rows // count)  # the last group is filled up with rows whose second copy is dropped below
+        obs = obs[order[torch.arange(size * count, device=device) % rows]]
+        actions = self.act(obs).actions
+        means, logvars, logits = self.dynamics_model(obs.view(count, size, -1), actions.view(count, size, -1), elites)
+        noise = torch.randn(means.shape, generator=self.generator, device=device)
+        outcome = torch.addcmul(means, (0.5 * logvars).exp(), noise).flatten(0, 1)[:rows]
+        obs, actions = obs[:rows], actions[:rows]
+        next_obs = obs + outcome[:, 1:]
+        if terminates is not None:
+            terminated = terminates(next_obs)
+        else:
+            chance = torch.rand(rows, generator=self.generator, device=device)
+            terminated = chance < logits.flatten()[:rows].sigmoid()
+        rewards = self.imagined_rewards(outcome[:, 0], obs, actions)
+        return {"obs": obs, "actions": actions, "rewards": rewards, "next_obs": next_obs, "terminated": terminated}
+
+    def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:
+        """What SAC is told of predicted rewards [B]: as they are."""
+        return rewards

@@ -1,0 +1,39 @@
+"""MOPO: model-based offline policy optimization (Yu et al. 2020, arXiv:2005.13239).
+
+MBPO on recorded data alone. The model is fitted once, and imagined rewards are lowered where it is unsure:
+r~ = r - lambda max_i |sigma_i(s, a)|, the norm over the deviations of reward and change of observation, in the
+environment's own units, and the maximum over all members. Lambda 0 is MBPO on the same data, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rl_training.algorithms.base import Batch
+from rl_training.algorithms.mbpo import MBPO, mbpo_model_loss
+
+
+def mopo_model_loss(batch: Batch) -> dict[str, Tensor]:
+    """As `mbpo_model_loss`, under MOPO's name."""
+    return mbpo_model_loss(batch, "mopo_model_loss")
+
+
+class MOPO(MBPO):
+    """The learner; as MBPO's, with `penalty_coef` (lambda)."""
+
+    model_loss_name = "mopo_model_loss"
+
+    def __init__(self, *, penalty_coef: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.penalty_coef = penalty_coef
+
+    def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:
+        """Predicted rewards [B] less the penalty."""
+        return rewards - self.penalty_coef * self.uncertainty(obs, actions) if self.penalty_coef else rewards
+
+    def uncertainty(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Largest norm of the predicted deviations over all members, elites or not: [B]."""
+        deviations = (0.5 * self.dynamics_model(obs, actions).logvars).exp()
+        return deviations.norm(dim=-1).amax(0)

@@ -1,0 +1,30 @@
+"""MinAtar's games as `MinAtar/<Game>-v1`; the package is GPL, so this module is imported only when one is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+from minatar.gym import BaseEnv
+
+GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
+
+
+class MinAtarGame(BaseEnv):
+    """One game with its minimal set of actions, whose episodes depend on their seed and actions alone."""
+
+    def __init__(self, game: str, **options: Any) -> None:
+        super().__init__(game, use_minimal_action_set=True, **options)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Forget the last action too, which a sticky first step would repeat from the episode before."""
+        self.game.last_action = 0
+        return super().reset(seed, options)
+
+
+def register_games() -> None:
+    """Put the games into Gymnasium's registry."""
+    for game in GAMES:
+        env_id = f"MinAtar/{game.title().replace('_', '')}-v1"
+        if env_id not in gym.registry:
+            gym.register(env_id, f"{__name__}:{MinAtarGame.__name__}", kwargs={"game": game})

@@ -1,0 +1,319 @@
+"""Dreamer's world model (Hafner et al. 2023, arXiv:2301.04104): encoder, RSSM, decoder, reward and continue heads.
+
+Time comes first, [L, B, ...]. A latent z is `latents` categorical variables of `classes` choices each, one-hot, flat
+[B, latents * classes]; the features of a state are [h, z]. Nothing here draws: noise comes from the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_training.algorithms.ops.distributional import categorical_cross_entropy, symexp, symlog, two_hot
+from rl_training.models.blocks import ObservationInput, activation_layer, linear
+
+NORM_EPS = 1e-3
+SMALL_IMAGE = 32  # pixels a side; below it one 3x3 layer sees everything that strides would throw away
+BIN_LIMIT = 20.0  # of the two-hot codes, on the symlog scale: returns up to exp(20)
+
+
+class Size(NamedTuple):
+    """Widths that grow together."""
+
+    deter: int  # recurrent state h
+    hidden: int  # layers inside the RSSM
+    latents: int  # categorical variables of z
+    classes: int  # choices of each
+    units: int  # layers of every MLP
+    layers: int  # how many of them
+    depth: int  # channels of the first convolution
+
+
+SIZES = {
+    "xxs": Size(32, 32, 4, 4, 32, 1, 4),
+    "xs": Size(128, 64, 8, 16, 64, 2, 8),
+    "s": Size(256, 256, 16, 16, 256, 2, 16),
+    "m": Size(512, 512, 32, 16, 256, 3, 24),
+    "l": Size(1024, 512, 32, 32, 512, 3, 32),
+    "xl": Size(2048, 768, 32, 32, 768, 4, 48),
+}
+
+
+def norm_mlp(
+    inputs: int, widths: Sequence[int], outputs: int = 0, activation: str = "silu", output_gain: float = 1.0
+) -> nn.Sequential:
+    """Linear layers, each with layer normalisation and an activation, then a plain one to `outputs` if any."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise([inputs, *widths]):
+        layers += [linear(before, after, 1.0), nn.LayerNorm(after, eps=NORM_EPS), activation_layer(activation)]
+    return nn.Sequential(*layers, *([linear([inputs, *widths][-1], outputs, output_gain)] if outputs else []))
+
+
+def conv_plan(shape: Sequence[int], depth: int) -> list[tuple[int, int, int]]:
+    """(channels, height, width) of the image and after each halving, until a side is below 8."""
+    plan = [(shape[0], shape[1], shape[2])]
+    while min(plan[-1][1:]) >= 8:
+        _, height, width = plan[-1]
+        plan.append((depth << (len(plan) - 1), height // 2, width // 2))
+    return plan
+
+
+def is_small_image(shape: Sequence[int]) -> bool:
+    """Whether an observation of this shape is an image that is not strided over."""
+    return len(shape) == 3 and min(shape[1:]) < SMALL_IMAGE
+
+
+class Encoder(nn.Module):
+    """Observations as `WorldModel.prepare` gives them, [L, B, *obs_shape] -> [L, B, embed_dim]."""
+
+    def __init__(
+        self, *, obs_shape: Sequence[int], hidden_sizes: Sequence[int], depth: int, activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        self.obs_dims = len(obs_shape)
+        layers: list[nn.Module] = []
+        features = math.prod(obs_shape)
+        if is_small_image(obs_shape):
+            layers = [nn.Conv2d(obs_shape[0], 2 * depth, 3, padding=1), activation_layer(activation), nn.Flatten()]
+            features = 2 * depth * obs_shape[1] * obs_shape[2]
+        elif self.obs_dims == 3:
+            plan = conv_plan(obs_shape, depth)
+            for (before, *_), (after, *_) in pairwise(plan):
+                layers += [nn.Conv2d(before, after, 4, stride=2, padding=1), nn.GroupNorm(1, after, eps=NORM_EPS)]
+                layers += [activation_layer(activation)]
+            layers += [nn.Flatten()]
+            features = math.prod(plan[-1])
+        if not layers or is_small_image(obs_shape):
+            layers += norm_mlp(features, hidden_sizes, activation=activation)
+            features = hidden_sizes[-1]
+        self.network, self.embed_dim = nn.Sequential(*layers), features
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[L, B, *obs_shape] -> [L, B, embed_dim]."""
+        lead = obs.shape[: -self.obs_dims]
+        return self.network(obs.flatten(0, len(lead) - 1)).view(*lead, -1)
+
+
+class Decoder(nn.Module):
+    """Features -> observations as the encoder reads them; logits of pixel values for an image."""
+
+    def __init__(
+        self, *, feature_dim: int, obs_shape: Sequence[int], hidden_sizes: Sequence[int], depth: int,
+        activation: str = "silu",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.obs_shape, self.is_image = tuple(obs_shape), len(obs_shape) == 3
+        if not self.is_image or is_small_image(obs_shape):
+            self.network = norm_mlp(feature_dim, hidden_sizes, math.prod(obs_shape), activation)
+            return
+        plan = conv_plan(obs_shape, depth)[::-1]
+        layers: list[nn.Module] = [linear(feature_dim, math.prod(plan[0]), 1.0), nn.Unflatten(-1, plan[0])]
+        for (before, height, width), (after, to_height, to_width) in pairwise(plan):
+            odd = (to_height - 2 * height, to_width - 2 * width)
+            layers += [nn.GroupNorm(1, before, eps=NORM_EPS), activation_layer(activation)]
+            layers += [nn.ConvTranspose2d(before, after, 4, stride=2, padding=1, output_padding=odd)]
+        self.network = nn.Sequential(*layers)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[L, B, F] -> [L, B, *obs_shape]."""
+        return self.network(features.flatten(0, -2)).view(*features.shape[:-1], *self.obs_shape)
+
+    def loss(self, decoded: Tensor, obs: Tensor) -> Tensor:
+        """Squared error of a vector, cross-entropy of an image's values in [0, 1], summed: -> [L, B]."""
+        if self.is_image:
+            errors = F.binary_cross_entropy_with_logits(decoded, obs, reduction="none")
+        else:
+            errors = (decoded - obs).square()
+        return errors.flatten(2).sum(-1)
+
+
+class TwoHotHead(nn.Module):
+    """A number as a distribution over bins that are equally spaced in symlog; it starts at exactly that of 0."""
+
+    def __init__(
+        self, *, feature_dim: int, hidden_sizes: Sequence[int], num_bins: int = 255, activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        self.network = norm_mlp(feature_dim, hidden_sizes, num_bins, activation)
+        nn.init.zeros_(self.network[-1].weight)  # type: ignore[arg-type]
+        self.bins: Tensor
+        self.register_buffer("bins", torch.linspace(-BIN_LIMIT, BIN_LIMIT, num_bins), persistent=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Logits [..., F] -> [..., K]."""
+        return self.network(features)
+
+    def mean(self, logits: Tensor) -> Tensor:
+        """The number that the logits stand for: [..., K] -> [...]."""
+        return symexp((logits.float().softmax(-1) * self.bins).sum(-1))
+
+    def codes(self, values: Tensor) -> Tensor:
+        """Two-hot targets: [...] -> [..., K]."""
+        return two_hot(symlog(values), self.bins)
+
+    def loss(self, logits: Tensor, values: Tensor) -> Tensor:
+        """Cross-entropy to the code of each value: [..., K], [...] -> [...]."""
+        return categorical_cross_entropy(logits.float(), self.codes(values))
+
+
+class RewardHead(TwoHotHead):
+    """The reward received on arriving in a state."""
+
+
+class ContinueHead(nn.Module):
+    """Logits that the episode goes on after a state."""
+
+    def __init__(self, *, feature_dim: int, hidden_sizes: Sequence[int], activation: str = "silu") -> None:
+        super().__init__()
+        self.network = norm_mlp(feature_dim, hidden_sizes, 1, activation)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[..., F] -> [...]."""
+        return self.network(features).squeeze(-1)
+
+    def loss(self, logits: Tensor, terminated: Tensor) -> Tensor:
+        """Cross-entropy to 1 - terminated [...]; a truncation is no end."""
+        return F.binary_cross_entropy_with_logits(logits.float(), 1.0 - terminated, reduction="none")
+
+
+def sample_one_hot(probs: Tensor, noise: Tensor | None) -> Tensor:
+    """One-hot draws [..., C] by inversion of uniform noise [..., 1]; the most likely choices where it is None.
+
+    One number per variable: on a CPU Gumbel noise for every choice costs more than the network.
+    """
+    if noise is None:
+        index = probs.argmax(-1, keepdim=True)
+    else:
+        index = torch.searchsorted(probs.detach().cumsum(-1), noise).clamp_(max=probs.shape[-1] - 1)
+    return torch.zeros_like(probs).scatter_(-1, index, 1.0)
+
+
+def straight_through(probs: Tensor, noise: Tensor | None) -> Tensor:
+    """The same draws with the gradient of the probabilities (Bengio et al. 2013)."""
+    return sample_one_hot(probs, noise) + (probs - probs.detach())
+
+
+class States(NamedTuple):
+    """Posterior states of a window: h [L, B, D], z [L, B, S * C] and the posterior's probabilities [L, B, S, C]."""
+
+    deter: Tensor
+    latent: Tensor
+    probs: Tensor
+
+    @property
+    def features(self) -> Tensor:
+        """[L, B, D + S * C]."""
+        return torch.cat([self.deter, self.latent], -1)
+
+
+class RSSM(nn.Module):
+    """Recurrent state-space model: h' = GRU(h, z, a), prior p(z'|h'), posterior q(z'|h', observation).
+
+    Whatever does not depend on the recurrent state is computed for all steps at once, outside the scan: the actions'
+    and the embeddings' share of their layers before it, the priors after it.
+    """
+
+    def __init__(
+        self, *, embed_dim: int, action_dim: int, size: Size, activation: str = "silu", unimix: float = 0.01
+    ) -> None:
+        super().__init__()
+        self.size, self.action_dim, self.unimix = size, action_dim, unimix
+        self.deter_dim, self.latent_dim = size.deter, size.latents * size.classes
+        self.feature_dim = self.deter_dim + self.latent_dim
+        self.activation = activation_layer(activation)
+        self.action_input = linear(action_dim, size.hidden, 1.0)
+        self.latent_input = nn.Linear(self.latent_dim, size.hidden, bias=False)  # the bias is the action's
+        self.input_norm = nn.LayerNorm(size.hidden, eps=NORM_EPS)
+        self.cell = linear(size.hidden + size.deter, 3 * size.deter, 1.0)
+        self.cell_norm = nn.LayerNorm(3 * size.deter, eps=NORM_EPS)
+        nn.init.constant_(self.cell_norm.bias[size.deter : 2 * size.deter], -1.0)  # the update gate starts nearly shut
+        self.prior_network = norm_mlp(size.deter, [size.hidden], self.latent_dim, activation)
+        self.embed_input = linear(embed_dim, size.hidden, 1.0)
+        self.deter_input = nn.Linear(size.deter, size.hidden, bias=False)  # the bias is the embedding's
+        self.posterior_norm = nn.LayerNorm(size.hidden, eps=NORM_EPS)
+        self.posterior_output = linear(size.hidden, self.latent_dim, 1.0)
+        for layer in (self.latent_input, self.deter_input):
+            nn.init.orthogonal_(layer.weight)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[..., S * C] -> [..., S, C], mixed with a little of the uniform distribution."""
+        soft = logits.float().unflatten(-1, (self.size.latents, self.size.classes)).softmax(-1)
+        return soft * (1.0 - self.unimix) + self.unimix / self.size.classes
+
+    def prior(self, deter: Tensor) -> Tensor:
+        """[..., D] -> probabilities [..., S, C]."""
+        return self.probabilities(self.prior_network(deter))
+
+    def recur(self, deter: Tensor, latent: Tensor, action_input: Tensor) -> Tensor:
+        """The next h [N, D] from h, z and the action's share of the input layer [N, hidden]."""
+        inputs = torch.addmm(action_input, latent, self.latent_input.weight.t())
+        inputs = self.activation(self.input_norm(inputs))
+        gates = self.cell_norm(self.cell(torch.cat([inputs, deter], -1))).float()
+        reset, update = gates[:, : 2 * self.deter_dim].sigmoid().chunk(2, -1)
+        # tanh(x / 2), by the sigmoid: torch's own tanh takes six times as long on a CPU
+        candidate = 2.0 * torch.sigmoid(reset * gates[:, 2 * self.deter_dim :]) - 1.0
+        return torch.lerp(deter, candidate, update)
+
+    def observe(
+        self, embeds: Tensor, actions: Tensor, is_first: Tensor, noise: Tensor | None, start: Tensor | None = None
+    ) -> States:
+        """The scan over embeddings [L, B, E], actions that led there [L, B, A], is_first [L, B], noise [L, B, S, 1].
+
+        `start` are features [B, F] before the first step (zeros if None). Where `is_first`, h, z and action are zeroed
+        first, so that nothing of an earlier episode in the window is known.
+        """
+        keep = 1.0 - is_first.to(actions.dtype).unsqueeze(-1)
+        action_inputs = self.action_input(actions * keep).unbind(0)
+        embed_inputs = self.embed_input(embeds).unbind(0)
+        keeps = keep.unbind(0)
+        features = actions.new_zeros(actions.shape[1], self.feature_dim) if start is None else start
+        deter, latent = features.split([self.deter_dim, self.latent_dim], -1)
+        deters, latents, all_probs = [], [], []
+        for t in range(len(keeps)):
+            deter = self.recur(deter * keeps[t], latent * keeps[t], action_inputs[t])
+            hidden = torch.addmm(embed_inputs[t], deter, self.deter_input.weight.t())
+            probs = self.probabilities(self.posterior_output(self.activation(self.posterior_norm(hidden))))
+            latent = straight_through(probs, None if noise is None else noise[t]).flatten(1)
+            deters.append(deter)
+            latents.append(latent)
+            all_probs.append(probs)
+        return States(torch.stack(deters), torch.stack(latents), torch.stack(all_probs))
+
+    def imagine(self, features: Tensor, actions: Tensor, noise: Tensor | None) -> Tensor:
+        """One step of the prior: features [N, F], actions [N, A], noise [N, S, 1] -> the next features [N, F]."""
+        deter, latent = features.split([self.deter_dim, self.latent_dim], -1)
+        deter = self.recur(deter, latent, self.action_input(actions))
+        return torch.cat([deter, sample_one_hot(self.prior(deter), noise).flatten(1)], -1)
+
+
+class WorldModel(nn.Module):
+    """The five parts, and the observations as they read and predict them."""
+
+    def __init__(
+        self, *, encoder: Encoder, rssm: RSSM, decoder: Decoder, reward_head: RewardHead, continue_head: ContinueHead,
+        observation_input: ObservationInput | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.encoder, self.rssm, self.decoder = encoder, rssm, decoder
+        self.reward_head, self.continue_head = reward_head, continue_head
+        self.observation_input = observation_input or ObservationInput()
+
+    def prepare(self, obs: Tensor) -> Tensor:
+        """Raw observations as floats: an image in [0, 1], a vector in symlog."""
+        floats = self.observation_input(obs)
+        return floats if self.decoder.is_image else symlog(floats)
+
+    def predict(self, features: Tensor) -> Tensor:
+        """The observations that features stand for, on the environment's own scale: [L, B, F] -> [L, B, *obs_shape]."""
+        decoded = self.decoder(features).float()
+        if self.decoder.is_image:
+            return decoded.sigmoid() * (self.observation_input.image_scale or 1.0)
+        norm = self.observation_input.norm
+        floats = symexp(decoded)
+        return floats if norm is None else floats * (norm.var + 1e-8).sqrt() + norm.mean

@@ -1,0 +1,86 @@
+"""The dynamics of MBPO and MOPO: an ensemble of probabilistic networks as one batched network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_training.models.ensemble import MLPEnsemble
+
+BOUNDS_WEIGHT = 0.01  # how hard the loss pulls the two bounds of the log-variance together
+
+
+class Prediction(NamedTuple):
+    """Of (reward, change of observation): means and log-variances [E, B, 1 + O]; of the end: logits [E, B]."""
+
+    means: Tensor
+    logvars: Tensor
+    termination_logits: Tensor
+
+
+class MLPMOPOEnsembleModel(nn.Module):
+    """p(r, s' - s | s, a) by E members, each a Gaussian with its own variance (Chua et al. 2018, Janner et al. 2019).
+
+    Inputs and outputs are in the environment's own units: both are standardised inside, with statistics that are
+    buffers and moved by `standardize` alone. The log-variance is softly held between bounds that are learned. One more
+    output is the logit of termination, which learns where batches say what terminated.
+    """
+
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (200, 200, 200, 200),
+        num_ensembles: int = 7, activation: str = "silu",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.obs_dim, self.num_ensembles, self.targets = obs_dim, num_ensembles, 1 + obs_dim
+        self.members = MLPEnsemble(
+            num_members=num_ensembles, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes,
+            outputs=2 * self.targets + 1, activation=activation,
+        )  # fmt: skip
+        self.max_logvar = nn.Parameter(torch.full((self.targets,), 0.5))
+        self.min_logvar = nn.Parameter(torch.full((self.targets,), -10.0))
+        self.input_mean: Tensor
+        self.input_std: Tensor
+        self.target_mean: Tensor
+        self.target_std: Tensor
+        for name, size in (("input", obs_dim + action_dim), ("target", self.targets)):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+
+    def forward(self, obs: Tensor, actions: Tensor, subset: Tensor | None = None) -> Prediction:
+        """Of every member, or of those in `subset` [M], which costs only those.
+
+        Rows [B, ...] are for all of them, rows [E, B, ...] for each its own.
+        """
+        inputs = (torch.cat([obs, actions], -1) - self.input_mean) / self.input_std
+        means, logvars, logits = self.members.run(inputs, subset).split([self.targets, self.targets, 1], -1)
+        means = torch.addcmul(self.target_mean, means, self.target_std)
+        logvars = self.bound(logvars) + 2.0 * self.target_std.log()
+        return Prediction(means, logvars, logits.squeeze(-1))
+
+    def bound(self, logvars: Tensor) -> Tensor:
+        """Log-variances of standardised targets, softly between `min_logvar` and `max_logvar`."""
+        logvars = self.max_logvar - F.softplus(self.max_logvar - logvars)
+        return self.min_logvar + F.softplus(logvars - self.min_logvar)
+
+    def bounds_loss(self) -> Tensor:
+        """What keeps the bounds no wider than the data asks for."""
+        return BOUNDS_WEIGHT * (self.max_logvar.sum() - self.min_logvar.sum())
+
+    @torch.no_grad()
+    def standardize(self, inputs: Tensor, targets: Tensor) -> None:
+        """Take the statistics from rows of (obs, action) [B, O + A] and (reward, change of observation) [B, 1 + O]."""
+        spread = inputs.std(0, correction=0)
+        self.input_mean.copy_(inputs.mean(0))
+        self.input_std.copy_(spread.masked_fill(spread < 1e-6, 1.0))  # what never changed may change later
+        self.target_mean.copy_(targets.mean(0))
+        # What never changed is predicted not to; the floor is above the rounding of float32.
+        floor = 1e-6 + 1e-4 * self.target_mean.abs()
+        self.target_std.copy_(targets.std(0, correction=0).maximum(floor))
+
+    def member_parameters(self) -> list[Tensor]:
+        """The weights of the members, each [E, ...], without gradients."""
+        return [parameter.detach() for parameter in self.members.parameters()]

@@ -1,0 +1,97 @@
+"""Dreamer in the registry: hyper-parameters, build, spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl_training.algorithms.dreamer import Dreamer
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
+from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encoder, RewardHead, WorldModel
+from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
+from rl_training.runtime.params import Activation
+from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.run import Callback
+from rl_training.runtime.sequences import SequenceParams, SequenceSource
+from rl_training.runtime.spec import AlgorithmSpec, SourceContext
+from rl_training.runtime.workflows import TrainResult, train_as
+
+
+class DreamerParams(SequenceParams):
+    """Hyper-parameters of Dreamer."""
+
+    size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Widths of all networks, as a preset.")
+    hidden_sizes: tuple[int, ...] = Field((), max_length=16, description="Widths of the MLPs; empty as `size` says.")
+    activation: Activation = Field("silu", description="Activation of the hidden layers.")
+    num_bins: int = Field(255, ge=3, le=10_000, description="Bins of rewards and returns, equally spaced in symlog.")
+    gamma: float = Field(0.997, ge=0, le=1, description="Discount per environment step.")
+    learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size where the three below are null.")
+    world_model_learning_rate: float | None = Field(None, ge=0, le=10, description="Step size of the world model.")
+    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Step size of the actor.")
+    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Step size of the critic.")
+    optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizers.")
+    max_grad_norm: float | None = Field(100.0, gt=0, description="Largest gradient norm; null does not clip.")
+    imagination_horizon: int = Field(15, ge=1, le=1_000, description="Steps of a dream.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the imagined returns.")
+    entropy_coef: float = Field(3e-4, ge=0, description="Weight of the policy's entropy.")
+    free_nats: float = Field(1.0, ge=0, description="KL per state below which neither half of its loss pulls.")
+    tau: float = Field(0.02, gt=0, le=1, description="Share of the way that the slow critic moves per update.")
+    capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph.")
+
+
+def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
+    """The learner with fresh networks."""
+    if spaces.has_action_mask:
+        raise UserError(f"dreamer does not support the action masks of {spaces.env_id}; ppo and dqn do.")
+    if spaces.normalize_rewards:
+        raise UserError("dreamer reads rewards in symlog; take normalize_reward out of env_kwargs.wrappers.")
+    size = SIZES[params.size]
+    layers: dict[str, Any] = {
+        "hidden_sizes": params.hidden_sizes or (size.units,) * size.layers, "activation": params.activation,
+    }  # fmt: skip
+    encoder = Encoder(obs_shape=spaces.obs_shape, depth=size.depth, **layers)
+    rssm = RSSM(embed_dim=encoder.embed_dim, action_dim=spaces.action_dim, size=size, activation=params.activation)
+    layers["feature_dim"] = rssm.feature_dim
+    world_model = WorldModel(
+        encoder=encoder, rssm=rssm, decoder=Decoder(obs_shape=spaces.obs_shape, depth=size.depth, **layers),
+        reward_head=RewardHead(num_bins=params.num_bins, **layers), continue_head=ContinueHead(**layers),
+        observation_input=make_input(spaces),
+    )  # fmt: skip
+    kind = GaussianActor if spaces.action_kind == "continuous" else CategoricalActor
+    rates = {
+        f"{part}_learning_rate": params.learning_rate
+        for part in ("world_model", "actor", "critic")
+        if getattr(params, f"{part}_learning_rate") is None
+    }
+    return Dreamer(
+        world_model=world_model, actor=kind(action_dim=spaces.action_dim, **layers),
+        critic=Critic(num_bins=params.num_bins, **layers), **{**params.arguments_of(Dreamer), **rates},
+    )  # fmt: skip
+
+
+def make_source(context: SourceContext) -> SequenceSource:
+    """The lane, with room for h, z and the last action of every environment."""
+    size, spaces = SIZES[context.params.size], context.spaces
+    return SequenceSource(context, carry_dim=size.deter + size.latents * size.classes + spaces.action_dim)
+
+
+SPECS = [
+    AlgorithmSpec(
+        name="dreamer", class_name="Dreamer", year=2023, lane="sequences",
+        paper="Hafner et al. 2023, Mastering Diverse Domains through World Models (arXiv:2301.04104)",
+        scope="DreamerV3: RSSM with categorical latents, two-hot symlog heads, REINFORCE in imagination, return "
+        "normalisation; vectors and images, discrete and continuous actions; uniform replay, no stored latents.",
+        params=DreamerParams, learner=Dreamer, build=build, source=make_source,
+        action_kinds=("discrete", "continuous"), defaults={"log_interval": 50, "total_timesteps": 100_000},
+    )
+]  # fmt: skip
+
+
+def train_dreamer(
+    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+) -> TrainResult:
+    """Train Dreamer as the config says."""
+    return train_as(["dreamer"], config, run_suffix, callbacks)

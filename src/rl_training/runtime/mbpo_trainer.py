@@ -1,0 +1,57 @@
+"""MBPO in the registry: hyper-parameters, build, spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from rl_training.algorithms.mbpo import MBPO
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.model_rollouts import ModelParams, ModelReplaySource, build_learner
+from rl_training.runtime.replay import ReplayParams
+from rl_training.runtime.run import Callback
+from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.workflows import TrainResult, train_as
+
+
+class MBPOParams(ModelParams, ReplayParams):
+    """Hyper-parameters of MBPO."""
+
+    gradient_updates_per_step: int = Field(20, ge=1, le=10_000, description="Policy updates per training turn.")
+    model_train_frequency: int = Field(
+        250, ge=1, description="Environment steps, summed over environments, between fits of the model."
+    )
+
+    @model_validator(mode="after")
+    def _one_step_only(self) -> MBPOParams:
+        if self.n_step != 1 or self.prioritized:
+            raise ValueError(
+                f"n_step is {self.n_step} and prioritized {self.prioritized}; with a model they must be 1 and false"
+            )
+        return self
+
+
+def build(params: MBPOParams, spaces: EnvSpaces) -> MBPO:
+    """The learner with fresh networks."""
+    return build_learner(MBPO, params, spaces)
+
+
+SPECS = [
+    AlgorithmSpec(
+        name="mbpo", class_name="MBPO", year=2019, lane="model rollouts",
+        paper="Janner et al. 2019, When to Trust Your Model: Model-Based Policy Optimization (arXiv:1906.08253)",
+        scope="SAC on short rollouts through an ensemble of probabilistic networks, from real states; vectors.",
+        params=MBPOParams, learner=MBPO, build=build, source=ModelReplaySource,
+        action_kinds=("continuous",), observation_kinds=("vector",),
+        defaults={"log_interval": 1_000, "total_timesteps": 5_000},
+    )
+]  # fmt: skip
+
+
+def train_mbpo(
+    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+) -> TrainResult:
+    """Train MBPO as the config says."""
+    return train_as(["mbpo"], config, run_suffix, callbacks)

@@ -1,0 +1,338 @@
+"""The model lane: a dynamics model is fitted to real transitions, and batches are mostly rollouts through it.
+
+MBPO's real transitions are a replay buffer that grows, MOPO's a dataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, read_metrics
+from rl_training.algorithms.mbpo import MBPO, dynamics_targets
+from rl_training.data.memory import format_bytes
+from rl_training.data.synthetic import SyntheticBuffer
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.terminations import known_termination
+from rl_training.errors import UserError
+from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
+from rl_training.models.mlp_sac import MLPSACModel
+from rl_training.runtime.dataset import check_same_data
+from rl_training.runtime.params import WIDEST
+from rl_training.runtime.prior_data import find_dataset
+from rl_training.runtime.replay import ReplaySource
+from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.validation import StrictModel
+
+HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
+PATIENCE, LEAST_GAIN = 5, 0.01  # epochs without a member's error falling by this share, after which a fit stops
+CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
+Learner = TypeVar("Learner", bound=MBPO)
+KEYS = ("obs", "actions", "rewards", "next_obs", "dones")  # of a policy batch
+
+
+class ModelParams(StrictModel):
+    """Hyper-parameters of SAC on rollouts through a learned model."""
+
+    policy_learning_rate: float = Field(
+        3e-4, ge=0, le=10, description="Step size of actor, critics and temperature; learning_rate means the same."
+    )
+    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
+    alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
+    target_entropy: float | None = Field(
+        None, description="Entropy that auto holds; null is minus the number of action dimensions."
+    )
+    model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the model's Adam.")
+    model_hidden_sizes: tuple[int, ...] = Field(
+        (200, 200, 200, 200), max_length=16, description="Widths of the hidden layers of each member of the model."
+    )
+    num_ensembles: int = Field(7, ge=1, le=100, description="Members of the model.")
+    num_elites: int = Field(5, ge=1, description="Members, those of least held-out error, that are rolled out.")
+    model_batch_size: int = Field(256, ge=1, le=10**6, description="Rows per gradient step of each member.")
+    model_updates: int = Field(
+        2_000, ge=1, description="Most gradient steps of one fit; the held-out error mostly stops it earlier."
+    )
+    rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which a round starts.")
+    rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps of a rollout, rounded.")
+    rollout_refresh_interval: int = Field(1_000, ge=1, description="Policy updates between rounds of rollouts.")
+    synthetic_buffer_capacity: int = Field(
+        100_000, ge=1, le=10**9, description="Imagined transitions kept; the oldest are forgotten."
+    )
+    synthetic_batch_ratio: float = Field(0.95, ge=0, le=1, description="Share of every policy batch that is imagined.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_learning_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {"policy_learning_rate": data["learning_rate"], **data} if "learning_rate" in data else data
+
+    @model_validator(mode="after")
+    def _model_fits(self) -> ModelParams:
+        if self.num_elites > self.num_ensembles:
+            raise ValueError(
+                f"num_elites is {self.num_elites}; it must be at most num_ensembles ({self.num_ensembles})"
+            )
+        if any(width < 1 or width > WIDEST for width in self.model_hidden_sizes):
+            widths = list(self.model_hidden_sizes)
+            raise ValueError(f"model_hidden_sizes is {widths}; every width must be from 1 to {WIDEST}")
+        return self
+
+
+def build_learner(learner: type[Learner], params: Any, spaces: EnvSpaces) -> Learner:
+    """The learner with fresh networks."""
+    sizes: dict[str, Any] = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim}
+    policy_model = MLPSACModel(
+        **sizes, hidden_sizes=params.hidden_sizes, activation=params.activation, observation_input=make_input(spaces)
+    )
+    dynamics_model = MLPMOPOEnsembleModel(
+        **sizes, hidden_sizes=params.model_hidden_sizes, num_ensembles=params.num_ensembles
+    )
+    arguments = params.arguments_of(learner)
+    arguments.pop("learning_rate")  # given as policy_learning_rate
+    return learner(policy_model=policy_model, dynamics_model=dynamics_model, **arguments)
+
+
+class ModelRollouts:
+    """What both sources share: fits the model, imagines, and mixes what was imagined into batches."""
+
+    def __init__(self, context: SourceContext, rng: np.random.Generator) -> None:
+        self.params, self.device, self.rng = context.params, context.device, rng
+        self.terminates = known_termination(context.recipe)
+        self.synthetic_batch_size = round(self.params.synthetic_batch_ratio * self.params.batch_size)
+        self.buffer = SyntheticBuffer(
+            self.params.synthetic_buffer_capacity, obs_dim=context.spaces.obs_dim, action_dim=context.spaces.action_dim
+        )
+        self.updates_since_round = 0
+        self.metrics: dict[str, float] = {}  # of the last fit and round
+        self._last_result: UpdateResult | None = None
+
+    def describe(self) -> str:
+        """Size, and where imagined episodes get their ends from."""
+        size = f"{self.buffer.capacity:,} imagined ones: {format_bytes(self.buffer.nbytes)}"
+        return f"{size}, ends {'learned by the model' if self.terminates is None else 'by a known function'}"
+
+    # the model ------------------------------------------------------------------------------------------------------
+
+    def fit(self, algorithm: MBPO, transitions: Mapping[str, Array]) -> Iterator[tuple[str, Batch]]:
+        """Model batches [E, B, ...], each member's rows its own bootstrap sample, until held-out rows stop them.
+
+        A fifth of the rows is held out. Each member ends with the weights of its best epoch, where a gain counts from
+        one per cent; the best members become elites. It starts from the weights of the last fit.
+        """
+        data, total = self._as_tensors(transitions), len(transitions["rewards"])
+        order, held = self.rng.permutation(total), min(max(1, int(HELDOUT_SHARE * total)), MOST_HELDOUT)
+        training, heldout = _take(data, order[held:] if total > 1 else order), _take(data, order[:held])
+        model = algorithm.dynamics_model
+        model.standardize(torch.cat([training["obs"], training["actions"]], -1), dynamics_targets(training))
+        rows = len(training["rewards"])
+        bootstrap = self.rng.integers(0, rows, (model.num_ensembles, rows))
+        weights = model.member_parameters()
+        kept, best = [weight.clone() for weight in weights], algorithm.heldout_errors(heldout)
+        stale = updates = 0
+        while stale < PATIENCE and updates < self.params.model_updates:
+            self.rng.permuted(bootstrap, axis=1, out=bootstrap)
+            left = self.params.model_updates - updates
+            for start in range(0, rows, self.params.model_batch_size)[:left]:
+                yield "model", _take(training, bootstrap[:, start : start + self.params.model_batch_size])
+                updates += 1
+            errors = algorithm.heldout_errors(heldout)
+            better = best - errors > LEAST_GAIN * best
+            for weight, keep in zip(weights, kept, strict=True):
+                keep[better] = weight[better]
+            best = torch.where(better, errors, best)
+            stale = 0 if bool(better.any()) else stale + 1
+        for weight, keep in zip(weights, kept, strict=True):
+            weight.copy_(keep)
+        algorithm.choose_elites(best)
+        if self._last_result is not None:
+            self.metrics |= read_metrics(self._last_result.metrics)
+        self.metrics |= {"heldout_mse": float(best[algorithm.elites].mean()), "model_fit_updates": float(updates)}
+
+    def _as_tensors(self, transitions: Mapping[str, Array]) -> dict[str, Tensor]:
+        names = [name for name in KEYS if name != "dones"] + (["terminated"] if self.terminates is None else [])
+        return {name: torch.from_numpy(transitions[name]).to(self.device, torch.float32) for name in names}
+
+    def feedback(self, result: UpdateResult) -> None:
+        """Keep the last result, for the metrics of a fit."""
+        self._last_result = result
+
+    # rollouts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def round_due(self) -> bool:
+        """Whether rollouts are old, or there are none."""
+        return not len(self.buffer) or self.updates_since_round >= self.params.rollout_refresh_interval
+
+    def imagine(self, algorithm: MBPO, states: Tensor, horizon: float) -> None:
+        """One round: the current policy through the model from real states [N, O]; a row that ends is dropped."""
+        for obs in states.to(self.device, torch.float32).split(CHUNK):
+            for _ in range(round(horizon)):
+                step = algorithm.imagine(obs, self.terminates)
+                self.buffer.add(step)
+                obs = step["next_obs"][~step["terminated"]]
+                if not len(obs):
+                    break
+        self.updates_since_round = 0
+        self.metrics["synthetic_size"] = float(len(self.buffer))
+
+    def mix(self, real: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Real rows first, then imagined ones."""
+        imagined = self.buffer.sample(self.synthetic_batch_size, self.rng)
+        return {name: torch.cat([real[name], imagined[name].to(self.device)]) for name in KEYS}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and metrics; the buffer is the source's to store."""
+        return {"updates_since_round": self.updates_since_round, "metrics": dict(self.metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.updates_since_round = int(state["updates_since_round"])
+        self.metrics = {str(name): float(value) for name, value in state["metrics"].items()}
+
+
+def _take(data: Mapping[str, Tensor], rows: Array) -> dict[str, Tensor]:
+    index = torch.from_numpy(rows)
+    return {name: column[index.to(column.device)] for name, column in data.items()}
+
+
+class ModelReplaySource(ReplaySource):
+    """MBPO's: replay, a fit every `model_train_frequency` steps, and batches of which a share is imagined."""
+
+    def __init__(self, context: SourceContext) -> None:
+        super().__init__(context)
+        self.rollouts = ModelRollouts(context, self.rng)
+        self.rollout_horizon: float = self.params.rollout_horizon
+        self.steps_since_fit: int = self.params.model_train_frequency
+
+    def describe(self) -> str:
+        """Both buffers, and where imagined ends come from."""
+        return f"{super().describe()}; {self.rollouts.describe()}"
+
+    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+        """As replay does."""
+        collected = super().collect(algorithm, step)
+        self.steps_since_fit += collected.steps
+        return collected._replace(metrics=self.rollouts.metrics)  # the live dict: it will hold this turn's fit
+
+    @property
+    def turn_due(self) -> bool:
+        """Whether `batches` will have policy batches."""
+        least = min(self.params.learning_starts, self.buffer.capacity)
+        return len(self.buffer) >= max(1, least) and self.credit >= self.params.train_frequency
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """A fit when it is due, a round of rollouts when it is, and the policy's turns."""
+        assert isinstance(algorithm, MBPO)
+        rollouts = self.rollouts
+        if self.turn_due and rollouts.synthetic_batch_size:
+            fits = self.steps_since_fit >= self.params.model_train_frequency
+            if fits:
+                yield from rollouts.fit(algorithm, self.buffer.transitions())
+                self.steps_since_fit = 0
+            if fits or rollouts.round_due:
+                states = self.buffer.sample(self.params.rollout_batch_size, self.rng)["obs"]
+                rollouts.imagine(algorithm, states, self.rollout_horizon)
+        for due in super().batches(algorithm, step):
+            rollouts.updates_since_round += 1
+            yield due
+
+    def sample(self) -> dict[str, Any]:
+        """A batch whose last rows are imagined."""
+        imagined = self.rollouts.synthetic_batch_size
+        if not imagined:
+            return super().sample()
+        return self.rollouts.mix(self.buffer.sample(self.params.batch_size - imagined, self.rng))
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """For the model's metrics."""
+        self.rollouts.feedback(result)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As replay's; under `replay` the imagined transitions too."""
+        state = super().state_dict()
+        state["replay"] |= {"synthetic": self.rollouts.buffer.state_dict()}
+        return state | {"steps_since_fit": self.steps_since_fit, "rollouts": self.rollouts.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        self.steps_since_fit = int(state["steps_since_fit"])
+        self.rollouts.load_state_dict(state["rollouts"])
+        if "replay" in state:
+            self.rollouts.buffer.load_state_dict(state["replay"]["synthetic"])
+        return super().load_state_dict(state)
+
+
+class ModelDatasetSource:
+    """MOPO's: one fit to a dataset, then batches of which a share is imagined. One policy update counts as one step."""
+
+    def __init__(self, context: SourceContext) -> None:
+        self.params, self.stepper = context.params, context.stepper
+        if self.params.dataset_kind is None:
+            raise UserError(
+                "mopo learns from recorded data alone; set dataset_kind to npz or checkpoint (with dataset_path), "
+                "minari (with dataset_id) or random."
+            )
+        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+        self.dataset = find_dataset(self.params, context.recipe, context.spaces)
+        self.rollouts = ModelRollouts(context, self.rng)
+        self.rollout_horizon: float = self.params.rollout_horizon
+        self.fitted = False
+
+    def describe(self) -> str:
+        """The data, the buffer, and where imagined ends come from."""
+        return f"dataset of {len(self.dataset):,} transitions; {self.rollouts.describe()}"
+
+    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+        """No environment is stepped: the step that counts is the policy update to come."""
+        return Collected(1, [], self.rollouts.metrics)  # the live dict: it will hold this turn's fit
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """The fit, once; a round of rollouts when it is due; one policy batch."""
+        assert isinstance(algorithm, MBPO)
+        rollouts = self.rollouts
+        if rollouts.synthetic_batch_size:
+            if not self.fitted:
+                yield from rollouts.fit(algorithm, self.dataset.arrays())
+                self.fitted = True
+            if rollouts.round_due:
+                rows = self.rng.integers(0, len(self.dataset), self.params.rollout_batch_size)
+                rollouts.imagine(algorithm, torch.from_numpy(self.dataset.obs[rows]), self.rollout_horizon)
+        rollouts.updates_since_round += 1
+        yield "policy", self.sample()
+
+    def sample(self) -> dict[str, Any]:
+        """A batch whose last rows are imagined."""
+        imagined = self.rollouts.synthetic_batch_size
+        real = self.dataset.minibatch(self.rng, self.params.batch_size - imagined, device=self.rollouts.device)
+        return self.rollouts.mix(real) if imagined else real
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """For the model's metrics."""
+        self.rollouts.feedback(result)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Generator, counters, hash of the data, and under `replay` the imagined transitions."""
+        return {
+            "rng": self.rng.bit_generator.state, "fitted": self.fitted, "dataset_sha256": self.dataset.sha256,
+            "rollouts": self.rollouts.state_dict(), "replay": {"synthetic": self.rollouts.buffer.state_dict()},
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`; other data is refused, imagined transitions that are missing are made again."""
+        check_same_data(state["dataset_sha256"], self.dataset, "dataset")
+        self.rng.bit_generator.state = state["rng"]
+        self.fitted = bool(state["fitted"])
+        self.rollouts.load_state_dict(state["rollouts"])
+        if "replay" not in state:
+            return ["the checkpoint holds no imagined transitions; they are made again before learning goes on."]
+        self.rollouts.buffer.load_state_dict(state["replay"]["synthetic"])
+        return []
+
+    def close(self) -> None:
+        """Close the environments, which nobody stepped."""
+        self.stepper.close()

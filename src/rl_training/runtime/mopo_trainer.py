@@ -1,0 +1,62 @@
+"""MOPO in the registry: hyper-parameters, build, spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import Field
+
+from rl_training.algorithms.mopo import MOPO
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.model_rollouts import ModelDatasetSource, ModelParams, build_learner
+from rl_training.runtime.params import Activation, Params
+from rl_training.runtime.prior_data import DatasetKind, DatasetParams
+from rl_training.runtime.run import Callback
+from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.workflows import TrainResult, train_as
+
+
+class MOPOParams(ModelParams, DatasetParams, Params):
+    """Hyper-parameters of MOPO."""
+
+    hidden_sizes: tuple[int, ...] = Field((256, 256), max_length=16, description="Widths of the hidden layers.")
+    activation: Activation = Field("relu", description="Activation of the hidden layers.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null does not clip.")
+    optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizer.")
+    batch_size: int = Field(256, ge=1, le=10**6, description="Transitions per update.")
+    dataset_kind: DatasetKind | None = Field(  # type: ignore[assignment]
+        None, description="Where the recorded data comes from; there is no default."
+    )
+    model_updates: int = Field(
+        10_000, ge=1, description="Most gradient steps of the fit; the held-out error mostly stops it earlier."
+    )
+    rollout_horizon: float = Field(5.0, ge=1, le=1_000, description="Steps of a rollout, rounded.")
+    penalty_coef: float = Field(
+        1.0, ge=0, description="Reward lost per unit of the model's largest predicted deviation; 0 is MBPO offline."
+    )
+
+
+def build(params: MOPOParams, spaces: EnvSpaces) -> MOPO:
+    """The learner with fresh networks."""
+    return build_learner(MOPO, params, spaces)
+
+
+SPECS = [
+    AlgorithmSpec(
+        name="mopo", class_name="MOPO", year=2020, lane="model rollouts",
+        paper="Yu et al. 2020, MOPO: Model-based Offline Policy Optimization (arXiv:2005.13239)",
+        scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; a timestep is a policy update; "
+        "vectors.",
+        params=MOPOParams, learner=MOPO, build=build, source=ModelDatasetSource,
+        action_kinds=("continuous",), observation_kinds=("vector",),
+        defaults={"log_interval": 1_000, "total_timesteps": 50_000},
+    )
+]  # fmt: skip
+
+
+def train_mopo(
+    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+) -> TrainResult:
+    """Train MOPO as the config says."""
+    return train_as(["mopo"], config, run_suffix, callbacks)

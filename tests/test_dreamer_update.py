@@ -1,0 +1,326 @@
+"""Dreamer's mathematics: two-hot codes, KL with free nats, straight-through draws, resets inside a window, dreams."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import env_zoo
+from rl_training.algorithms.base import read_metrics
+from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
+from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.errors import UserError
+from rl_training.models.dreamer import TwoHotHead, sample_one_hot, straight_through
+from rl_training.models.dreamer_behavior import GaussianActor
+from rl_training.runtime.dreamer_trainer import DreamerParams, build
+
+torch.set_num_threads(1)
+
+
+class LargeImage(env_zoo.Image):
+    """An image with odd sides, large enough for strided convolutions."""
+
+    shape = (42, 37, 3)
+
+
+SPACES = {
+    "vector": probe_spaces(read_recipe("CartPole-v1", {})),
+    "continuous": probe_spaces(read_recipe("env_zoo:BoxActions", {})),
+    "small image": probe_spaces(read_recipe("env_zoo:MinAtarLike", {})),
+    "large image": probe_spaces(read_recipe("LargeImage", {}, LargeImage)),
+}
+
+
+def make(kind: str = "vector", seed: int = 0, **kwargs: Any) -> Dreamer:
+    torch.manual_seed(seed)
+    algorithm = build(DreamerParams(size="xxs", num_bins=31, imagination_horizon=4, **kwargs), SPACES[kind])
+    algorithm.seed(seed)
+    return algorithm
+
+
+def make_batch(kind: str = "vector", rows: int = 3, length: int = 6, seed: int = 1) -> dict[str, Tensor]:
+    spaces, generator = SPACES[kind], torch.Generator().manual_seed(seed)
+    shape = (rows, length)
+    obs = torch.randn(*shape, *spaces.obs_shape, generator=generator)
+    actions = torch.randint(0, spaces.action_dim, shape, generator=generator)
+    return {
+        "obs": (obs.sigmoid() * spaces.image_scale).round().byte() if spaces.obs_kind == "image" else obs,
+        "actions": actions if spaces.action_kind == "discrete" else torch.rand(*shape, 2, generator=generator) * 2 - 1,
+        "rewards": torch.randn(shape, generator=generator), "terminated": torch.zeros(shape, dtype=torch.bool),
+        "is_first": torch.zeros(shape, dtype=torch.bool),
+    }  # fmt: skip
+
+
+def observe(algorithm: Dreamer, inputs: dict[str, Tensor]) -> Any:
+    model = algorithm.world_model
+    embeds = model.encoder(model.prepare(inputs["obs"]))
+    return model.rssm.observe(embeds, inputs["actions"], inputs["is_first"], inputs["noise"])
+
+
+# ---- numbers as distributions ----------------------------------------------------------------------------------------
+
+
+def test_a_number_comes_back_from_its_two_hot_code() -> None:
+    head = TwoHotHead(feature_dim=3, hidden_sizes=(4,), num_bins=41)
+    values = torch.tensor([-1e4, -3.2, -0.01, 0.0, 0.5, 1.0, 77.7, 1e6])
+    codes = head.codes(values)
+    torch.testing.assert_close(codes.sum(-1), torch.ones(8))
+    assert (codes > 0).sum(-1).max() <= 2
+    torch.testing.assert_close(head.mean(codes.clamp(min=1e-30).log()), values, rtol=1e-4, atol=1e-5)
+
+
+def test_rewards_and_values_start_at_zero() -> None:
+    algorithm = make()
+    features = torch.randn(50, algorithm.world_model.rssm.feature_dim)
+    for head in (algorithm.world_model.reward_head, algorithm.critic, algorithm.slow_critic):
+        torch.testing.assert_close(head.mean(head(features)), torch.zeros(50), atol=1e-5, rtol=0)
+
+
+def test_the_two_hot_loss_is_least_at_the_value_itself() -> None:
+    head = TwoHotHead(feature_dim=3, hidden_sizes=(4,), num_bins=41)
+    logits = head.codes(torch.tensor([2.0])).clamp(min=1e-9).log()
+    losses = [head.loss(logits, torch.tensor([value])).item() for value in (0.0, 1.0, 2.0, 4.0, 9.0)]
+    assert min(losses) == losses[2]
+
+
+# ---- the KL ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_kl_is_summed_over_variables_balanced_and_free_below_its_limit() -> None:
+    posterior = torch.tensor([[[0.9, 0.1], [0.5, 0.5]], [[0.5, 0.5], [0.6, 0.4]]]).log().requires_grad_()
+    prior = torch.full((2, 2, 2), 0.5).log().requires_grad_()
+    first = 0.9 * math.log(1.8) + 0.1 * math.log(0.2)  # 0.368
+    second = 0.6 * math.log(1.2) + 0.4 * math.log(0.8)  # 0.020
+    loss, kl = balanced_kl(posterior, prior, free_nats=0.1)
+    torch.testing.assert_close(kl, torch.tensor([first, second]))
+    torch.testing.assert_close(loss, torch.tensor([1.1 * first, 1.1 * 0.1]))
+    on_posterior, on_prior = torch.autograd.grad(loss.sum(), [posterior, prior])
+    assert on_posterior[0].abs().sum() > 0
+    assert on_prior[0].abs().sum() > on_posterior[0].abs().sum()
+    assert on_posterior[1].abs().sum() == on_prior[1].abs().sum() == 0.0
+
+
+def test_each_side_is_pulled_with_its_own_weight() -> None:
+    posterior = torch.tensor([[[0.8, 0.2]]]).log().requires_grad_()
+    prior = torch.tensor([[[0.3, 0.7]]]).log().requires_grad_()
+    loss, _ = balanced_kl(posterior, prior, free_nats=0.0)
+    on_posterior, on_prior = torch.autograd.grad(loss.sum(), [posterior, prior])
+    torch.testing.assert_close(on_prior, -torch.tensor([[[0.8, 0.2]]]))  # d KL / d log prior, weight 1
+    plain = (posterior.exp() * (posterior - prior.detach())).sum()
+    torch.testing.assert_close(on_posterior, 0.1 * torch.autograd.grad(plain, posterior)[0])
+
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
+
+
+def test_draws_follow_the_probabilities_and_without_noise_are_the_likeliest() -> None:
+    probs = torch.tensor([0.1, 0.6, 0.3]).expand(20_000, 3)
+    drawn = sample_one_hot(probs, torch.rand(20_000, 1, generator=torch.Generator().manual_seed(0)))
+    assert drawn.sum(-1).eq(1.0).all()
+    torch.testing.assert_close(drawn.mean(0), probs[0], atol=0.015, rtol=0)
+    assert sample_one_hot(probs[:1], None).tolist() == [[0.0, 1.0, 0.0]]
+    assert sample_one_hot(probs[:1], torch.tensor([[1.0]])).tolist() == [[0.0, 0.0, 1.0]]
+
+
+def test_straight_through_draws_carry_the_gradient_of_the_probabilities() -> None:
+    logits = torch.randn(5, 2, 4, requires_grad=True)
+    probs, weights = logits.softmax(-1), torch.randn(5, 2, 4)
+    drawn = straight_through(probs, torch.rand(5, 2, 1))
+    assert set(drawn.detach().flatten().tolist()) == {0.0, 1.0}
+    (through,) = torch.autograd.grad((drawn * weights).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(through, torch.autograd.grad((probs * weights).sum(), logits)[0])
+
+
+def test_no_choice_of_a_latent_or_of_the_policy_is_impossible() -> None:
+    algorithm = make()
+    rssm = algorithm.world_model.rssm
+    assert rssm.probabilities(torch.tensor([100.0, *[0.0] * 15])).min() >= 0.01 / 4 - 1e-6
+    with torch.no_grad():
+        algorithm.actor.network[-1].bias.copy_(torch.tensor([100.0, 0.0]))
+    assert algorithm.actor.probabilities(torch.zeros(1, rssm.feature_dim)).min() >= 0.005 - 1e-6
+
+
+# ---- the scan --------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_row_inside_a_window_starts_afresh() -> None:
+    algorithm, batch = make(), make_batch()
+    batch["is_first"][:, 3] = True
+    inputs = algorithm.prepare(batch)
+    whole = observe(algorithm, inputs)
+    tail = {name: inputs[name][3:].clone() for name in ("obs", "actions", "is_first", "noise")}
+    tail["actions"][0] = 0.7  # whatever stands there is no action of this episode
+    for mine, theirs in zip(whole, observe(algorithm, tail), strict=True):
+        torch.testing.assert_close(mine[3:], theirs, rtol=0, atol=1e-6)
+    inputs["is_first"] = torch.zeros_like(inputs["is_first"])
+    assert not torch.allclose(observe(algorithm, inputs).deter[3:], whole.deter[3:])
+
+
+def test_acting_step_by_step_filters_as_the_scan_does() -> None:
+    algorithm, batch = make(), make_batch(rows=2)
+    batch["is_first"][:, 0] = True
+    batch["is_first"][1, 4] = True
+    inputs = algorithm.prepare(batch)
+    inputs["noise"] = None  # type: ignore[assignment]
+    states = observe(algorithm, inputs)
+    carry = algorithm.initial_carry(2)
+    for t in range(6):
+        carry[:, -2:] = inputs["actions"][t]  # not what the actor chose, but what the window says
+        carry = algorithm.act(batch["obs"][:, t], carry, is_first=batch["is_first"][:, t], deterministic=True).carry
+        torch.testing.assert_close(carry[:, :-2], states.features[t], rtol=1e-5, atol=1e-6)
+
+
+def test_acting_goes_on_from_its_carry_and_repeats_by_seed() -> None:
+    algorithm, obs = make(), torch.randn(4, 4)
+    first = algorithm.act(obs, is_first=torch.ones(4, dtype=torch.bool))
+    algorithm.seed(0)
+    again = algorithm.act(obs, is_first=torch.ones(4, dtype=torch.bool))
+    assert torch.equal(first.carry, again.carry)
+    onward = algorithm.act(obs, first.carry, deterministic=True)
+    afresh = algorithm.act(obs, first.carry, is_first=torch.ones(4, dtype=torch.bool), deterministic=True)
+    assert torch.equal(afresh.carry, algorithm.act(obs, deterministic=True).carry)
+    assert not torch.equal(onward.carry, afresh.carry)
+
+
+# ---- the update ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_an_update_moves_everything_and_reports_what_the_contract_says(kind: str) -> None:
+    algorithm = make(kind)
+    parts = {name: getattr(algorithm, name) for name in ("world_model", "actor", "critic", "slow_critic")}
+    before = {name: [p.clone() for p in part.parameters()] for name, part in parts.items()}
+    metrics = algorithm.update(make_batch(kind)).metrics
+    assert tuple(metrics) == METRICS
+    assert all(math.isfinite(value) for value in metrics.values())
+    parts_of_loss = ("reconstruction_loss", "reward_loss", "continue_loss", "kl_loss")
+    assert metrics["world_model_loss"] == pytest.approx(sum(metrics[name] for name in parts_of_loss), rel=1e-5)
+    for name, part in parts.items():
+        assert any(not torch.equal(p, q) for p, q in zip(part.parameters(), before[name], strict=True)), name
+
+
+@pytest.mark.parametrize("kind", ["vector", "small image", "continuous"])
+def test_a_window_can_be_learned_by_heart(kind: str) -> None:
+    algorithm, batch = make(kind, world_model_learning_rate=3e-3), make_batch(kind, rows=2, length=4)
+    batch["is_first"][:, 0] = True
+    losses = [read_metrics(algorithm.update(batch, sync=False).metrics) for _ in range(100)]
+    for name in ("reconstruction_loss", "reward_loss", "continue_loss"):
+        assert losses[-1][name] < 0.5 * losses[0][name], name
+
+
+def test_truncation_is_no_end_for_the_continue_head() -> None:
+    batch = make_batch()
+    batch["truncated"] = torch.zeros(3, 6, dtype=torch.bool)
+    first = make().update(batch).metrics["continue_loss"]
+    batch["truncated"][:, 2] = True
+    assert make().update(batch).metrics["continue_loss"] == first
+    batch["terminated"][:, 2] = True
+    assert make().update(batch).metrics["continue_loss"] != first
+
+
+def test_dreams_have_their_shapes_and_no_gradient_of_theirs_reaches_the_world_model() -> None:
+    algorithm = make(world_model_learning_rate=0.0)
+    inputs = algorithm.prepare(make_batch())
+    dream = algorithm.imagine(torch.zeros(18, 48), inputs["dream_noise"], inputs["action_noise"])
+    assert dream.features.shape == (5, 18, 48)
+    assert dream.actions.shape == (4, 18, 2)
+    before = [p.clone() for p in algorithm.world_model.parameters()]
+    assert algorithm.update(make_batch()).metrics["world_model_grad_norm"] > 0
+    assert all(torch.equal(p, q) for p, q in zip(algorithm.world_model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in algorithm.parameters())
+
+
+def test_a_dream_that_begins_at_an_end_teaches_nothing() -> None:
+    algorithm = make(entropy_coef=0.0)
+    inputs = algorithm.prepare(make_batch())
+    _, starts = algorithm.world_model_step(inputs)
+    with torch.no_grad():
+        dream = algorithm.imagine(starts, inputs["dream_noise"], inputs["action_noise"])
+    metrics = algorithm.behavior_step(dream, torch.zeros(18))
+    assert metrics["critic_loss"] == 0.0
+    assert metrics["actor_loss"] == 0.0
+
+
+def test_the_actor_learns_in_imagination_what_the_reward_head_likes() -> None:
+    algorithm = make(learning_rate=3e-3, gamma=0.5)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(120):
+        batch = make_batch(rows=4, seed=number)
+        batch["obs"] = torch.zeros_like(batch["obs"])
+        batch["actions"] = torch.randint(0, 2, (4, 6), generator=generator)
+        batch["rewards"] = batch["actions"].float()  # the reward on arrival is the action that led there
+        algorithm.update(batch, sync=False)
+    features = algorithm.act(torch.zeros(1, 4)).carry[:, :-2]
+    assert algorithm.actor.probabilities(features)[0, 1] > 0.75
+
+
+def test_the_return_scale_is_the_range_without_outliers_and_at_least_one() -> None:
+    scale = ReturnScale(decay=0.0)
+    returns = torch.arange(101.0)
+    returns[-1] = 1e9
+    assert scale.update(returns.view(1, -1)) == 90.0
+    assert scale.update(returns / 1e9) == 1.0
+    slow = ReturnScale()
+    slow.update(torch.arange(101.0))
+    torch.testing.assert_close(slow.ends, torch.tensor([0.05, 0.95]))
+
+
+def test_a_gaussian_actor_is_clipped_for_the_model_and_the_environment_alike() -> None:
+    actor = GaussianActor(feature_dim=3, action_dim=2, hidden_sizes=(4,))
+    features = torch.randn(500, 3)
+    raw = actor.sample(features, 3.0 * torch.randn(500, 2))
+    assert raw.abs().max() > 1.0
+    assert torch.equal(actor.as_input(raw), actor.as_action(raw))
+    assert actor.as_action(raw).abs().max() == 1.0
+    mean, log_std = actor.gaussian(features)
+    expected = torch.distributions.Normal(mean, log_std.exp())
+    logprobs, entropy = actor.evaluate(features, raw)
+    torch.testing.assert_close(logprobs, expected.log_prob(raw).sum(-1))
+    torch.testing.assert_close(entropy, expected.entropy().sum(-1))
+
+
+def test_an_update_depends_on_its_generator_alone() -> None:
+    one, other = make(), make()
+    for algorithm in (one, other):
+        algorithm.update(make_batch())
+        torch.rand(7)
+    for (name, mine), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert name == "_extra_state" or torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_half_precision_products_leave_states_and_losses_in_full_precision(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = make(kind).update(make_batch(kind)).metrics
+    monkeypatch.setattr(Dreamer, "_autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
+    algorithm = make(kind)
+    half = algorithm.update(make_batch(kind)).metrics
+    assert half["world_model_loss"] == pytest.approx(full["world_model_loss"], rel=0.05)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = observe(algorithm, algorithm.prepare(make_batch(kind)))
+    assert states.features.dtype == states.probs.dtype == torch.float32
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def test_action_masks_and_reward_normalisation_are_refused() -> None:
+    masked = probe_spaces(read_recipe("env_zoo:Masked", {}))
+    with pytest.raises(UserError, match="dreamer does not support the action masks of env_zoo:Masked"):
+        build(DreamerParams(), masked)
+    normalised = probe_spaces(read_recipe("CartPole-v1", {"wrappers": {"normalize_reward": True}}))
+    with pytest.raises(UserError, match="take normalize_reward out of"):
+        build(DreamerParams(), normalised)
+
+
+def test_learning_rates_default_to_the_common_one() -> None:
+    algorithm = make(learning_rate=0.01, actor_learning_rate=0.02)
+    assert algorithm.world_model_learning_rate == algorithm.critic_learning_rate == 0.01
+    assert algorithm.actor_learning_rate == 0.02
+    algorithm.learning_rate = 0.5
+    assert algorithm.actor_learning_rate == 0.5

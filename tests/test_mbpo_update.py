@@ -1,0 +1,446 @@
+"""MBPO's mathematics: the ensemble and its loss, fits that stop, rollouts through drawn members, mixed batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from resume_cases import StopAt, assert_same_run, stop_and_resume, tiny
+from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
+from rl_training.algorithms.mopo import mopo_model_loss
+from rl_training.algorithms.sac import SAC
+from rl_training.data.synthetic import SyntheticBuffer
+from rl_training.envs.factory import read_recipe
+from rl_training.envs.terminations import KNOWN, known_termination
+from rl_training.errors import UserError
+from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
+from rl_training.models.mlp_sac import MLPSACModel
+from rl_training.runtime.model_rollouts import ModelReplaySource
+from rl_training.runtime.session import open_session
+from rl_training.runtime.workflows import resume_training, train
+from test_ddpg_update import SIZES, make_batch, same, tensors
+
+
+def make(learner: type[MBPO] = MBPO, num_ensembles: int = 7, **options: Any) -> Any:
+    torch.manual_seed(0)
+    made = learner(
+        policy_model=MLPSACModel(**SIZES), dynamics_model=MLPMOPOEnsembleModel(**SIZES, num_ensembles=num_ensembles),
+        **{"policy_learning_rate": 1e-3, "gamma": 0.9, "tau": 0.1, **options},
+    )  # fmt: skip
+    made.seed(0)
+    return made
+
+
+def by_hand(model: MLPMOPOEnsembleModel, means: Tensor, logvars: Tensor) -> None:
+    """Make each member say the same at any input: [E, D] each."""
+    with torch.no_grad():
+        for parameter in model.members.parameters():
+            parameter.zero_()
+        head = [p for name, p in model.members.named_parameters() if name.startswith("bias")][-1]
+        head[:, 0, : model.targets], head[:, 0, model.targets : 2 * model.targets] = means, logvars
+        model.max_logvar.fill_(20.0)
+        model.min_logvar.fill_(-30.0)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_twice_torchs_gaussian_nll_summed_over_members() -> None:
+    draws = torch.Generator().manual_seed(0)
+    means, logvars = torch.randn(3, 8, 4, generator=draws), torch.randn(3, 8, 4, generator=draws)
+    targets = torch.randn(8, 4, generator=draws)
+    batch = {"predicted_means": means, "predicted_logvars": logvars, "targets": targets}
+    losses = mopo_model_loss({**batch, "ensemble_disagreement": torch.tensor(0.25)})
+    expected = sum(
+        nn.GaussianNLLLoss()(mean, targets, logvar.exp()) for mean, logvar in zip(means, logvars, strict=True)
+    )
+    assert list(losses) == ["mopo_model_loss", "reward_mae", "delta_obs_mae", "ensemble_disagreement"]
+    assert losses["mopo_model_loss"].item() == pytest.approx(2 * float(expected), rel=1e-5)
+    assert losses["reward_mae"].item() == pytest.approx((means - targets)[..., 0].abs().mean().item(), rel=1e-5)
+    assert losses["delta_obs_mae"].item() == pytest.approx((means - targets)[..., 1:].abs().mean().item(), rel=1e-5)
+    assert losses["ensemble_disagreement"] == 0.25
+    own = mbpo_model_loss({**batch, "targets": targets.expand(3, 8, 4), "ensemble_disagreement": torch.tensor(0.25)})
+    assert own["mbpo_model_loss"] == losses["mopo_model_loss"]
+
+
+def test_log_variances_are_softly_bounded_and_the_bounds_learn() -> None:
+    model = MLPMOPOEnsembleModel(**SIZES)
+    values = model.bound(torch.tensor([-1e4, -9.0, -3.0, 0.0, 1e4]).unsqueeze(-1).expand(5, 4))
+    assert values[0, 0].item() == pytest.approx(-10.0)
+    assert values[-1, 0].item() == pytest.approx(0.5, abs=1e-3)
+    assert values[2, 0].item() == pytest.approx(-3.0, abs=0.05)  # far from both bounds nothing changes
+    assert (values.diff(dim=0) > 0).all()
+    wide, narrow = torch.autograd.grad(model.bounds_loss(), [model.max_logvar, model.min_logvar])
+    assert torch.equal(wide, torch.full((4,), 0.01))
+    assert torch.equal(narrow, torch.full((4,), -0.01))
+    learner = make()
+    before = learner.dynamics_model.max_logvar.clone(), learner.dynamics_model.min_logvar.clone()
+    learner.update_model(make_batch())
+    assert (learner.dynamics_model.max_logvar != before[0]).all()
+    assert (learner.dynamics_model.min_logvar != before[1]).all()
+
+
+def test_members_as_one_network_equal_members_one_by_one() -> None:
+    torch.manual_seed(0)
+    model, batch = MLPMOPOEnsembleModel(**SIZES, num_ensembles=3), make_batch()
+    together = model(batch["obs"], batch["actions"])
+    own = model(batch["obs"].expand(3, 8, 3), batch["actions"].expand(3, 8, 2))
+    for i in range(3):
+        alone = model(batch["obs"], batch["actions"], torch.tensor([i]))
+        for whole, each, one in zip(together, own, alone, strict=True):
+            torch.testing.assert_close(whole[i], one[0])
+            torch.testing.assert_close(whole[i], each[i])
+    assert not torch.allclose(together.means[0], together.means[1])
+
+
+def test_units_are_the_environments_own_and_standardising_is_inside() -> None:
+    torch.manual_seed(0)
+    model, batch = MLPMOPOEnsembleModel(**SIZES), make_batch(64)
+    inputs, targets = torch.cat([batch["obs"], batch["actions"]], -1), dynamics_targets(batch)
+    targets[:, 2] = 7.0  # never changes
+    model.standardize(inputs, targets)
+    assert model.target_std[2].item() == pytest.approx(7e-4, rel=1e-2)
+    before = model(batch["obs"], batch["actions"])
+    model.standardize(100 * inputs + 5, 100 * targets + 5)
+    after = model(100 * batch["obs"] + 5, 100 * batch["actions"] + 5)
+    varies = [0, 1, 3]
+    torch.testing.assert_close(after.means[..., varies], 100 * before.means[..., varies] + 5, rtol=1e-3, atol=1e-2)
+    shift = 2 * np.log(100.0)
+    torch.testing.assert_close(after.logvars[..., varies], before.logvars[..., varies] + shift, rtol=1e-3, atol=1e-3)
+
+
+def test_model_update_moves_the_model_alone_and_needs_no_dones() -> None:
+    learner, batch = make(), make_batch()
+    del batch["dones"]
+    policy, dynamics = tensors(learner.model), tensors(learner.dynamics_model)
+    metrics = learner.update(batch, phase="model").metrics
+    assert list(metrics) == ["mbpo_model_loss", "reward_mae", "delta_obs_mae", "ensemble_disagreement"]
+    assert metrics["ensemble_disagreement"] > 0
+    assert all(same(policy, learner.model))
+    assert not all(same(dynamics, learner.dynamics_model))
+    dynamics = tensors(learner.dynamics_model)
+    assert {"critic_loss", "actor_loss", "target_q_mean", "entropy_term"} <= set(learner.update(make_batch()).metrics)
+    assert all(same(dynamics, learner.dynamics_model))
+
+
+def test_each_member_learns_from_its_own_rows() -> None:
+    learners = make(num_ensembles=2), make(num_ensembles=2)
+    rows = {name: torch.stack([value, value]) for name, value in make_batch().items()}
+    learners[0].update_model(rows)
+    rows["rewards"][1] = 50.0
+    learners[1].update_model(rows)
+    for one, other in zip(*(learner.dynamics_model.member_parameters() for learner in learners), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert not torch.equal(one[1], other[1])
+
+
+def test_the_head_of_termination_learns_where_the_batch_says_what_terminated() -> None:
+    learner, batch = make(), make_batch()
+    ends = batch["obs"][:, 0] > 0
+    for _ in range(200):
+        learner.update_model({**batch, "terminated": ends})
+    assert torch.equal(learner.dynamics_model(batch["obs"], batch["actions"]).termination_logits.mean(0) > 0, ends)
+    imagined = learner.imagine(batch["obs"].repeat(50, 1))
+    assert (imagined["terminated"] == (imagined["obs"][:, 0] > 0)).float().mean() > 0.5
+
+
+def test_policy_updates_are_sacs_to_the_bit() -> None:
+    learner = make()
+    torch.manual_seed(0)
+    sac = SAC(model=MLPSACModel(**SIZES), learning_rate=1e-3, gamma=0.9, tau=0.1)
+    sac.seed(0)
+    for i in range(3):
+        learner.update_model(make_batch(seed=i))
+        assert learner.update(make_batch(seed=i)).metrics == sac.update(make_batch(seed=i)).metrics
+    for name, value in sac.state_dict().items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, learner.state_dict()[name]), name
+
+
+def test_the_two_learning_rates_move_apart() -> None:
+    learner = make(model_learning_rate=0.5)
+    learner.learning_rate = 0.25
+    assert (learner.policy_learning_rate, learner.model_learning_rate) == (0.25, 0.5)
+    learner.model_learning_rate = 0.125
+    assert learner.actor_optimizer.learning_rate == 0.25
+    assert learner.model_optimizer.learning_rate == 0.125
+    with pytest.raises(UserError, match="num_elites is 8; from 1 to num_ensembles"):
+        make(num_elites=8)
+
+
+# ---- imagination -----------------------------------------------------------------------------------------------------
+
+
+def watch_rows(learner: MBPO) -> list[int]:
+    """How many rows pass through networks of the ensemble, call by call."""
+    seen: list[int] = []
+    run = learner.dynamics_model.members.run
+
+    def watched(x: Tensor, subset: Any = None) -> Tensor:
+        out = run(x, subset)
+        seen.append(out.shape[0] * out.shape[1])
+        return out
+
+    learner.dynamics_model.members.run = watched
+    return seen
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10, 101])
+def test_each_row_is_computed_by_its_drawn_elite_alone(rows: int) -> None:
+    learner = make(num_elites=5)
+    learner.choose_elites(torch.tensor([0.5, 0.1, 9.0, 0.2, 0.3, 9.0, 0.4]))
+    assert learner.elites.tolist() == [1, 3, 4, 6, 0]
+    by_hand(learner.dynamics_model, torch.arange(7.0).unsqueeze(-1).expand(7, 4), torch.tensor(-25.0))
+    seen, obs = watch_rows(learner), torch.randn(rows, 3)
+    counts = torch.zeros(7)
+    for _ in range(200 if rows < 100 else 20):
+        step = learner.imagine(obs, lambda next_obs: next_obs[:, 0] > 1e9)
+        member = step["rewards"].round()
+        torch.testing.assert_close(step["rewards"], member, rtol=0, atol=1e-3)
+        torch.testing.assert_close(
+            step["next_obs"] - step["obs"], member.unsqueeze(-1).expand(rows, 3), atol=1e-3, rtol=0
+        )
+        counts += member.long().bincount(minlength=7)
+        assert sorted(step["obs"][:, 0].tolist()) == sorted(obs[:, 0].tolist())  # every state once
+    assert set(seen) == {-(-rows // 5) * 5}  # one pass, in which no row meets a second member
+    assert counts[2] == counts[5] == 0
+    shares = counts[learner.elites] / counts.sum()
+    assert (shares - 0.2).abs().max() < 0.1
+
+
+def test_imagined_outcomes_have_the_predicted_deviation() -> None:
+    learner = make(num_ensembles=1, num_elites=1)
+    deviations = torch.tensor([0.5, 1.0, 2.0, 0.1])
+    by_hand(learner.dynamics_model, torch.zeros(1, 4), 2 * deviations.log().unsqueeze(0))
+    step = learner.imagine(torch.zeros(20_000, 3), lambda obs: obs[:, 0] > 1e9)
+    found = torch.cat([step["rewards"].unsqueeze(-1), step["next_obs"]], -1).std(0)
+    torch.testing.assert_close(found, deviations, rtol=0.03, atol=0)
+    assert step["actions"].abs().max() <= 1.0
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Any:
+    session = open_session(tiny("mbpo", tmp_path, kwargs={"rollout_horizon": 3}))
+    assert isinstance(session.source, ModelReplaySource)
+    yield session.source
+    session.source.close()
+
+
+def test_rows_that_end_are_not_rolled_out_further(source: ModelReplaySource) -> None:
+    learner, rollouts = make(num_ensembles=1, num_elites=1), source.rollouts
+    by_hand(learner.dynamics_model, torch.ones(1, 4), torch.tensor(-25.0))
+    rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+    rollouts.terminates = lambda obs: obs[:, 0] > 1.5
+    states = torch.zeros(10, 3)
+    states[:4, 0] = 1.0  # end at once; the others after two of the three steps
+    rollouts.imagine(learner, states, 3)
+    assert len(rollouts.buffer) == 10 + 6
+    stored = rollouts.buffer.state_dict()["arrays"]
+    assert stored["dones"].sum() == 10
+    np.testing.assert_array_equal(stored["dones"] > 0, stored["next_obs"][:, 0] > 1.5)
+
+
+def test_the_synthetic_buffer_forgets_the_oldest() -> None:
+    buffer = SyntheticBuffer(5, obs_dim=1, action_dim=1)
+
+    def rows(*numbers: float) -> dict[str, Tensor]:
+        column = torch.tensor(numbers)
+        wide = column.unsqueeze(-1)
+        return {"obs": wide, "actions": wide, "next_obs": wide, "rewards": column, "terminated": column > 4}
+
+    buffer.add(rows(1, 2, 3))
+    assert len(buffer) == 3
+    buffer.add(rows(4, 5, 6, 7))
+    batch = buffer.sample(500, np.random.default_rng(0))
+    assert set(batch["rewards"].tolist()) == {3, 4, 5, 6, 7}
+    assert torch.equal(batch["dones"], (batch["rewards"] > 4).float())
+    buffer.add(rows(*range(10, 22)))
+    assert set(buffer.sample(500, np.random.default_rng(0))["rewards"].tolist()) == {17, 18, 19, 20, 21}
+    again = SyntheticBuffer(5, obs_dim=1, action_dim=1)
+    again.load_state_dict(buffer.state_dict())
+    for one in (buffer, again):
+        one.add(rows(99))
+    assert again.sample(9, np.random.default_rng(1))["obs"].equal(buffer.sample(9, np.random.default_rng(1))["obs"])
+    with pytest.raises(UserError, match="stored synthetic buffer has capacity 5, this one 6"):
+        SyntheticBuffer(6, obs_dim=1, action_dim=1).load_state_dict(buffer.state_dict())
+
+
+@pytest.mark.parametrize("env_id", KNOWN)
+def test_known_ends_are_the_environments_own(env_id: str) -> None:
+    if env_id.endswith("-v5"):
+        pytest.importorskip("mujoco")
+    ends, env = known_termination(read_recipe(env_id, {})), gym.make(env_id)
+    assert ends is not None
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    observed, ended = [], []
+    for _ in range(200):
+        obs, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        observed.append(obs)
+        ended.append(terminated)
+        if terminated or truncated:
+            env.reset()
+    env.close()
+    rows = torch.from_numpy(np.array(observed, dtype=np.float32))
+    assert ends(rows).tolist() == ended
+    assert ends(rows.numpy()).tolist() == ended
+
+
+def test_options_and_wrappers_make_the_ends_unknown() -> None:
+    assert known_termination(read_recipe("Hopper-v5", {"terminate_when_unhealthy": False})) is None
+    assert known_termination(read_recipe("Hopper-v5", {"wrappers": {"frame_stack": 2}})) is None
+    assert known_termination(read_recipe("env_zoo:BoxActions", {})) is None
+
+
+# ---- fits ------------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A learner whose held-out errors are given, and whose members are marked by the epoch."""
+
+    def __init__(self, *errors: list[float]) -> None:
+        self.dynamics_model = MLPMOPOEnsembleModel(obs_dim=3, action_dim=1, hidden_sizes=(4,), num_ensembles=3)
+        self.errors = [torch.tensor(each) for each in errors]
+        self.epoch = -1
+        for weight in self.dynamics_model.member_parameters():
+            weight.zero_()
+        self.elites = torch.arange(2)
+        self.last_errors = torch.zeros(3)
+
+    def heldout_errors(self, batch: Any) -> Tensor:
+        self.epoch += 1
+        for weight in self.dynamics_model.member_parameters():
+            weight.fill_(float(self.epoch))
+        return self.errors[min(self.epoch, len(self.errors) - 1)]
+
+    def choose_elites(self, errors: Tensor) -> None:
+        self.last_errors = errors
+
+
+def transitions(rows: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {"obs": (rows, 3), "actions": (rows, 1), "rewards": (rows,), "next_obs": (rows, 3)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_a_fit_stops_after_five_epochs_without_a_gain_and_keeps_each_members_best(source: ModelReplaySource) -> None:
+    source.rollouts.params = source.params.model_copy(update={"model_updates": 1000})
+    start, first, second = [1.0, 1.0, 1.0], [0.5, 0.995, 0.9], [0.4, 2.0, 0.895]
+    learner: Any = Scripted(start, first, second, [9.0, 9.0, 9.0])
+    batches = list(source.rollouts.fit(learner, transitions(50)))
+    assert learner.epoch == 2 + 5
+    assert len(batches) == 7 * 3  # forty rows in steps of sixteen
+    assert {phase for phase, _ in batches} == {"model"}
+    assert batches[0][1]["obs"].shape == (3, 16, 3)
+    assert batches[2][1]["rewards"].shape == (3, 8)
+    kept = [weight.flatten(1)[:, 0].tolist() for weight in learner.dynamics_model.member_parameters()]
+    assert all(each == [2.0, 0.0, 1.0] for each in kept)  # gains under one per cent do not count
+    torch.testing.assert_close(learner.last_errors, torch.tensor([0.4, 1.0, 0.9]))
+
+
+def test_a_fit_has_a_most_number_of_updates_and_holds_a_fifth_out(source: ModelReplaySource) -> None:
+    learner: Any = Scripted(*([0.5**i] * 3 for i in range(100)))
+    data = transitions(100)
+    data["rewards"][:] = np.arange(100)
+    source.rollouts.params = source.params.model_copy(update={"model_updates": 12})
+    batches = [batch for _, batch in source.rollouts.fit(learner, data)]
+    assert len(batches) == source.rollouts.metrics["model_fit_updates"] == 12  # two epochs of five and a part
+    used = {number for batch in batches for number in batch["rewards"].flatten().tolist()}
+    assert len(used) <= 80
+    epoch = torch.cat([batch["rewards"] for batch in batches[:5]], -1)
+    assert epoch.shape == (3, 80)
+    assert not torch.equal(epoch[0].sort().values, epoch[1].sort().values)  # each member has its own bootstrap sample
+    again = torch.cat([batch["rewards"] for batch in batches[5:10]], -1)
+    assert torch.equal(epoch.sort(-1).values, again.sort(-1).values)  # and keeps it
+
+
+def test_a_fit_learns_a_linear_world() -> None:
+    learner, rng = make(num_ensembles=3, num_elites=2), np.random.default_rng(0)
+    data = {name: rng.normal(size=(400, size)).astype(np.float32) for name, size in (("obs", 3), ("actions", 2))}
+    data["rewards"] = 100 * data["actions"].sum(1)
+    data["next_obs"] = data["obs"] + 0.01 * data["obs"][:, ::-1]
+    session = open_session(tiny("mbpo", Path("unused"), kwargs={"model_updates": 1000, "model_batch_size": 64}))
+    for phase, batch in session.source.rollouts.fit(learner, data):  # type: ignore[attr-defined]
+        session.source.feedback(batch, learner.update(batch, phase=phase, sync=False))
+    metrics = session.source.rollouts.metrics  # type: ignore[attr-defined]
+    session.source.close()
+    assert metrics["heldout_mse"] < 0.02
+    assert metrics["reward_mae"] < 20
+    assert metrics["delta_obs_mae"] < 0.002
+
+
+# ---- the lane --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ratio", "imagined"), [(0.5, 4), (0.95, 8), (0.0, 0)])
+def test_every_policy_batch_has_exactly_the_configured_share(tmp_path: Path, ratio: float, imagined: int) -> None:
+    session = open_session(tiny("mbpo", tmp_path, kwargs={"synthetic_batch_ratio": ratio}))
+    source = session.source
+    assert isinstance(source, ModelReplaySource)
+    sizes, phases = [], []
+    for step in range(0, 60, 4):
+        source.collect(session.algorithm, step)
+        for phase, batch in source.batches(session.algorithm, step + 4):
+            phases.append(phase)
+            source.feedback(batch, session.algorithm.update(batch, phase=phase))
+            if phase == "policy":
+                real = set(source.buffer.transitions()["rewards"].tolist())
+                sizes.append(sum(reward not in real for reward in batch["rewards"].tolist()))
+                assert batch["rewards"].shape == (8,)
+    source.close()
+    assert sizes == [imagined] * 11  # a turn per four steps after the first sixteen
+    assert phases[0] == ("model" if imagined else "policy")
+    fits = [i for i, phase in enumerate(phases) if phase == "model" and (i == 0 or phases[i - 1] == "policy")]
+    assert len(fits) == (2 if imagined else 0)  # at step 20 and forty later
+
+
+def test_rollouts_are_made_anew_after_a_fit_and_every_interval(tmp_path: Path) -> None:
+    session = open_session(tiny("mbpo", tmp_path, kwargs={"rollout_refresh_interval": 4, "rollout_batch_size": 3}))
+    source = session.source
+    assert isinstance(source, ModelReplaySource)
+    rounds = []
+    for step in range(0, 100, 4):
+        source.collect(session.algorithm, step)
+        before = len(source.rollouts.buffer)
+        for phase, batch in source.batches(session.algorithm, step + 4):
+            source.feedback(batch, session.algorithm.update(batch, phase=phase))
+        if len(source.rollouts.buffer) > before:
+            rounds.append(step + 4)
+    source.close()
+    assert rounds == [20, 36, 52, 60, 76, 92, 100]  # fits at 20, 60 and 100, else every four updates
+
+
+def test_the_horizon_may_be_scheduled(tmp_path: Path) -> None:
+    kwargs = {"rollout_horizon_schedule": {"start": 1, "end": 4}, "synthetic_buffer_capacity": 10_000}
+    config = tiny("mbpo", tmp_path, eval_episodes=0, kwargs=kwargs)
+    result = train(config, console=False)
+    assert result.metrics["rollout_horizon"] == 4
+    assert 20 * 2 < result.metrics["synthetic_size"] < 20 * 4 * 30
+    with pytest.raises(UserError, match=r"rollout_horizon would be 0\.0"):
+        open_session(tiny("mbpo", tmp_path, kwargs={"rollout_horizon_schedule": {"start": 0, "end": 4}}))
+
+
+def test_a_checkpoint_without_buffers_makes_them_again(tmp_path: Path) -> None:
+    config = tiny("mbpo", tmp_path, eval_episodes=0, replay_in_checkpoint=False)
+    halfway = train(config, callbacks=[StopAt(64)], console=False)
+    assert "replay" not in load_checkpoint(halfway.checkpoint_path)["source"]
+    assert resume_training(halfway.checkpoint_path, console=False).metrics["global_step"] == 128
+
+
+def test_learned_ends_resume_exactly(tmp_path: Path) -> None:
+    config = tiny("mbpo", tmp_path, env_id="env_zoo:BoxActions", num_envs=2, log_interval=3)
+    assert_same_run(train(config, console=False), stop_and_resume(config, 30, 70))
+
+
+def test_the_log_says_where_ends_come_from(tmp_path: Path) -> None:
+    for env_id, words in (("Pendulum-v1", "ends by a known function"), ("env_zoo:BoxActions", "ends learned by")):
+        session = open_session(tiny("mbpo", tmp_path, env_id=env_id))
+        assert words in session.source.describe()
+        session.source.close()
