@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
 LOW_EXPERIMENT = {"experiment.config", "experiment.checkpointing", "experiment.logging"}
 ANYWHERE = {"errors", "validation"}
-ALGORITHM_BASES = {"base", "optimization", "capture", "actor_critic", "q_learning", "target"}  # what learners are written on
+ALGORITHM_BASES = {"base", "optimization", "capture", "actor_critic", "q_learning", "target"}  # shared by learners
 OTHERS_BY_LEAF = {"models": {"algorithms.ops"}}  # a leaf of a leaf: pure functions of tensors
 
 
