@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.errors import UserError
+from rl_training.runtime.imagination import open_loop
 from rl_training.runtime.recording import record_policy
 from rl_training.runtime.workflows import load_algorithm, read_checkpoint
 
@@ -42,10 +44,10 @@ class Windows(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What follows the context: obs [H, W, ...] and rewards [H, W]."""
+    """What follows the context: obs [H, W, ...] and, of a model that predicts them, rewards [H, W]."""
 
     obs: Tensor
-    rewards: Tensor
+    rewards: Tensor | None = None
 
 
 def predict_with_ensemble(algorithm: MBPO, windows: Windows) -> Predicted:
@@ -61,8 +63,17 @@ def predict_with_ensemble(algorithm: MBPO, windows: Windows) -> Predicted:
     return Predicted(torch.stack(predicted), torch.stack(rewards))
 
 
+def predict_with_world_model(algorithm: Dreamer, windows: Windows) -> Predicted:
+    """Filter the context, then dream with the recorded actions, at modes."""
+    led = torch.cat([torch.zeros_like(windows.actions[:1]), windows.actions])  # nothing led to the first
+    predicted = open_loop(algorithm, windows.obs.transpose(0, 1), led.transpose(0, 1), windows.context)
+    return Predicted(predicted.transpose(0, 1)[windows.context :])
+
+
 # A model of another kind is drawn by adding its learner and its function here.
-PREDICTORS: dict[type[Algorithm], Callable[[Any, Windows], Predicted]] = {MBPO: predict_with_ensemble}
+PREDICTORS: dict[type[Algorithm], Callable[[Any, Windows], Predicted]] = {
+    MBPO: predict_with_ensemble, Dreamer: predict_with_world_model,
+}  # fmt: skip
 
 
 def predictor_of(algorithm: Algorithm) -> Callable[[Any, Windows], Predicted]:
@@ -100,12 +111,14 @@ def measure(checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     predicted = predictor_of(algorithm)(algorithm, windows)
     real, start = windows.obs[windows.context :].float(), windows.obs[windows.context - 1].float()
     scale = torch.from_numpy(dataset.obs).float().std(0).clamp(min=1e-6)
-    rewards = windows.rewards[windows.context - 1 :]
-    return {
+    measured = {
         "name": f"{config.algo}, {config.env_id}, seed {config.seed}",
         "model": rms((predicted.obs - real) / scale), "no change": rms((start - real) / scale),
-        "return": (predicted.rewards - rewards).cumsum(0).abs().numpy(),
     }  # fmt: skip
+    if predicted.rewards is not None:
+        sums = (predicted.rewards - windows.rewards[windows.context - 1 :]).cumsum(0)
+        measured["return"] = sums.abs().numpy()
+    return measured
 
 
 def rms(errors: Tensor) -> Array:
@@ -114,22 +127,25 @@ def rms(errors: Tensor) -> Array:
 
 
 def draw(path: Path, measured: Sequence[dict[str, Any]]) -> None:
-    """Two panels, observations and return: medians as lines, the middle 80 % as bands."""
+    """Observations, and return where a model predicts it: medians as lines, the middle 80 % as bands."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2)
+    names = [name for name in ("model", "return") if any(name in each for each in measured)]
+    figure = Figure(figsize=(4.2 * len(names), 3.4), layout="constrained")
+    panels = dict(zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True))
     for color, each in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), measured, strict=False):
-        for axes, name in zip(panels, ("model", "return"), strict=True):
-            low, middle, high = np.quantile(each[name], [0.1, 0.5, 0.9], axis=1)
-            steps = np.arange(1, len(middle) + 1)
-            axes.plot(steps, middle, color=color, linewidth=2, label=each["name"])
-            axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+        steps = np.arange(1, len(each["model"]) + 1)
+        for name, axes in panels.items():
+            if name in each:
+                low, middle, high = np.quantile(each[name], [0.1, 0.5, 0.9], axis=1)
+                axes.plot(steps, middle, color=color, linewidth=2, label=each["name"])
+                axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
         still = np.median(each["no change"], axis=1)
-        panels[0].plot(steps, still, color=color, linestyle="--", linewidth=1, label="predicting no change")
-    panels[0].set(title="observation", ylabel="error, deviations of the data")
-    panels[1].set(title="sum of rewards", ylabel="absolute error")
-    for axes in panels:
+        panels["model"].plot(steps, still, color=color, linestyle="--", linewidth=1, label="predicting no change")
+    panels["model"].set(title="observation", ylabel="error, deviations of the data")
+    if "return" in panels:
+        panels["return"].set(title="sum of rewards", ylabel="absolute error")
+    for axes in panels.values():
         axes.set(xlabel="steps without looking", yscale="log")
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
