@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from sides import (
     Job,
     Rates,
     Side,
+    Stopwatch,
     compare_speeds,
     describe_machine,
     measure_speeds,
@@ -112,9 +112,9 @@ def their_speed(job: Job, folder: str) -> dict[str, Any]:
         options["action_noise"] = NormalActionNoise(np.zeros(1), 0.1 * np.ones(1))
     env = CARTPOLE if discrete else PENDULUM
     model = kinds[name]("MlpPolicy", env, policy_kwargs=policy, **options, seed=0, device="cpu", verbose=0)
-    begun = time.perf_counter()
+    watch = Stopwatch()
     model.learn(job["steps"])
-    return {"steps": model.num_timesteps, "seconds": time.perf_counter() - begun}
+    return {"steps": model.num_timesteps, **watch.read()}
 
 
 def tianshou_speed(job: Job, folder: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def tianshou_speed(job: Job, folder: str) -> dict[str, Any]:
         fractions = RMSpropOptimizerFactory(lr=2.5e-9)
         algorithm = FQF(policy=policy, num_fractions=PROPOSED, fraction_optim=fractions, **common)
     collector = Collector(algorithm, envs, VectorReplayBuffer(50_000, 1), exploration_noise=True)
-    begun = time.perf_counter()
+    watch = Stopwatch()
     collector.reset()
     collector.collect(n_step=STARTS)
     params = OffPolicyTrainerParams(
@@ -161,7 +161,7 @@ def tianshou_speed(job: Job, folder: str) -> dict[str, Any]:
         batch_size=DISCRETE["batch"], show_progress=False,
     )  # fmt: skip
     algorithm.run_training(params)
-    return {"steps": job["steps"], "seconds": time.perf_counter() - begun}
+    return {"steps": job["steps"], **watch.read()}
 
 
 # the floor --------------------------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ def floor_speed(job: Job, folder: str) -> dict[str, Any]:
             shape = (networks,) if networks > 1 else ()
             x, w = torch.randn(*shape, rows, inner), torch.randn(*shape, inner, columns)
             calls.append((round(updates * times), torch.matmul, x, w, torch.empty(*shape, rows, columns)))
-    begun = time.perf_counter()
+    watch = Stopwatch()
     run_products(calls)
-    return {"steps": updates, "seconds": time.perf_counter() - begun}
+    return {"steps": updates, **watch.read()}
 
 
 def run_products(calls: list[tuple[int, Callable[..., Any], Any, Any, Any]]) -> None:

@@ -2,9 +2,9 @@
 
 One run measures both libraries, turn about (ours, theirs, ours, theirs, ...), as `sides.py` says. A number is the
 median over the rounds, at the better of 1 and 2 torch threads. Steps/s are environment steps over the seconds of
-training: our `train_seconds` (logging included), their `learn()`. On a busy machine the ratio of CPU seconds (setting
-up included) is the steadier one, and two threads that wait for each other can be 20 times slower than one: a number of
-threads that is far behind in the warm-up is left out. `--only` picks comparisons, `--rounds` and `--seeds` shorten it.
+training: our `train_seconds` (logging included), their `learn()`. On a busy machine the ratio of CPU seconds is the
+steadier one, and two threads that wait for each other can be 20 times slower than one: a number of threads that is far
+behind in the warm-up is left out. `--only` picks comparisons, `--rounds` and `--seeds` shorten it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from sides import (
     Comparison,
     Job,
     Side,
+    Stopwatch,
     best,
     compare_speeds,
     describe_machine,
@@ -89,11 +89,11 @@ def our_solve(job: Job, folder: str) -> dict[str, Any]:
         }
     )  # fmt: skip
     model = PPO(config)
-    begun = time.perf_counter()
+    watch = Stopwatch()
     metrics = model.learn().metrics
-    seconds = time.perf_counter() - begun
+    seconds = watch.read()
     solved = metrics["stop_reason"] == "early_stopping"
-    return {"steps": metrics["global_step"], "seconds": seconds, "solved": solved}
+    return {"steps": metrics["global_step"], **seconds, "solved": solved}
 
 
 def their_model(name: str, seed: int, **options: Any) -> Any:
@@ -121,9 +121,9 @@ def their_speed(job: Job, folder: str) -> dict[str, Any]:
 
     torch.set_num_threads(job["threads"])
     model = their_model(job["name"], seed=0)
-    begun = time.perf_counter()
+    watch = Stopwatch()
     model.learn(job["steps"])
-    return {"steps": model.num_timesteps, "seconds": time.perf_counter() - begun}
+    return {"steps": model.num_timesteps, **watch.read()}
 
 
 def linear(start: float) -> Callable[[float], float]:
@@ -150,10 +150,9 @@ def their_solve(job: Job, folder: str) -> dict[str, Any]:
         make_vec_env(ENV, n_envs=EVAL_EPISODES, seed=1000 + job["seed"]), callback_on_new_best=stop,
         n_eval_episodes=EVAL_EPISODES, eval_freq=EVAL_EVERY // 8, verbose=0,
     )  # fmt: skip
-    begun = time.perf_counter()
+    watch = Stopwatch()
     model.learn(budget, callback=callback)
-    seconds = time.perf_counter() - begun
-    return {"steps": model.num_timesteps, "seconds": seconds, "solved": bool(callback.best_mean_reward >= SOLVED)}
+    return {"steps": model.num_timesteps, **watch.read(), "solved": bool(callback.best_mean_reward >= SOLVED)}
 
 
 # the comparison -------------------------------------------------------------------------------------------------------

@@ -68,9 +68,35 @@ def serve(workers: Mapping[tuple[str, str], Worker]) -> None:
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         for line in sys.stdin:
             job = json.loads(line)
-            cpu = time.process_time()
             result = workers[job["side"], job["kind"]](job, folder)
-            print("RESULT " + json.dumps({**result, "cpu_seconds": time.process_time() - cpu}), flush=True)
+            print("RESULT " + json.dumps(result), flush=True)
+
+
+class Stopwatch:
+    """Seconds of wall clock and of CPU time since it was made or started again."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """From here on."""
+        self.begun, self.cpu_begun = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """What has passed."""
+        wall, cpu = time.perf_counter() - self.begun, time.process_time() - self.cpu_begun
+        return {"seconds": wall, "cpu_seconds": cpu}
+
+
+class FromTheStart:
+    """A callback of ours that starts a stopwatch when the set-up is done."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch = watch
+
+    def on_start(self, run: Any) -> None:
+        """The first step is next."""
+        self.watch.start()
 
 
 def our_speed(config: Any, job: Job, folder: str) -> dict[str, Any]:
@@ -78,8 +104,9 @@ def our_speed(config: Any, job: Job, folder: str) -> dict[str, Any]:
     from rl_training.runtime.workflows import train
 
     changes = {"output_dir": folder, "threads": job["threads"], "eval_episodes": 0, "device": "cpu"}
-    metrics = train(config.model_copy(update=changes), console=False).metrics
-    return {"steps": metrics["global_step"], "seconds": metrics["train_seconds"]}
+    watch = Stopwatch()
+    metrics = train(config.model_copy(update=changes), console=False, callbacks=[FromTheStart(watch)]).metrics
+    return {**watch.read(), "steps": metrics["global_step"], "seconds": metrics["train_seconds"]}
 
 
 def measure_speeds(

@@ -81,7 +81,7 @@ def test_values_and_fractions_have_gradients_of_their_own():
     rows = learner.rows(make_batch())
     with torch.no_grad():
         terms = learner.terms(rows, learner.targets(rows))
-    found = terms.gradients(torch.ones_like(terms.outputs))
+        found = terms.gradients(torch.ones_like(terms.outputs))
     assert [g.shape for g in found] == [p.shape for p in learner.value_parameters()]  # none for the fraction layer
     own = list(learner.q_network.fraction_layer.parameters())
     assert [g.shape for g in terms.head_gradients] == [p.shape for p in own]

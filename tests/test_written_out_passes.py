@@ -91,12 +91,14 @@ def test_the_critic_alone_too() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def assert_same_gradients(network: torch.nn.Module, found: Any, plain: torch.Tensor) -> None:
-    outputs, backward = found
-    torch.testing.assert_close(outputs, plain.detach(), rtol=1e-5, atol=1e-6)
+def assert_same_gradients(network: Any, *inputs: torch.Tensor) -> None:
+    plain = network(*inputs)
     grad = torch.randn_like(plain)
     wanted = torch.autograd.grad(plain, list(network.parameters()), grad)
-    given = backward(grad)
+    with torch.no_grad():
+        outputs, backward = network.with_gradients(*inputs)
+        given = backward(grad)
+    torch.testing.assert_close(outputs, plain.detach(), rtol=1e-5, atol=1e-6)
     for (name, _), mine, theirs in zip(network.named_parameters(), given, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -108,14 +110,14 @@ def test_q_networks(activation: str, num_outputs: int | None) -> None:
         obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=activation, num_outputs=num_outputs
     )
     obs = torch.randn(ROWS, OBS)
-    assert_same_gradients(network, network.with_gradients(obs), network(obs))
+    assert_same_gradients(network, obs)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 def test_implicit_quantile_networks(activation: str) -> None:
     network = MLPIQNNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=activation, embedding_dim=7)
     obs, taus = torch.randn(ROWS, OBS), torch.rand(ROWS, 4)
-    assert_same_gradients(network, network.with_gradients(obs, taus), network(obs, taus))
+    assert_same_gradients(network, obs, taus)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
@@ -125,21 +127,23 @@ def test_critic_ensembles(activation: str, num_critics: int, outputs: int) -> No
         num_critics=num_critics, inputs=OBS + 2, hidden_sizes=(16, 8), outputs=outputs, activation=activation
     )
     obs, actions = torch.randn(ROWS, OBS), torch.randn(ROWS, 2, requires_grad=True)
-    assert_same_gradients(critics, critics.with_gradients(obs, actions.detach()), critics(obs, actions))
+    assert_same_gradients(critics, obs, actions.detach())
     for subset in (None, slice(0, 1)):
         plain = critics(obs, actions, subset)
-        found = critics.with_action_gradients(obs, actions.detach(), subset)
-        assert found is not None
         grad = torch.randn_like(plain)
-        torch.testing.assert_close(found[0], plain.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found[1](grad), torch.autograd.grad(plain, actions, grad)[0], rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            found = critics.with_action_gradients(obs, actions, subset)
+            assert found is not None
+            values, given = found[0], found[1](grad)
+        torch.testing.assert_close(values, plain.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(given, torch.autograd.grad(plain, actions, grad)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_deterministic_and_squashed_gaussian_actors() -> None:
     actor = MLPDDPGModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8)).actor
     obs, noise = torch.randn(ROWS, OBS), torch.randn(ROWS, 2)
     torch.nn.init.normal_(actor.network[-2].weight)  # type: ignore[arg-type]
-    assert_same_gradients(actor, actor.with_gradients(obs), actor(obs))
+    assert_same_gradients(actor, obs)
 
     gaussian = MLPSACModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8)).actor
     torch.nn.init.normal_(gaussian.network[-1].weight, std=4.0)  # type: ignore[arg-type]
@@ -148,14 +152,15 @@ def test_deterministic_and_squashed_gaussian_actors() -> None:
     assert clamped.any()
     assert not clamped.all()
     plain = gaussian.sample(obs, noise)
-    found = gaussian.sample_with_gradients(obs, noise)
-    assert found is not None
-    sampled, gradients = found
     on_actions, on_logprobs = torch.randn(ROWS, 2), torch.randn(ROWS)
+    with torch.no_grad():
+        found = gaussian.sample_with_gradients(obs, noise)
+        assert found is not None
+        sampled, given = found[0], found[1](on_actions, on_logprobs)
     torch.testing.assert_close(sampled.actions, plain.actions.detach())
     torch.testing.assert_close(sampled.logprobs, plain.logprobs.detach(), rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(plain, list(gaussian.parameters()), (on_actions, on_logprobs))
-    for mine, theirs in zip(gradients(on_actions, on_logprobs), wanted, strict=True):
+    for mine, theirs in zip(given, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 

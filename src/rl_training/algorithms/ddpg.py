@@ -94,18 +94,17 @@ class DDPG(Algorithm):
         """Q'(s', mu'(s')) [B]."""
         return self.target_network.q_values(next_obs, self.target_network.actor(next_obs))
 
+    @torch.no_grad()
     def critic_step(self, batch: Batch, discounts: Tensor, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the Bellman error; its metrics, and priorities [B]."""
         model, weights = self.model, batch.get("weights")
-        with torch.no_grad():
-            targets = bellman_target(batch["rewards"], discounts, self.target_values(batch["next_obs"], noise))
-            quick = getattr(model, "ensemble_with_gradients", None)
-            q_values, gradients = self.critic_optimizer.evaluate(
-                model.ensemble_values, quick, batch["obs"], batch["actions"]
-            )
-            td_errors = targets - q_values
-            loss = regression_loss(td_errors, weights)
-            on_q_values = td_errors * (-2.0 / len(targets) * (1.0 if weights is None else weights))
+        targets = bellman_target(batch["rewards"], discounts, self.target_values(batch["next_obs"], noise))
+        q_values, gradients = self.critic_optimizer.evaluate(
+            model.ensemble_values, getattr(model, "ensemble_with_gradients", None), batch["obs"], batch["actions"]
+        )
+        td_errors = targets - q_values
+        loss = regression_loss(td_errors, weights)
+        on_q_values = td_errors * (-2.0 / len(targets) * (1.0 if weights is None else weights))
         self.critic_optimizer.apply_gradients(gradients(on_q_values))
         return {"critic_loss": loss, "target_q_mean": targets.mean()}, td_errors.abs_().mean(0)
 

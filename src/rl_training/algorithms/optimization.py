@@ -51,7 +51,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def climb(
     plain: Callable[[Tensor, Tensor], Tensor], quick: Any, state: Tensor, actions: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Values of actions [B, A] in a state, without a graph, and a function from a gradient there to the actions'."""
+    """Values of actions [B, A] in a state, and a function from a gradient there to the actions'; in `no_grad`."""
     found = None if quick is None else quick(state, actions)
     if found is not None:
         return found
@@ -103,7 +103,7 @@ class Optimizer(nn.Module):
         return self.apply_gradients(self.differentiate(outputs, on_outputs))
 
     def evaluate(self, plain: Callable[..., Tensor], quick: Any, *inputs: Tensor) -> tuple[Tensor, Backward]:
-        """A network's outputs without a graph, and a function from a loss's gradient there to those of the parameters.
+        """A network's outputs, and a function from a loss's gradient there to those of the parameters; in `no_grad`.
 
         `quick(*inputs)` has the passes written out, and may be None or give None; then autograd differentiates `plain`.
         """

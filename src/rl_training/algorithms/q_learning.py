@@ -118,21 +118,21 @@ class QLearning(Algorithm):
         """Outputs of the online network and their backward pass."""
         return self.optimizer.evaluate(self.q_network, getattr(self.q_network, "with_gradients", None), *inputs)
 
+    @torch.no_grad()
     def critic_step(self, rows: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step: straight-line, without a draw, a read-back or a branch on a tensor."""
         noise, weights = rows.get("noise"), rows.get("weights")
-        with torch.no_grad():
-            if noise is not None:
-                self.q_network.set_noise(noise[1])
-                self.target_network.set_noise(noise[2])
-            targets = self.targets(rows)
-            if noise is not None:
-                self.q_network.set_noise(noise[0])
-            terms = self.terms(rows, targets)
-            on_chosen = terms.slopes / len(terms.losses)
-            if weights is not None:
-                on_chosen *= weights.view(-1, *[1] * (on_chosen.dim() - 1))
-            on_outputs = spread(on_chosen, rows["actions"], terms.outputs)
+        if noise is not None:
+            self.q_network.set_noise(noise[1])
+            self.target_network.set_noise(noise[2])
+        targets = self.targets(rows)
+        if noise is not None:
+            self.q_network.set_noise(noise[0])
+        terms = self.terms(rows, targets)
+        on_chosen = terms.slopes / len(terms.losses)
+        if weights is not None:
+            on_chosen *= weights.view(-1, *[1] * (on_chosen.dim() - 1))
+        on_outputs = spread(on_chosen, rows["actions"], terms.outputs)
         metrics = {
             "loss": weighted_mean(terms.losses, weights), "q_value_mean": terms.q_values,
             "target_mean": terms.targets, "td_error_mean": terms.td_errors,

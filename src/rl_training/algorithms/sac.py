@@ -107,21 +107,21 @@ class SAC(Algorithm):
         """Weights [E, B] of the critics in what the actor climbs: here all on the smallest of each column."""
         return torch.zeros_like(q_values).scatter_(0, q_values.argmin(0, keepdim=True), 1.0)
 
+    @torch.no_grad()
     def critic_step(
         self, batch: Batch, discounts: Tensor, noise: Tensor, alpha: Tensor | float, subset: Tensor | None
     ) -> tuple[dict[str, Any], Tensor]:
         """One gradient step on the soft Bellman error (eq. 5 and 6); its metrics, and priorities [B]."""
-        with torch.no_grad():
-            next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
-            next_q = self.target_critics(self.model.features(batch["next_obs"]), next_actions, subset).amin(0)
-            targets = bellman_target(batch["rewards"], discounts, next_q - alpha * next_logprobs)
-            critics, weights = self.model.critics, batch.get("weights")
-            q_values, gradients = self.critic_optimizer.evaluate(
-                critics, getattr(critics, "with_gradients", None), self.model.features(batch["obs"]), batch["actions"]
-            )
-            td_errors = targets - q_values
-            loss = regression_loss(td_errors, weights)
-            on_q_values = td_errors * (-2.0 / td_errors.numel() * (1.0 if weights is None else weights))
+        critics, weights = self.model.critics, batch.get("weights")
+        next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
+        next_q = self.target_critics(self.model.features(batch["next_obs"]), next_actions, subset).amin(0)
+        targets = bellman_target(batch["rewards"], discounts, next_q - alpha * next_logprobs)
+        q_values, gradients = self.critic_optimizer.evaluate(
+            critics, getattr(critics, "with_gradients", None), self.model.features(batch["obs"]), batch["actions"]
+        )
+        td_errors = targets - q_values
+        loss = regression_loss(td_errors, weights)
+        on_q_values = td_errors * (-2.0 / td_errors.numel() * (1.0 if weights is None else weights))
         self.critic_optimizer.apply_gradients(gradients(on_q_values))
         return {"critic_loss": loss, "target_q_mean": targets.mean()}, td_errors.abs_().mean(0)
 

@@ -67,8 +67,7 @@ class ReplayBuffer(TransitionRings):
         rewards, last, powers = self._look_ahead(rows)
         slots = self._final_slots.take(last)
         ended = np.flatnonzero(slots >= 0)
-        after = last + self.num_envs
-        after[after >= self._length] -= self._length
+        after = last + self.num_envs  # may lie one turn of the ring too far
         terminated = self._terminated.take(last)
         dones = terminated.astype(np.float32)
         batch = {
@@ -84,7 +83,7 @@ class ReplayBuffer(TransitionRings):
         }
         if self._masks is not None and self._finals.masks is not None:
             batch["action_masks"] = self._masks.take(rows, axis=0)
-            batch["next_action_masks"] = next_masks = self._masks.take(after, axis=0)
+            batch["next_action_masks"] = next_masks = self._masks.take(after, axis=0, mode="wrap")
             next_masks[ended] = self._finals.masks[slots[ended]]
         return self._as_tensors(batch)
 
@@ -109,12 +108,12 @@ class ReplayBuffer(TransitionRings):
 
     def _next_obs(self, last: Array, after: Array, ended: Array, slots: Array) -> Array:
         if self._channels:
-            index = self._stack_index(after)
+            index = self._stack_index(after % self._length)
             index[ended, :-1] = self._stack_index(last[ended])[:, 1:]
             frames = self._obs.take(index, axis=0)
             frames[ended, -1] = self._finals.obs[slots[ended]]
             return frames.reshape(len(last), *self.obs_shape)
-        next_obs = self._obs.take(after, axis=0)
+        next_obs = self._obs.take(after, axis=0, mode="wrap")
         if len(ended):
             next_obs[ended] = self._finals.obs[slots[ended]]
         return next_obs

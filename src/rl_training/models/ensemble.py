@@ -103,7 +103,6 @@ class CriticEnsemble(MLPEnsemble):
         x = torch.cat([features, actions], -1)
         return None if self._split is None or not runs_written_out(x) else self._split.with_gradients(x)
 
-    @torch.no_grad()
     def with_action_gradients(
         self, features: Tensor, actions: Tensor, subset: slice | None = None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:

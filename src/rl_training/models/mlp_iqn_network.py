@@ -78,7 +78,6 @@ class MLPIQNNetwork(NoisyNetwork):
         assert self._head is not None
         return torch.baddbmm(self._head.bias.unsqueeze(1), factors, phi.mT)
 
-    @torch.no_grad()
     def quantiles_with_gradients(self, features: Tensor, taus: Tensor) -> tuple[Tensor, Callable[..., Any]]:
         """`quantiles` without a graph, and their backward pass: gradient -> those of psi, embedding and head."""
         assert self._head is not None
@@ -87,7 +86,6 @@ class MLPIQNNetwork(NoisyNetwork):
         rows = embedding.forward(cosines).relu_()
         phi, factors = rows.view(*taus.shape, -1), weight * features.unsqueeze(1)
 
-        @torch.no_grad()
         def backward(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
             on_factors = torch.bmm(grad, phi)
             on_rows = relu_backward(torch.bmm(grad.mT, factors).flatten(0, 1), rows)

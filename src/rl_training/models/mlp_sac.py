@@ -59,7 +59,6 @@ class SquashedGaussianActor(nn.Module):
         gaussian = -torch.add(log_std, noise.square(), alpha=0.5).sum(-1) - self.action_dim * HALF_LOG_2PI
         return SampledActions(u.tanh(), gaussian - tanh_log_det(u))
 
-    @torch.no_grad()
     def sample_with_gradients(
         self, obs: Tensor, noise: Tensor
     ) -> tuple[SampledActions, Callable[[Tensor, Tensor], Sequence[Tensor]]] | None:
@@ -75,7 +74,6 @@ class SquashedGaussianActor(nn.Module):
         sampled = self._squash(mean + spread, log_std, noise)
         actions = sampled.actions
 
-        @torch.no_grad()
         def gradients(on_actions: Tensor, on_logprobs: Tensor) -> Sequence[Tensor]:
             """d log pi / du = 2 tanh(u), what is left of the change of variables; d log pi / d log std = -1 besides."""
             on_logprobs = on_logprobs.unsqueeze(-1)

@@ -107,9 +107,8 @@ class SplitMLP:
             self._activate(x)
         return x, inputs
 
-    @torch.no_grad()
     def with_gradients(self, x: Tensor) -> tuple[Tensor, Backward]:
-        """Outputs without a graph, and what takes their gradient to the parameters': no engine between the two."""
+        """Outputs, and what takes their gradient to the parameters'; both are called without a graph (`no_grad`)."""
         outputs, inputs = self.forward(x)
         return outputs, lambda grad: self.backward(inputs, self._slope(grad, outputs) if self.active_end else grad)
 
@@ -119,7 +118,6 @@ class SplitMLP:
         else:
             x.relu_()
 
-    @torch.no_grad()
     def backward(self, inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
         """The gradients of the parameters in order, from the gradient at the last layer: pieces of one flat tensor,
         which the next call overwrites."""
@@ -134,7 +132,6 @@ class SplitMLP:
         self.layers[0].into_parameters(grad, inputs[0], pieces[0], pieces[1])
         return pieces
 
-    @torch.no_grad()
     def backward_into_input(self, inputs: Sequence[Tensor], grad: Tensor) -> Tensor:
         """The gradient of the first layer's input; for E networks that read the same rows, [E, B, in]."""
         for i in range(len(self.layers) - 1, 0, -1):
