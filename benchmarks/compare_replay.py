@@ -9,10 +9,8 @@ Tianshou 2 may live beside the environment: `--tianshou FOLDER` is a folder made
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -25,11 +23,12 @@ from sides import (
     Side,
     Stopwatch,
     compare_speeds,
-    describe_machine,
+    make_parser,
     measure_speeds,
     our_speed,
     print_speeds,
     serve,
+    start_report,
     write_report,
 )
 
@@ -49,7 +48,6 @@ SPEEDS = (
     Comparison("sac", "SAC, Pendulum, 256x256, batch 256", "sac", "sac", 600, 600, 1.5),
     Comparison("td3", "TD3, the same", "td3", "td3", 600, 600, 1.5),
 )
-PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "sb3-contrib")
 
 
 # our side ---------------------------------------------------------------------------------------------------------
@@ -245,14 +243,9 @@ def add_floors(rows: list[dict[str, Any]], rates: Rates) -> None:
 
 def main() -> None:
     """Measure, print and write the results."""
-    known = [row.name for row in SPEEDS]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default=",".join(known), help="comparisons, by comma")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of every measurement")
+    parser = make_parser(__file__, __doc__, [row.name for row in SPEEDS], rounds=7)
     parser.add_argument("--threads", default="1,2", help="numbers of torch threads; a busy machine can bear only 1")
     parser.add_argument("--tianshou", type=Path, help="folder with Tianshou 2, where it is not installed")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "compare_replay.json")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         serve(
@@ -260,13 +253,11 @@ def main() -> None:
              ("floor", "speed"): floor_speed}
         )  # fmt: skip
         return
-    names = arguments.only.split(",")
-    if odd := [name for name in names if name not in known]:
-        parser.error(f"there is no comparison {odd[0]!r}; there are {', '.join(known)}")
     if arguments.tianshou:
         os.environ["PYTHONPATH"] = str(arguments.tianshou.resolve())
-    wanted, threads = [row for row in SPEEDS if row.name in names], [int(n) for n in arguments.threads.split(",")]
-    report: dict[str, Any] = {"machine": describe_machine(PACKAGES), "command": sys.argv, "rounds": arguments.rounds}
+    wanted = [row for row in SPEEDS if row.name in arguments.only]
+    threads = [int(n) for n in arguments.threads.split(",")]
+    report = start_report(arguments.rounds)
     sides = {side: Side(__file__, side) for side in ("ours", "floor", *{row.their_side for row in wanted})}
     rates: Rates = {}
     try:

@@ -9,11 +9,8 @@ behind in the warm-up is left out. `--only` picks comparisons, `--rounds` and `-
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sides import (
@@ -23,11 +20,12 @@ from sides import (
     Stopwatch,
     best,
     compare_speeds,
-    describe_machine,
+    make_parser,
     measure_speeds,
     our_speed,
     print_speeds,
     serve,
+    start_report,
     write_report,
 )
 
@@ -59,7 +57,6 @@ SPEEDS = (
     Comparison("appo", "APPO, packaged preset, against their PPO", "appo", "ppo", None, 65_536, 10.0),
 )
 SOLVE_TARGET = 1 / 3
-PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "sb3-contrib")
 
 
 # the two sides, each in a process of its own --------------------------------------------------------------------------
@@ -196,12 +193,8 @@ def print_solving(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="ppo,ppo_sync,a2c,trpo,impala,appo,solve", help="comparisons, by comma")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of every speed measurement")
+    parser = make_parser(__file__, __doc__, [*(row.name for row in SPEEDS), "solve"], rounds=5)
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the time to a solved evaluation")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "compare_sb3.json")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         serve(
@@ -209,11 +202,8 @@ def main() -> None:
              ("theirs", "solve"): their_solve}
         )  # fmt: skip
         return
-    names = arguments.only.split(",")
-    known = [*(row.name for row in SPEEDS), "solve"]
-    if odd := [name for name in names if name not in known]:
-        parser.error(f"there is no comparison {odd[0]!r}; there are {', '.join(known)}")
-    report: dict[str, Any] = {"machine": describe_machine(PACKAGES), "command": sys.argv, "rounds": arguments.rounds}
+    names = arguments.only
+    report = start_report(arguments.rounds)
     ours, theirs = Side(__file__, "ours"), Side(__file__, "theirs")
     wanted = [row for row in SPEEDS if row.name in names]
     try:

@@ -1,4 +1,4 @@
-"""What the comparisons share: a process per side, rounds turn about, the better number of threads, and the table.
+"""What the comparisons share: arguments, a process per side, rounds turn about, the better number of threads, a table.
 
 A script gives `serve` one function per kind of job and starts its sides with `Side(__file__, ...)`. Each side's process
 has imported and warmed up before the first measurement and sleeps while another one works.
@@ -6,6 +6,7 @@ has imported and warmed up before the first measurement and sleeps while another
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 THREADS = (1, 2)
+PACKAGES = ("torch", "numpy", "gymnasium", "stable-baselines3", "sb3-contrib")
 Job = Mapping[str, Any]
 Worker = Callable[[Job, str], dict[str, Any]]  # a job and a scratch folder -> steps, seconds, ...
 Rates = dict[str, dict[str, list[float]]]  # `side/name/threads` -> steps/s of each round, by wall clock and CPU time
@@ -35,6 +37,24 @@ class Comparison(NamedTuple):
     their_steps: int
     target: float
     their_side: str = "theirs"
+
+
+def make_parser(script: str, description: str | None, known: Sequence[str], *, rounds: int) -> argparse.ArgumentParser:
+    """The arguments of every comparison; `script` is its file, `known` are the names that --only picks from."""
+
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        if odd := [name for name in chosen if name not in known]:
+            raise argparse.ArgumentTypeError(f"there is no comparison {odd[0]!r}; there are {', '.join(known)}")
+        return chosen
+
+    path = Path(script)
+    parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
+    parser.add_argument("--only", type=names, default=list(known), help="comparisons, by comma")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of every speed measurement")
+    parser.add_argument("--output", type=Path, default=path.parent / "results" / f"{path.stem}.json")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
 class Side:
@@ -181,14 +201,15 @@ def print_speeds(rows: list[dict[str, Any]], peer: str) -> None:
         print(line)
 
 
-def describe_machine(packages: Iterable[str]) -> dict[str, Any]:
-    """What the numbers depend on."""
+def start_report(rounds: int) -> dict[str, Any]:
+    """What the numbers depend on: machine, versions, command."""
     from importlib.metadata import version
 
-    return {
+    machine = {
         "platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count(),
-        "load_average": os.getloadavg(), **{name: version(name) for name in packages},
+        "load_average": os.getloadavg(), **{name: version(name) for name in PACKAGES},
     }  # fmt: skip
+    return {"machine": machine, "command": sys.argv, "rounds": rounds}
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

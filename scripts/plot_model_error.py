@@ -22,8 +22,9 @@ from torch import Tensor
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.mbpo import MBPO
+from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
-from rl_training.runtime.imagination import open_loop
+from rl_training.runtime.imagination import Windows, cut_windows, open_loop
 from rl_training.runtime.recording import record_policy
 from rl_training.runtime.workflows import load_algorithm, read_checkpoint
 
@@ -31,52 +32,42 @@ OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "mbpo_model_e
 Array = NDArray[Any]
 
 
-class Windows(NamedTuple):
-    """Pieces of real episodes, time first: obs [C + H, W, ...], actions [C + H - 1, W, ...], rewards [C + H - 1, W].
-
-    The first C observations are the context from which a model may infer where it is.
-    """
-
-    obs: Tensor
-    actions: Tensor
-    rewards: Tensor
-    context: int
-
-
 class Predicted(NamedTuple):
-    """What follows the context: obs [H, W, ...] and, of a model that predicts them, rewards [H, W]."""
+    """What follows the context: obs [W, H, ...] and, of a model that predicts them, rewards [W, H]."""
 
     obs: Tensor
     rewards: Tensor | None = None
 
 
-def predict_with_ensemble(algorithm: MBPO, windows: Windows) -> Predicted:
+# windows and how many of their observations are the context, from which a model may infer where it is
+Predictor = Callable[[Any, Windows, int], Predicted]
+
+
+def predict_with_ensemble(algorithm: MBPO, windows: Windows, context: int) -> Predicted:
     """Each window by one elite throughout, which predicts its mean."""
-    obs = windows.obs[windows.context - 1]
+    obs = windows.obs[:, context - 1]
     rows = torch.arange(len(obs))
     member = algorithm.elites[rows % len(algorithm.elites)]
     predicted, rewards = [], []
-    for actions in windows.actions[windows.context - 1 :]:
+    for actions in windows.actions[:, context:].unbind(1):
         means = algorithm.dynamics_model(obs, actions).means[member, rows]
         rewards.append(means[:, 0])
         predicted.append(obs := obs + means[:, 1:])
-    return Predicted(torch.stack(predicted), torch.stack(rewards))
+    return Predicted(torch.stack(predicted, 1), torch.stack(rewards, 1))
 
 
-def predict_with_world_model(algorithm: Dreamer, windows: Windows) -> Predicted:
+def predict_with_world_model(algorithm: Dreamer, windows: Windows, context: int) -> Predicted:
     """Filter the context, then dream with the recorded actions, at modes."""
-    led = torch.cat([torch.zeros_like(windows.actions[:1]), windows.actions])  # nothing led to the first
-    predicted = open_loop(algorithm, windows.obs.transpose(0, 1), led.transpose(0, 1), windows.context)
-    return Predicted(predicted.transpose(0, 1)[windows.context :])
+    return Predicted(open_loop(algorithm, windows.obs, windows.actions, context)[:, context:])
 
 
 # A model of another kind is drawn by adding its learner and its function here.
-PREDICTORS: dict[type[Algorithm], Callable[[Any, Windows], Predicted]] = {
+PREDICTORS: dict[type[Algorithm], Predictor] = {
     MBPO: predict_with_ensemble, Dreamer: predict_with_world_model,
 }  # fmt: skip
 
 
-def predictor_of(algorithm: Algorithm) -> Callable[[Any, Windows], Predicted]:
+def predictor_of(algorithm: Algorithm) -> Predictor:
     """The function that rolls this learner's model out."""
     for kind, predict in PREDICTORS.items():
         if isinstance(algorithm, kind):
@@ -84,45 +75,41 @@ def predictor_of(algorithm: Algorithm) -> Callable[[Any, Windows], Predicted]:
     raise UserError(f"{type(algorithm).__name__} has no dynamics model that this script knows.")
 
 
-def cut_windows(dataset: Any, arguments: argparse.Namespace) -> Windows:
-    """Pieces of episodes at random, each inside one episode and begun in the first `starts` steps of it."""
-    context, length = arguments.context, arguments.context + arguments.horizon
+def draw_starts(dataset: TransitionDataset, length: int, arguments: argparse.Namespace) -> Array:
+    """First rows of windows at random, each inside one episode and begun in the first `starts` steps of it."""
     rows, ends = np.arange(len(dataset)), dataset.episode_ends
     episode = np.searchsorted(ends, rows)
     begins = np.concatenate([[0], ends[:-1] + 1])
     starts = np.flatnonzero((rows + length - 2 <= ends[episode]) & (rows - begins[episode] < arguments.starts))
     if not len(starts):
         raise UserError(f"no recorded episode has {length - 1} steps; give a smaller --horizon.")
-    chosen = np.random.default_rng(arguments.seed).choice(starts, arguments.windows)
-    steps = chosen + np.arange(length - 1)[:, None]
-    obs = np.concatenate([dataset.obs[steps], dataset.next_obs[steps[-1:]]])
-    arrays = obs, dataset.actions[steps], dataset.rewards[steps]
-    return Windows(*(torch.from_numpy(array) for array in arrays), context)  # type: ignore[call-arg]
+    return np.random.default_rng(arguments.seed).choice(starts, arguments.windows)
 
 
 @torch.no_grad()
 def measure(checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Errors [H, W] of one checkpoint's model and of predicting no change, and of the summed reward."""
+    """Errors [W, H] of one checkpoint's model and of predicting no change, and of the summed reward."""
     algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint))
     algorithm.eval()
     dataset = record_policy(checkpoint, arguments.steps, seed=arguments.seed, deterministic=not arguments.stochastic)
     dataset = dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
-    windows = cut_windows(dataset, arguments)
-    predicted = predictor_of(algorithm)(algorithm, windows)
-    real, start = windows.obs[windows.context :].float(), windows.obs[windows.context - 1].float()
+    context, length = arguments.context, arguments.context + arguments.horizon
+    windows = cut_windows(dataset, draw_starts(dataset, length, arguments), length)
+    predicted = predictor_of(algorithm)(algorithm, windows, context)
+    real, start = windows.obs[:, context:].float(), windows.obs[:, context - 1, None].float()
     scale = torch.from_numpy(dataset.obs).float().std(0).clamp(min=1e-6)
     measured = {
         "name": f"{config.algo}, {config.env_id}, seed {config.seed}",
         "model": rms((predicted.obs - real) / scale), "no change": rms((start - real) / scale),
     }  # fmt: skip
     if predicted.rewards is not None:
-        sums = (predicted.rewards - windows.rewards[windows.context - 1 :]).cumsum(0)
+        sums = (predicted.rewards - windows.rewards[:, context:]).cumsum(1)
         measured["return"] = sums.abs().numpy()
     return measured
 
 
 def rms(errors: Tensor) -> Array:
-    """Root of the mean square over an observation's entries: [H, W, ...] -> [H, W]."""
+    """Root of the mean square over an observation's entries: [W, H, ...] -> [W, H]."""
     return errors.flatten(2).square().mean(-1).sqrt().numpy()
 
 
@@ -134,13 +121,13 @@ def draw(path: Path, measured: Sequence[dict[str, Any]]) -> None:
     figure = Figure(figsize=(4.2 * len(names), 3.4), layout="constrained")
     panels = dict(zip(names, figure.subplots(1, len(names), squeeze=False)[0], strict=True))
     for color, each in zip(("tab:blue", "tab:orange", "tab:green", "tab:red"), measured, strict=False):
-        steps = np.arange(1, len(each["model"]) + 1)
+        steps = np.arange(1, each["model"].shape[1] + 1)
         for name, axes in panels.items():
             if name in each:
-                low, middle, high = np.quantile(each[name], [0.1, 0.5, 0.9], axis=1)
+                low, middle, high = np.quantile(each[name], [0.1, 0.5, 0.9], axis=0)
                 axes.plot(steps, middle, color=color, linewidth=2, label=each["name"])
                 axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-        still = np.median(each["no change"], axis=1)
+        still = np.median(each["no change"], axis=0)
         panels["model"].plot(steps, still, color=color, linestyle="--", linewidth=1, label="predicting no change")
     panels["model"].set(title="observation", ylabel="error, deviations of the data")
     if "return" in panels:
@@ -170,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     draw(arguments.output, measured)
     shown = [step for step in (1, 5, 10, 20, 50, 100) if step <= arguments.horizon]
     for each in measured:
-        medians = {step: round(float(np.median(each["model"][step - 1])), 4) for step in shown}
+        medians = {step: round(float(np.median(each["model"][:, step - 1])), 4) for step in shown}
         print(f"{each['name']}: median error by horizon {json.dumps(medians)}")
     print(f"wrote: {arguments.output}")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 
 import env_zoo
-from rl_training.algorithms.base import Batch
+from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 
 torch.set_num_threads(1)  # networks this small only wait for each other's threads
@@ -24,6 +24,8 @@ OBS_DIM, HIDDEN = 2, 8
 KINDS: dict[str, tuple[int, ...]] = {
     "discrete": (2,), "continuous": (1,), "multi_discrete": (2, 3), "multi_binary": (2, 2),
 }  # fmt: skip
+# What IMPALA and APPO need of a rollout.
+VTRACE_COLUMNS = ("obs", "actions", "rewards", "dones", "behavior_logprobs", "bootstrap_value")
 # An optimizer whose step is minus the gradient, so that a test can compare the two.
 PLAIN_STEP: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": None}
 
@@ -91,9 +93,7 @@ def n_step_advantages(batch: Batch, gamma: float, lambda_: float) -> Tensor:
                 following, carried = torch.zeros(()), torch.zeros(())
             elif truncated[t, env]:
                 following, carried = batch["truncation_values"][t, env], torch.zeros(())
-            carried = (
-                batch["rewards"][t, env] + gamma * following - batch["values"][t, env] + gamma * lambda_ * carried
-            )
+            carried = batch["rewards"][t, env] + gamma * following - batch["values"][t, env] + gamma * lambda_ * carried
             advantages[t, env], following = carried, batch["values"][t, env]
     return advantages
 
@@ -121,6 +121,30 @@ def gradient_of(loss: Tensor, *modules: nn.Module) -> Tensor:
     parameters = [p for module in modules for p in module.parameters()]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def minibatches_of(learner: Any, batch: Batch) -> tuple[int, list[dict[str, Tensor]]]:
+    """How many gradient steps an update took, and the minibatch of each."""
+    seen: list[dict[str, Tensor]] = []
+    step = learner.minibatch_step
+
+    def record(minibatch: Batch) -> Tensor:
+        seen.append(dict(minibatch))
+        return step(minibatch)
+
+    learner.minibatch_step = record
+    return learner.update(batch).num_gradient_steps, seen
+
+
+def assert_one_step_reports(learner: Any, batch: Batch, metrics: set[str]) -> UpdateResult:
+    """An update takes this batch, moves the policy by one gradient step and reports these metrics, as floats."""
+    with step_of(learner.policy) as step:
+        result = learner.update(batch, global_step=21)
+    assert set(result.metrics) >= metrics
+    assert all(isinstance(value, float) for value in result.metrics.values())
+    assert result.num_gradient_steps == learner.num_updates == 1
+    assert step.abs().max() > 0
+    return result
 
 
 @contextmanager

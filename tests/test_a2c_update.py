@@ -9,6 +9,7 @@ from rl_training.algorithms.a2c import A2C, a2c_loss
 from rollout_cases import (
     KINDS,
     PLAIN_STEP,
+    assert_one_step_reports,
     assert_same_weights,
     by_torch_distributions,
     flat_rows,
@@ -39,13 +40,7 @@ def test_update_takes_flat_rows_and_reports_its_losses() -> None:
     policy = make_policy()
     learner = A2C(policy=policy, learning_rate=1e-2, ent_coef=0.01, vf_coef=0.5)
     rows = only(flat_rows(make_rollout(policy)), "obs", "actions", "advantages", "returns")
-    with step_of(policy) as step:
-        result = learner.update(rows, global_step=21)
-    assert set(result.metrics) >= METRICS
-    assert all(isinstance(value, float) for value in result.metrics.values())
-    assert result.num_gradient_steps == 1
-    assert learner.num_updates == 1
-    assert step.abs().max() > 0
+    assert_one_step_reports(learner, rows, METRICS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

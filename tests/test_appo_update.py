@@ -12,9 +12,19 @@ from torch import Tensor
 from rl_training.algorithms.appo import APPO, appo_loss
 from rl_training.algorithms.impala import IMPALA
 from rl_training.algorithms.ppo import ppo_loss
-from rollout_cases import KINDS, PLAIN_STEP, make_policy, make_rollout, only, step_of, weights_of
+from rollout_cases import (
+    KINDS,
+    PLAIN_STEP,
+    VTRACE_COLUMNS,
+    assert_one_step_reports,
+    make_policy,
+    make_rollout,
+    minibatches_of,
+    only,
+    step_of,
+    weights_of,
+)
 
-CONTRACT = ("obs", "actions", "rewards", "dones", "behavior_logprobs", "bootstrap_value")
 METRICS = {
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
     "approx_kl", "clip_fraction",
@@ -60,12 +70,7 @@ def test_update_takes_the_columns_of_the_contract_and_reports_its_losses(kind: s
         policy=policy, learning_rate=1e-3, ent_coef=0.01, vf_coef=0.5, gamma=0.99, rho_clip=1.0, c_clip=1.0,
         pg_rho_clip=1.0, clip_coef=0.2, target_policy=target_policy,
     )  # fmt: skip
-    before = weights_of(policy)
-    result = learner.update(only(make_rollout(policy, lag=0.3), *CONTRACT), global_step=21)
-    assert set(result.metrics) >= METRICS
-    assert all(isinstance(value, float) for value in result.metrics.values())
-    assert result.num_gradient_steps == 1
-    assert not torch.equal(weights_of(policy), before)
+    assert_one_step_reports(learner, only(make_rollout(policy, lag=0.3), *VTRACE_COLUMNS), METRICS)
 
 
 # ---- the surrogate ---------------------------------------------------------------------------------------------------
@@ -106,19 +111,6 @@ def test_the_surrogate_weighs_by_the_ratio_once() -> None:
 
 
 # ---- minibatches -----------------------------------------------------------------------------------------------------
-
-
-def minibatches_of(learner: APPO, rollout: dict[str, Tensor]) -> tuple[int, list[dict[str, Tensor]]]:
-    """How many gradient steps an update took, and the trajectories of each."""
-    seen: list[dict[str, Tensor]] = []
-    step = learner.minibatch_step
-
-    def record(minibatch: Any) -> Tensor:
-        seen.append(dict(minibatch))
-        return step(minibatch)
-
-    learner.minibatch_step = record  # type: ignore[method-assign]
-    return learner.update(rollout).num_gradient_steps, seen
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,76 @@ def test_a_wrong_observation_is_one_sentence(checkpoints: dict[str, Path], obs: 
     assert "CartPole-v1" in str(error.value) or "finite" in str(error.value)
 
 
+MASKED = [name for name, spec in SPECS.items() if "discrete" in spec.action_kinds and name != "dreamer"]
+
+
+def train_masked(tmp_path: Path, algo: str, env: str = "Masked", **kwargs: Any) -> Any:
+    return train(tiny(algo, tmp_path, env_id=f"env_zoo:{env}", eval_episodes=0, kwargs=kwargs), console=False)
+
+
+@pytest.mark.parametrize(("algo", "kwargs"), [*((name, {}) for name in MASKED), ("ppo", {"activation": "elu"})])
+def test_a_mask_is_obeyed(tmp_path: Path, algo: str, kwargs: dict[str, Any]) -> None:
+    path = train_masked(tmp_path, algo, **kwargs).checkpoint_path
+    rng = np.random.default_rng(0)
+    batch, legal = rng.normal(size=(20, 2)), rng.integers(0, 5, 20)
+    loaded, masks = managed(algo).load(path), np.eye(5, dtype=np.int8)[legal]
+    for deterministic in (True, False):
+        assert loaded.predict(batch, deterministic, action_mask=masks).tolist() == legal.tolist()
+        assert loaded.predict(batch[0], deterministic, action_mask=masks[0].tolist()) == legal[0]
+        actor = loaded.actor(deterministic)
+        assert [actor.act(obs, action_mask=m) for obs, m in zip(batch, masks, strict=True)] == legal.tolist()
+    assert predict_checkpoint(path, batch, action_mask=masks.tolist()).tolist() == legal.tolist()
+    free = loaded.predict(batch).tolist()  # without a mask every action is allowed
+    assert free == loaded.predict(batch, action_mask=np.ones((20, 5))).tolist()
+    without_best = [[int(action != best) for action in range(5)] for best in free]
+    assert all(a != b for a, b in zip(loaded.predict(batch, action_mask=without_best), free, strict=True))
+
+
+def test_a_mask_of_several_factors_is_flat_or_in_parts(tmp_path: Path) -> None:
+    policy = train_masked(tmp_path, "ppo", "MaskedFactors").policy
+    parts = [[0, 0, 1], [0, 1, 0, 0, 0]]
+    for mask in (parts, tuple(np.array(part, dtype=np.int8) for part in parts), [*parts[0], *parts[1]]):
+        assert policy.predict([0.1, 0.2], action_mask=mask).tolist() == [2, 1]
+        assert policy.predict([[0.1, 0.2]] * 2, action_mask=[mask, mask]).tolist() == [[2, 1]] * 2
+    with pytest.raises(UserError, match=r"^action_mask\[1\] forbids every action in part 0; at least one"):
+        policy.predict([[0.1, 0.2]] * 2, action_mask=[parts, [[0, 0, 0], [1] * 5]])
+
+
+@pytest.fixture(scope="module")
+def masked_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_masked(tmp_path_factory.mktemp("masked"), "ppo").checkpoint_path
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        ([1, 0, 1], r"action_mask of env_zoo:Masked has 3 entries; its action space needs 5\.$"), ([], "has 0 entries"),
+        ([[1, 0, 1, 1, 1]] * 2, "has 10 entries"), (1, "has 1 entries"), ([0] * 5, "forbids every action;"),
+        ([0, 2, 3, 1, 1], "something else than 0 and 1"), ("10111", "numbers"), ({"a": 1}, "numbers"),
+        ([1, 0, None, 1, 1], "numbers"), ([1, 0, np.nan, 1, 1], "NaN"), ([[1, [0]], [1, 1, 1]], "regular"),
+    ],
+)  # fmt: skip
+def test_a_wrong_mask_is_one_sentence(masked_path: Path, mask: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        predict_checkpoint(masked_path, [0.0, 0.0], action_mask=mask)
+    assert str(error.value).startswith("action_mask ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("mask", [[[1] * 5], [1, 1, 1], 1, np.ones(5), "x"])
+def test_a_batch_needs_a_mask_for_each_observation(masked_path: Path, mask: Any) -> None:
+    with pytest.raises(UserError, match=r"^action_mask has .* rows; obs is a batch of 2, and each row needs a mask"):
+        predict_checkpoint(masked_path, [[0.0, 0.0]] * 2, action_mask=mask)
+
+
+@pytest.mark.parametrize(("name", "size", "env_id"), [("ppo", 4, "CartPole-v1"), ("continuous", 3, "Pendulum-v1")])
+def test_a_mask_where_there_are_none_is_refused(
+    checkpoints: dict[str, Path], name: str, size: int, env_id: str
+) -> None:
+    with pytest.raises(UserError, match=f"^action_mask is given, but {env_id} has no action masks; leave it out.$"):
+        predict_checkpoint(checkpoints[name], [0.0] * size, action_mask=[1, 0])
+
+
 # ---- evaluating ------------------------------------------------------------------------------------------------------
 
 

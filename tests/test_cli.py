@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rl_training.cli.exits import describe, run_to_exit_code
 from rl_training.cli.main import app
 from rl_training.cli.overrides import apply_settings
-from rl_training.cli.screen import mean_interval
+from rl_training.cli.screen import larger_budget, mean_interval
 from rl_training.errors import UserError
 
 TINY = ["--config", "ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
@@ -134,7 +134,20 @@ def test_resume_goes_on_to_a_larger_budget_in_a_new_folder(checkpoint: str) -> N
 
 
 def test_resume_of_a_finished_run_says_that_nothing_was_left(checkpoint: str) -> None:
-    assert "nothing was left to train" in succeed("resume", "--checkpoint", checkpoint, "--output-dir", "again")
+    out = succeed("resume", "--checkpoint", checkpoint, "--output-dir", "again")
+    assert "nothing was left to train; give a larger budget, such as --total-timesteps" in out
+
+
+@pytest.mark.parametrize(
+    ("reason", "option"),
+    [
+        ("max_seconds", "--set max_seconds=25"), ("max_updates", "--set max_updates=14"), ("SIGINT", ""),
+        ("total_timesteps", "--total-timesteps 200"), ("early_stopping", "--total-timesteps 200"),
+    ],
+)  # fmt: skip
+def test_the_next_command_gives_more_of_the_budget_that_was_spent(reason: str, option: str) -> None:
+    metrics = {"stop_reason": reason, "train_seconds": 12.3, "updates": 7, "global_step": 100}
+    assert larger_budget(metrics) == option
 
 
 def test_resume_changes_more_than_the_budget_only_by_force(checkpoint: str) -> None:
@@ -159,6 +172,26 @@ def test_predict_prints_json_for_one_observation_and_for_a_batch(checkpoint: str
         assert json.loads(succeed("predict", "--checkpoint", checkpoint, "--obs", given)) == expected
     assert json.loads(succeed("predict", "--checkpoint", checkpoint, "--obs", "-", input=json.dumps(batch))) == expected
     assert json.loads(succeed("predict", "--checkpoint", checkpoint, "--obs", "[0, 0, 0, 0]", "--stochastic")) in (0, 1)
+
+
+def test_predict_obeys_a_mask_and_refuses_a_wrong_one(checkpoint: str) -> None:
+    succeed("train", "--algo", "ppo", "--env", "env_zoo:Masked", "--output-dir", "masked", "--total-timesteps", "16",
+            "--eval-episodes", "0", "--num-envs", "1", "--set", "num_steps=8", "--set", "minibatch_size=8")  # fmt: skip
+    masked = str(next(Path("masked").iterdir()))
+
+    def predict(obs: str, mask: str, path: str = masked) -> Any:
+        return invoke("predict", "--checkpoint", path, "--obs", obs, "--action-mask", mask)
+
+    Path("masks.json").write_text("[[0, 1, 0, 0, 0], [0, 0, 0, 0, 1]]")
+    assert predict("[0, 0]", "[0, 0, 0, 1, 0]").stdout == "3\n"
+    assert predict("[[0, 0], [0, 0]]", "masks.json").stdout == "[1, 4]\n"
+    for mask, expected in (("[1,", "--action-mask: '[1,' is not valid JSON; a mask looks like [1, 0, 1]."),
+                           ("[1, 0]", "2 entries; its action space needs 5"), ("[0, 0, 0, 0, 0]", "every action"),
+                           ("nothing.npy", "--action-mask nothing.npy cannot be read")):  # fmt: skip
+        result = predict("[0, 0]", mask)
+        check_one_sentence(result.exit_code, result.stderr, expected)
+    result = predict("[0, 0, 0, 0]", "[1, 0]", checkpoint)
+    check_one_sentence(result.exit_code, result.stderr, "CartPole-v1 has no action masks")
 
 
 def test_list_shows_every_registered_algorithm() -> None:

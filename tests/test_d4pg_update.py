@@ -1,34 +1,28 @@
 """D4PG's mathematics: a projected categorical target, cross-entropy, and an actor that climbs the expectation."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from rl_training.algorithms.d4pg import D4PG, d4pg_loss
-from rl_training.algorithms.ops.distributional import project_categorical
-from rl_training.errors import UserError
-from rl_training.models.mlp_d4pg import MLPD4PGModel
-from test_ddpg_update import (
+from continuous_cases import (
     SIZES,
     assert_numpy_acts_like_torch,
     assert_only_termination_stops_bootstrapping,
     assert_solves_bandit,
+    assert_steps_touch_only_their_own_network,
     make_batch,
-    same,
-    tensors,
+    make_learner,
 )
+from rl_training.algorithms.d4pg import D4PG, d4pg_loss
+from rl_training.algorithms.ops.distributional import project_categorical
+from rl_training.errors import UserError
+from rl_training.models.mlp_d4pg import MLPD4PGModel
 
 SUPPORT: dict[str, Any] = {"v_min": -20.0, "v_max": 20.0, "num_atoms": 41}
-
-
-def make(seed: int = 0, **options: Any) -> D4PG:
-    torch.manual_seed(seed)
-    model = MLPD4PGModel(**SIZES, **SUPPORT)
-    learner = D4PG(model=model, **{"learning_rate": 1e-3, "gamma": 0.9, "tau": 0.1, **SUPPORT, **options})
-    learner.seed(seed)
-    return learner
+make = partial(make_learner, D4PG, partial(MLPD4PGModel, **SUPPORT), **SUPPORT)
 
 
 def test_losses_reproduce_rlax_categorical_td_learning() -> None:
@@ -82,15 +76,7 @@ def test_weights_scale_the_loss_but_not_the_priorities() -> None:
 
 
 def test_actor_and_critic_steps_touch_only_their_own_network() -> None:
-    learner, batch = make(), make_batch()
-    actor, critics = tensors(learner.model.actor), tensors(learner.model.critics)
-    learner.actor_step(batch["obs"])
-    assert all(same(critics, learner.model.critics))
-    assert not any(same(actor, learner.model.actor))
-    actor = tensors(learner.model.actor)
-    learner.critic_step(batch, torch.full((8,), 0.9), None)
-    assert all(same(actor, learner.model.actor))
-    assert not any(same(critics, learner.model.critics))
+    assert_steps_touch_only_their_own_network(make())
 
 
 def test_sampled_actions_come_with_their_density() -> None:

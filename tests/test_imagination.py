@@ -12,9 +12,15 @@ from typer.testing import CliRunner
 
 import env_zoo
 from resume_cases import tiny
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
-from rl_training.runtime.imagination import cut_windows, draw_imagination, open_loop, open_loop_errors
+from rl_training.runtime.imagination import (
+    cut_windows,
+    draw_imagination,
+    open_loop,
+    open_loop_errors,
+    window_starts,
+)
 from rl_training.runtime.workflows import load_algorithm, read_checkpoint, train
 
 torch.set_num_threads(1)
@@ -48,17 +54,18 @@ def image_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_windows_stay_inside_episodes_and_pair_each_observation_with_what_led_to_it() -> None:
-    spaces = probe_spaces(read_recipe("env_zoo:Walk", {}))
     numbers = np.arange(12)  # steps 0..6 are one episode, 7..11 the beginning of the next
-    arrays = {
-        "obs": np.stack([numbers, numbers], -1).astype(np.float32), "actions": numbers % 2,
-        "next_obs": np.stack([numbers + 1, numbers + 1], -1).astype(np.float32), "rewards": np.zeros(12),
-        "terminated": numbers == 6, "truncated": np.zeros(12, dtype=bool),
-    }  # fmt: skip
-    found = cut_windows(arrays, spaces, 4)
+    dataset = TransitionDataset(
+        obs=np.stack([numbers, numbers], -1), actions=numbers % 2, rewards=10 + numbers,
+        next_obs=np.stack([numbers + 1, numbers + 1], -1), terminated=numbers == 6, truncated=np.zeros(12),
+    )  # fmt: skip
+    starts = window_starts(dataset, 4)
+    assert starts.tolist() == [0, 4, 7]
+    found = cut_windows(dataset, starts, 4)
     assert found.obs[:, :, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [7, 8, 9, 10]]
     assert found.actions.tolist() == [[0, 0, 1, 0], [0, 0, 1, 0], [0, 1, 0, 1]]
-    assert len(cut_windows(arrays, spaces, 9).obs) == 0
+    assert found.rewards.tolist() == [[0, 10, 11, 12], [0, 14, 15, 16], [0, 17, 18, 19]]
+    assert len(window_starts(dataset, 9)) == 0
 
 
 def test_predictions_follow_the_observations_while_they_are_seen_and_the_actions_after(checkpoint: Path) -> None:

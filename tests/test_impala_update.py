@@ -13,16 +13,16 @@ from rl_training.algorithms.impala import IMPALA, impala_loss
 from rollout_cases import (
     KINDS,
     PLAIN_STEP,
+    VTRACE_COLUMNS,
+    assert_one_step_reports,
     by_torch_distributions,
     gradient_of,
     make_policy,
     make_rollout,
     only,
     step_of,
-    weights_of,
 )
 
-CONTRACT = ("obs", "actions", "rewards", "dones", "behavior_logprobs", "bootstrap_value")
 METRICS = {
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
 }  # fmt: skip
@@ -70,12 +70,7 @@ def test_update_takes_the_columns_of_the_contract_and_reports_its_losses(kind: s
         policy=policy, learning_rate=1e-3, ent_coef=0.01, vf_coef=0.5, gamma=0.99, rho_clip=1.0, c_clip=1.0,
         pg_rho_clip=1.0,
     )  # fmt: skip
-    before = weights_of(policy)
-    result = learner.update(only(make_rollout(policy, lag=0.3), *CONTRACT), global_step=21)
-    assert set(result.metrics) >= METRICS
-    assert all(isinstance(value, float) for value in result.metrics.values())
-    assert result.num_gradient_steps == 1
-    assert not torch.equal(weights_of(policy), before)
+    assert_one_step_reports(learner, only(make_rollout(policy, lag=0.3), *VTRACE_COLUMNS), METRICS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +95,7 @@ def test_step_is_the_gradient_with_targets_and_advantages_as_constants(kind: str
         policy=policy, gamma=0.9, ent_coef=0.1, vf_coef=0.7, rho_clip=1.3, c_clip=0.9, pg_rho_clip=1.1, **PLAIN_STEP
     )
     with step_of(policy) as step:
-        metrics = learner.update(only(rollout, *CONTRACT)).metrics
+        metrics = learner.update(only(rollout, *VTRACE_COLUMNS)).metrics
     torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-5)
     assert metrics["rho_mean"] == pytest.approx(float(rho.mean()), rel=1e-4)
     assert metrics["vtrace_target_mean"] == pytest.approx(float(targets.mean()), rel=1e-3, abs=1e-5)

@@ -13,7 +13,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
 LOW_EXPERIMENT = {"experiment.config", "experiment.checkpointing", "experiment.logging"}
 ANYWHERE = {"errors", "validation"}
-ALGORITHM_BASES = {"base", "optimization", "capture", "actor_critic", "q_learning", "target"}  # shared by learners
+ALGORITHM_BASES = {  # shared by learners
+    "base", "optimization", "capture", "actor_critic", "exploration", "q_learning", "target",
+}  # fmt: skip
 OTHERS_BY_LEAF = {"models": {"algorithms.ops"}}  # a leaf of a leaf: pure functions of tensors
 
 

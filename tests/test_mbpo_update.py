@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from continuous_cases import SIZES, make_batch, same, tensors
 from resume_cases import StopAt, assert_same_run, stop_and_resume, tiny
 from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
@@ -25,7 +26,6 @@ from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.runtime.model_rollouts import ModelReplaySource
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
-from test_ddpg_update import SIZES, make_batch, same, tensors
 
 
 def make(learner: type[MBPO] = MBPO, num_ensembles: int = 7, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from continuous_cases import make_batch
 from resume_cases import StopAt, assert_same, edit_checkpoint, stop_and_resume, tiny
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.algorithms.mopo import MOPO
@@ -17,7 +18,6 @@ from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.model_rollouts import ModelDatasetSource, build_learner
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
-from test_ddpg_update import make_batch
 from test_mbpo_update import by_hand, make
 
 

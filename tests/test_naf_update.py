@@ -1,21 +1,21 @@
 """NAF's mathematics: a quadratic advantage whose maximum is V at mu, and a target from the target network's V."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from rl_training.algorithms.naf import NAF, naf_loss
-from rl_training.models.mlp_naf import MLPNAFModel
-from test_ddpg_update import (
-    SIZES,
+from continuous_cases import (
     assert_numpy_acts_like_torch,
     assert_only_termination_stops_bootstrapping,
     assert_solves_bandit,
     make_batch,
+    make_learner,
     tensors,
 )
+from rl_training.algorithms.naf import NAF, naf_loss
+from rl_training.models.mlp_naf import MLPNAFModel
 
 
 def make_model(action_dim: int = 2, seed: int = 0) -> MLPNAFModel:
@@ -26,11 +26,7 @@ def make_model(action_dim: int = 2, seed: int = 0) -> MLPNAFModel:
     return model
 
 
-def make(seed: int = 0, **options: Any) -> NAF:
-    torch.manual_seed(seed)
-    learner = NAF(model=MLPNAFModel(**SIZES), **{"learning_rate": 1e-3, "gamma": 0.9, "tau": 0.1, **options})
-    learner.seed(seed)
-    return learner
+make = partial(make_learner, NAF, MLPNAFModel)
 
 
 @pytest.mark.parametrize("action_dim", [1, 2, 4])

@@ -14,12 +14,14 @@ from rl_training.algorithms.ppo import PPO, ppo_loss
 from rollout_cases import (
     KINDS,
     PLAIN_STEP,
+    assert_one_step_reports,
     assert_same_weights,
     by_torch_distributions,
     flat_rows,
     gradient_of,
     make_policy,
     make_rollout,
+    minibatches_of,
     n_step_advantages,
     sb3_learner,
     step_of,
@@ -62,10 +64,8 @@ def test_loss_and_statistics_by_hand() -> None:
 def test_update_takes_flat_rows_and_reports_its_losses() -> None:
     policy = make_policy()
     learner = PPO(policy=policy, learning_rate=1e-3, clip_coef=0.2, ent_coef=0.01, vf_coef=0.5)
-    result = learner.update(flat_rows(make_rollout(policy)), global_step=21)
-    assert set(result.metrics) >= METRICS
-    assert all(isinstance(value, float) for value in result.metrics.values())
-    assert result.num_gradient_steps == 1  # one epoch of the whole batch, unless told otherwise
+    # one epoch of the whole batch, unless told otherwise
+    result = assert_one_step_reports(learner, flat_rows(make_rollout(policy)), METRICS)
     assert result.metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -98,19 +98,6 @@ def test_a_ratio_beyond_the_clip_moves_only_back(sign: float, moves: bool) -> No
 
 
 # ---- epochs and minibatches ------------------------------------------------------------------------------------------
-
-
-def minibatches_of(learner: PPO, rows: dict[str, Tensor]) -> tuple[int, list[dict[str, Tensor]]]:
-    """How many gradient steps an update took, and the rows of each."""
-    seen: list[dict[str, Tensor]] = []
-    step = learner.minibatch_step
-
-    def record(minibatch: Any) -> Tensor:
-        seen.append(dict(minibatch))
-        return step(minibatch)
-
-    learner.minibatch_step = record  # type: ignore[method-assign]
-    return learner.update(rows).num_gradient_steps, seen
 
 
 @pytest.mark.parametrize(

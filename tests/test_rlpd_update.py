@@ -1,25 +1,23 @@
 """RLPD's mathematics: a random subset in the target, LayerNorm critics, a slower actor, and SAC as a special case."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from continuous_cases import assert_solves_bandit, make_batch, make_learner, same, tensors
 from rl_training.algorithms.rlpd import RLPD, rlpd_loss
 from rl_training.algorithms.sac import SAC, sac_loss
 from rl_training.errors import UserError
 from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.mlp_sac import MLPSACModel
-from test_ddpg_update import SIZES, assert_solves_bandit, make_batch, same, tensors
 
 
 def make(num_critics: int = 5, critic_layer_norm: bool = True, learner: type[SAC] = RLPD, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = MLPSACModel(**SIZES, num_critics=num_critics, critic_layer_norm=critic_layer_norm)
-    made = learner(model=model, **{"learning_rate": 1e-3, "gamma": 0.9, "tau": 0.1, **options})
-    made.seed(0)
-    return made
+    model = partial(MLPSACModel, num_critics=num_critics, critic_layer_norm=critic_layer_norm)
+    return make_learner(learner, model, **options)
 
 
 def test_subset_is_without_replacement_and_drawn_anew_for_every_update() -> None:

@@ -17,6 +17,7 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
 from rl_training.runtime import run as run_module
+from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.run import Callback, Run, TrainingFailure
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 
@@ -81,8 +82,12 @@ def test_early_stopping_waits_for_its_patience(tmp_path: Path) -> None:
 
 
 def test_early_stopping_without_evaluations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="eval_interval is 0"):
+    with pytest.raises(UserError, match="eval_interval is 0; early_stopping looks at evaluations"):
         train(tiny("a2c", tmp_path, kwargs={"early_stopping": {"threshold": 1.0}}), console=False)
+    kwargs = {"eval_interval": 16, "early_stopping": {"threshold": 1.0}}
+    with pytest.raises(UserError, match=r"^eval_episodes is 0; early_stopping looks at evaluations"):
+        train(tiny("a2c", tmp_path, eval_episodes=0, kwargs=kwargs), console=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_early_stopping_counts_across_a_resume_and_not_the_evaluation_of_a_stop(tmp_path: Path) -> None:
@@ -181,6 +186,49 @@ def test_max_seconds_ends_a_run_by_the_clock(tmp_path: Path, monkeypatch: pytest
     result = train(tiny("a2c", tmp_path, max_seconds=60.0, total_timesteps=100_000, eval_episodes=0), console=False)
     assert result.metrics["stop_reason"] == "max_seconds"
     assert 0 < result.metrics["updates"] < 60
+
+
+def test_max_seconds_counts_training_across_resumes_and_evaluations_take_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(run_module, "time", clock)
+
+    original = Evaluator.evaluate
+
+    def evaluate(evaluator: Evaluator, *arguments: Any, **options: Any) -> Any:
+        clock.now += 1000.0
+        return original(evaluator, *arguments, **options)
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    config = tiny("a2c", tmp_path, max_seconds=60.0, total_timesteps=400, kwargs={"eval_interval": 16})
+    halfway = train(config, callbacks=[StopAt(24)], console=False)
+    assert halfway.metrics["stop_reason"] == "callback"
+    assert 0 < halfway.metrics["train_seconds"] < 50
+    result = resume_training(halfway.checkpoint_path, console=False)
+    assert result.metrics["stop_reason"] == "max_seconds"
+    assert 60 <= result.metrics["train_seconds"] < 70
+    assert result.metrics["updates"] > halfway.metrics["updates"]
+
+
+def test_a_run_whose_seconds_are_spent_goes_on_with_more_of_them_or_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "time", Clock())
+    spent = train(tiny("a2c", tmp_path, max_seconds=30.0, total_timesteps=400, eval_episodes=0), console=False)
+
+    def resume(**changes: Any) -> Any:
+        metrics = resume_training(spent.checkpoint_path, output_dir=tmp_path, changes=changes, console=False).metrics
+        return metrics["stop_reason"], metrics["updates"]
+
+    updates = spent.metrics["updates"]
+    assert resume() == ("max_seconds", updates)
+    reason, more = resume(max_seconds=60.0)
+    assert reason == "max_seconds"
+    assert updates < more < 3 * updates
+    assert resume(max_seconds=None) == ("total_timesteps", 50)
+    with pytest.raises(UserError, match=r"^max_seconds is 10, but .* has trained for 3\d\.0 seconds already"):
+        resume(max_seconds=10.0)
 
 
 def test_the_budget_is_met_and_said(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """SAC's mathematics: squashed log-probabilities, soft targets, temperature, and the critics' batched network."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,25 +9,21 @@ from torch import Tensor, nn
 from torch.distributions import Independent, Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
 
-from rl_training.algorithms.sac import SAC, sac_loss
-from rl_training.models.ensemble import CriticEnsemble
-from rl_training.models.mlp_sac import MLPSACModel, SquashedGaussianActor
-from test_ddpg_update import (
+from continuous_cases import (
     SIZES,
     assert_numpy_acts_like_torch,
     assert_only_termination_stops_bootstrapping,
     assert_solves_bandit,
     make_batch,
+    make_learner,
     same,
     tensors,
 )
+from rl_training.algorithms.sac import SAC, sac_loss
+from rl_training.models.ensemble import CriticEnsemble
+from rl_training.models.mlp_sac import MLPSACModel, SquashedGaussianActor
 
-
-def make(seed: int = 0, **options: Any) -> SAC:
-    torch.manual_seed(seed)
-    learner = SAC(model=MLPSACModel(**SIZES), **{"learning_rate": 1e-3, "gamma": 0.9, "tau": 0.1, **options})
-    learner.seed(seed)
-    return learner
+make = partial(make_learner, SAC, MLPSACModel)
 
 
 def test_squashed_log_probabilities_agree_with_torch() -> None:

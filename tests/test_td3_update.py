@@ -1,29 +1,24 @@
 """TD3's mathematics: twin targets, clipped smoothing noise, delayed actor and targets."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.td3 import TD3, td3_loss
-from rl_training.models.mlp_td3 import MLPTD3Model
-from test_ddpg_update import (
-    SIZES,
+from continuous_cases import (
     assert_numpy_acts_like_torch,
     assert_only_termination_stops_bootstrapping,
     assert_solves_bandit,
     make_batch,
+    make_learner,
     same,
     tensors,
 )
+from rl_training.algorithms.td3 import TD3, td3_loss
+from rl_training.models.mlp_td3 import MLPTD3Model
 
-
-def make(seed: int = 0, **options: Any) -> TD3:
-    torch.manual_seed(seed)
-    learner = TD3(model=MLPTD3Model(**SIZES), **{"learning_rate": 1e-3, "gamma": 0.9, "tau": 0.1, **options})
-    learner.seed(seed)
-    return learner
+make = partial(make_learner, TD3, MLPTD3Model)
 
 
 def test_td3_loss_sums_the_errors_of_both_critics() -> None:

@@ -142,6 +142,18 @@ class Algorithm(nn.Module):
         return None
 
 
+def attribute_of(part: str, name: str) -> Any:
+    """An attribute of a learner that is the attribute `name` of its `part`, so that a schedule moves it there."""
+
+    def read(learner: Algorithm) -> Any:
+        return getattr(getattr(learner, part), name)
+
+    def write(learner: Algorithm, value: Any) -> None:
+        setattr(getattr(learner, part), name, value)
+
+    return property(read, write)
+
+
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Metrics as floats, a tensor of several numbers as their mean, with one transfer for all of them."""
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}

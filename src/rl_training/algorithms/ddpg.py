@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.exploration import GaussianExploration
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
 from rl_training.algorithms.optimization import climb
 from rl_training.algorithms.target import TargetNetwork
@@ -45,7 +46,7 @@ def ddpg_loss(batch: Batch) -> dict[str, Tensor]:
     return {"critic_loss": loss, "actor_loss": -batch["actor_q_values"].mean(), "target_q_mean": targets.mean()}
 
 
-class DDPG(Algorithm):
+class DDPG(GaussianExploration):
     """The learner; `model` has `actor(obs)`, `critics`, `ensemble_values(obs, actions)` [E, B] and `q_values` [B]."""
 
     policy_delay = 1
@@ -56,7 +57,7 @@ class DDPG(Algorithm):
         optimizer: str = "adam", optimizer_eps: float = 1e-8,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.model: Any = model
+        self.model = model
         self.gamma, self.tau = gamma, tau
         self.exploration_noise, self.action_gradient_clip = exploration_noise, action_gradient_clip
         options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
@@ -71,20 +72,6 @@ class DDPG(Algorithm):
     def acting(self) -> nn.Module:
         """The actor without noise."""
         return self.model.actor
-
-    @torch.no_grad()
-    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
-        """mu(s), with Gaussian noise unless deterministic."""
-        actions = self.model.actor(obs)
-        if not deterministic:
-            noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
-            actions = (actions + self.exploration_noise * noise).clamp_(-1.0, 1.0)
-        return ActOutput(actions)
-
-    def numpy_policy(self) -> NumpyPolicy | None:
-        """The same in numpy."""
-        make = getattr(self.model.actor, "numpy_policy", None)
-        return None if make is None else make(lambda: self.exploration_noise)
 
     def draw_noise(self, actions: Tensor) -> Tensor | None:
         """What `target_values` needs drawn; DDPG nothing."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult, attribute_of
 from rl_training.algorithms.capture import CapturedStep, Inputs
 from rl_training.algorithms.ops.distributional import categorical_cross_entropy
 from rl_training.algorithms.ops.policy import categorical_kl
@@ -69,6 +69,10 @@ class Dreamer(Algorithm):
 
     The carry of acting is [N, F + A]: h and z of the last state, and the action taken there.
     """
+
+    world_model_learning_rate = attribute_of("world_model_optimizer", "learning_rate")
+    actor_learning_rate = attribute_of("actor_optimizer", "learning_rate")
+    critic_learning_rate = attribute_of("critic_optimizer", "learning_rate")
 
     def __init__(
         self, *, world_model: Any, actor: Any, critic: Any, world_model_learning_rate: float = 3e-4,
@@ -227,32 +231,3 @@ class Dreamer(Algorithm):
         """bfloat16 for the products on a GPU. One context per phase: its cached casts do not outlive grad mode."""
         kind = self.device.type
         return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
-
-    # learning rates that a schedule may move -------------------------------------------------------------------
-
-    @property
-    def world_model_learning_rate(self) -> float:
-        """Step size of the world model."""
-        return self.optimizers["world_model"].learning_rate
-
-    @world_model_learning_rate.setter
-    def world_model_learning_rate(self, value: float) -> None:
-        self.optimizers["world_model"].learning_rate = value
-
-    @property
-    def actor_learning_rate(self) -> float:
-        """Step size of the actor."""
-        return self.optimizers["actor"].learning_rate
-
-    @actor_learning_rate.setter
-    def actor_learning_rate(self, value: float) -> None:
-        self.optimizers["actor"].learning_rate = value
-
-    @property
-    def critic_learning_rate(self) -> float:
-        """Step size of the critic."""
-        return self.optimizers["critic"].learning_rate
-
-    @critic_learning_rate.setter
-    def critic_learning_rate(self, value: float) -> None:
-        self.optimizers["critic"].learning_rate = value

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.base import Array, Batch, attribute_of
 from rl_training.algorithms.ops.distributional import fraction_gradient
 from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
@@ -37,6 +37,9 @@ def fraction_logit_gradient(on_inner: Tensor, widths: Tensor, entropy: Tensor, e
 
 class FQF(QLearning):
     """The learner; `q_network` has `propose` and a `fraction_layer` beside what IQN asks for (see `MLPFQFNetwork`)."""
+
+    learning_rate = attribute_of("optimizer", "learning_rate")  # of the quantiles alone
+    fraction_learning_rate = attribute_of("fraction_optimizer", "learning_rate")
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, fraction_learning_rate: float = 2.5e-9,
@@ -118,8 +121,7 @@ class FQF(QLearning):
 
     def numpy_action_values(self) -> NumpyValues | None:
         """`action_values` in numpy."""
-        make = getattr(self.q_network, "numpy_parts", None)
-        parts = make() if make is not None else None
+        parts = self.numpy_form("numpy_parts")
         if parts is None:
             return None
         features, expected = parts
@@ -134,21 +136,3 @@ class FQF(QLearning):
             return expected(psi, widths.cumsum(-1) - 0.5 * widths, widths, rng)
 
         return values
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the quantiles; the fractions have `fraction_learning_rate`."""
-        return self.optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        self.optimizer.learning_rate = value
-
-    @property
-    def fraction_learning_rate(self) -> float:
-        """Of the fractions."""
-        return self.fraction_optimizer.learning_rate
-
-    @fraction_learning_rate.setter
-    def fraction_learning_rate(self, value: float) -> None:
-        self.fraction_optimizer.learning_rate = value

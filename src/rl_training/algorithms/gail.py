@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult, attribute_of
 from rl_training.errors import UserError
 
 # From the logit l of D: -log(1 - D), log D, and log D - log(1 - D).
@@ -67,11 +67,6 @@ class Pairs(NamedTuple):
         return self.obs.index_select(0, rows), self.actions.index_select(0, rows), index >= count
 
 
-def of_ppo(name: str) -> Any:
-    """A number of the PPO learner inside, so that a schedule moves it there."""
-    return property(lambda self: getattr(self.ppo, name), lambda self, value: setattr(self.ppo, name, value))
-
-
 class GAIL(Algorithm):
     """The learner; the batch is a rollout [T, N] as PPO's, with expert_obs and expert_actions [E].
 
@@ -80,8 +75,13 @@ class GAIL(Algorithm):
     of ours (`MLPGAILDiscriminator`) is constant.
     """
 
-    learning_rate, gamma, gae_lambda = of_ppo("learning_rate"), of_ppo("gamma"), of_ppo("gae_lambda")
-    clip_coef, ent_coef, vf_coef = of_ppo("clip_coef"), of_ppo("ent_coef"), of_ppo("vf_coef")
+    learning_rate = attribute_of("ppo", "learning_rate")
+    gamma = attribute_of("ppo", "gamma")
+    gae_lambda = attribute_of("ppo", "gae_lambda")
+    clip_coef = attribute_of("ppo", "clip_coef")
+    ent_coef = attribute_of("ppo", "ent_coef")
+    vf_coef = attribute_of("ppo", "vf_coef")
+    discriminator_learning_rate = attribute_of("discriminator_optimizer", "learning_rate")
 
     def __init__(
         self, *, ppo: Algorithm, discriminator: nn.Module, discriminator_learning_rate: float = 3e-4,
@@ -99,15 +99,6 @@ class GAIL(Algorithm):
         self.discriminator_optimizer = self.make_optimizer(
             "discriminator_optimizer", discriminator.parameters(), discriminator_learning_rate
         )
-
-    @property
-    def discriminator_learning_rate(self) -> float:
-        """Step size of the discriminator's optimizer."""
-        return self.discriminator_optimizer.learning_rate
-
-    @discriminator_learning_rate.setter
-    def discriminator_learning_rate(self, value: float) -> None:
-        self.discriminator_optimizer.learning_rate = value
 
     def acting(self) -> nn.Module:
         """PPO's."""

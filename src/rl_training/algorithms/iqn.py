@@ -68,8 +68,7 @@ class IQN(QLearning):
 
     def numpy_action_values(self) -> NumpyValues | None:
         """`action_values` in numpy."""
-        make = getattr(self.q_network, "numpy_parts", None)
-        parts = make() if make is not None else None
+        parts = self.numpy_form("numpy_parts")
         if parts is None:
             return None
         features, expected = parts

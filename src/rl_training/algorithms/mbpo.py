@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.base import Batch, UpdateResult, attribute_of
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 
@@ -58,6 +58,7 @@ class MBPO(SAC):
     """The learner; `policy_model` as SAC's, `dynamics_model(obs, actions, members)` -> means, logvars, termination."""
 
     model_loss_name = "mbpo_model_loss"
+    model_learning_rate = attribute_of("model_optimizer", "learning_rate")
 
     def __init__(
         self, *, policy_model: Any, dynamics_model: Any, policy_learning_rate: float = 3e-4,
@@ -88,15 +89,6 @@ class MBPO(SAC):
                 optimizer.learning_rate = value
 
     policy_learning_rate = learning_rate
-
-    @property
-    def model_learning_rate(self) -> float:
-        """Of the dynamics model."""
-        return self.model_optimizer.learning_rate
-
-    @model_learning_rate.setter
-    def model_learning_rate(self, value: float) -> None:
-        self.model_optimizer.learning_rate = value
 
     def update_model(self, batch: Batch) -> UpdateResult:
         """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...].

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.exploration import GaussianExploration
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
 from rl_training.algorithms.target import TargetNetwork
 
@@ -27,7 +28,7 @@ def naf_loss(batch: Batch) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-class NAF(Algorithm):
+class NAF(GaussianExploration):
     """The learner; `model` has `actor(obs)` [B, A], `q_values(obs, actions)` [B] and `state_values(obs)` [B]."""
 
     def __init__(
@@ -36,7 +37,7 @@ class NAF(Algorithm):
         optimizer_eps: float = 1e-8,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.model: Any = model
+        self.model = model
         self.gamma, self.tau, self.exploration_noise = gamma, tau, exploration_noise
         options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
         self.optimizer = self.make_optimizer("optimizer", model.parameters(), learning_rate, **options)
@@ -46,20 +47,6 @@ class NAF(Algorithm):
     def acting(self) -> nn.Module:
         """The network: mu shares its torso with V and L."""
         return self.model
-
-    @torch.no_grad()
-    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
-        """mu(s), with Gaussian noise unless deterministic."""
-        actions = self.model.actor(obs)
-        if not deterministic:
-            noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
-            actions = (actions + self.exploration_noise * noise).clamp_(-1.0, 1.0)
-        return ActOutput(actions)
-
-    def numpy_policy(self) -> NumpyPolicy | None:
-        """The same in numpy."""
-        make = getattr(self.model, "numpy_policy", None)
-        return None if make is None else make(lambda: self.exploration_noise)
 
     def critic_step(self, batch: Batch, discounts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the Bellman error; its metrics, and priorities [B]."""

@@ -185,10 +185,14 @@ class QLearning(Algorithm):
             scores = torch.where(explore, mask_scores(draws[:, 1:], action_masks), scores)
         return ActOutput(scores.argmax(-1))
 
+    def numpy_form(self, method: str) -> Any:
+        """What the network's `method` makes of it in numpy; None where it has no such method or form."""
+        make = getattr(self.q_network, method, None)
+        return None if make is None else make()
+
     def numpy_action_values(self) -> NumpyValues | None:
         """`action_values` in numpy, where the network has a numpy form."""
-        make = getattr(self.q_network, "numpy_network", None)
-        network = make() if make is not None else None
+        network = self.numpy_form("numpy_network")
         return None if network is None else lambda obs, rng: self.numpy_values(network(obs, rng))
 
     def numpy_policy(self) -> NumpyPolicy | None:

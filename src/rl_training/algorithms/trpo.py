@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
-from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.base import Batch, UpdateResult, attribute_of
 from rl_training.algorithms.ops.policy import conjugate_gradient
 from rl_training.algorithms.optimization import flatten_parameters
 
@@ -31,6 +31,8 @@ def trpo_loss(batch: Batch) -> dict[str, Tensor]:
 
 class TRPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
+
+    value_learning_rate = attribute_of("value_optimizer", "learning_rate")
 
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
@@ -62,15 +64,6 @@ class TRPO(ActorCriticAlgorithm):
             "value_optimizer", self.policy.critic.parameters(), value_learning_rate, kind=optimizer, eps=optimizer_eps,
             max_grad_norm=max_grad_norm,
         )  # fmt: skip
-
-    @property
-    def value_learning_rate(self) -> float:
-        """Step size of the critic; the policy has none."""
-        return self.value_optimizer.learning_rate
-
-    @value_learning_rate.setter
-    def value_learning_rate(self, value: float) -> None:
-        self.value_optimizer.learning_rate = value
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
         """Gradient of a scalar with respect to the policy, flat [P]; the graph stays for the next."""

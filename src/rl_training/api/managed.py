@@ -41,12 +41,14 @@ class Actor:
         self._session = ActingSession(policy.algorithm, 1, policy.seed, deterministic=self._deterministic)
         self._is_first = True
 
-    def act(self, obs: Any) -> Any:
-        """The action for the next observation of the episode."""
-        encoded, _ = self._policy.spaces.encode_for_prediction(obs)
-        actions = self._session.act(encoded, is_first=np.array([self._is_first]))
+    def act(self, obs: Any, *, action_mask: Any = None) -> Any:
+        """The action for the next observation of the episode, among those that `action_mask` allows."""
+        spaces = self._policy.spaces
+        encoded, is_batch = spaces.encode_for_prediction(obs)
+        masks = spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
+        actions = self._session.act(encoded, masks, np.array([self._is_first]))
         self._is_first = False
-        return plain_action(self._policy.spaces.map_actions(actions)[0])
+        return plain_action(spaces.map_actions(actions)[0])
 
 
 class ManagedAlgorithm:
@@ -80,9 +82,12 @@ class ManagedAlgorithm:
         """Metrics of whole episodes in environments of its own."""
         return evaluate_checkpoint(self._path("evaluate"), num_episodes=num_episodes, env=self.env)
 
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """The environment's action for an observation, or actions for a batch."""
-        return self._loaded().predict(obs, deterministic)
+    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
+        """The environment's action for an observation, or actions for a batch.
+
+        `action_mask` is as the environment's `info` has it, for a batch one per observation; None allows every action.
+        """
+        return self._loaded().predict(obs, deterministic, action_mask=action_mask)
 
     def actor(self, deterministic: bool = True) -> Actor:
         """An actor with memory of its episode."""

@@ -9,28 +9,33 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_training.cli.options import CheckpointOption, StochasticOption, find_checkpoint, option
+from rl_training.cli.options import CheckpointOption, StochasticOption, Text, find_checkpoint, option
 from rl_training.errors import UserError
 
 
 def predict(
     checkpoint: CheckpointOption,
     obs: Annotated[str, option("An observation or a batch: JSON, .json or .npy, - is stdin.", metavar="JSON|FILE|-")],
+    action_mask: Annotated[
+        Text, option("1 for each action that is allowed, else 0; a batch has a row for each.", metavar="JSON|FILE|-")
+    ] = None,
     stochastic: StochasticOption = False,
 ) -> None:
     """Print the action for an observation as JSON; a batch gives a batch."""
-    observation = read_observation(obs)
+    observation = read_values("--obs", obs, "an observation looks like [0.1, 0.2]")
+    mask = None if action_mask is None else read_values("--action-mask", action_mask, "a mask looks like [1, 0, 1]")
     from rl_training.runtime.workflows import load_policy
 
     policy = load_policy(find_checkpoint(checkpoint))
-    action = policy.predict(_as_tuples(observation, policy.spaces.observation_space), not stochastic)
+    observation = _as_tuples(observation, policy.spaces.observation_space)
+    action = policy.predict(observation, not stochastic, action_mask=mask)
     typer.echo(json.dumps(action if isinstance(action, int) else action.tolist()))
 
 
-def read_observation(given: str) -> Any:
-    """The observation in a JSON text, a file or stdin."""
+def read_values(name: str, given: str, example: str) -> Any:
+    """What the option `name` holds: a JSON text, a file or stdin."""
     if given.endswith(".npy"):
-        return _read_array(given)
+        return _read_array(name, given)
     try:
         if given == "-":
             return json.loads(sys.stdin.read())
@@ -39,21 +44,21 @@ def read_observation(given: str) -> Any:
                 return json.load(file)
         return json.loads(given)
     except OSError as error:
-        raise UserError(f"--obs {given} cannot be read: {error.strerror}.") from None
+        raise UserError(f"{name} {given} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
         where = "stdin" if given == "-" else repr(given if len(given) <= 60 else given[:57] + "...")
-        raise UserError(f"--obs: {where} is not valid JSON; an observation looks like [0.1, 0.2].") from None
+        raise UserError(f"{name}: {where} is not valid JSON; {example}.") from None
 
 
-def _read_array(path: str) -> Any:
+def _read_array(name: str, path: str) -> Any:
     import numpy as np
 
     try:
         return np.load(path, allow_pickle=False)
     except OSError as error:
-        raise UserError(f"--obs {path} cannot be read: {error.strerror or 'not a .npy file'}.") from None
+        raise UserError(f"{name} {path} cannot be read: {error.strerror or 'not a .npy file'}.") from None
     except (ValueError, EOFError):
-        raise UserError(f"--obs {path} is not a .npy file of numbers.") from None
+        raise UserError(f"{name} {path} is not a .npy file of numbers.") from None
 
 
 def _as_tuples(observation: Any, space: Any) -> Any:

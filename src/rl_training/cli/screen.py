@@ -63,8 +63,8 @@ def print_run(console: Console, result: TrainResult, title: str, *, trained: int
     rate = f"({steps / seconds:,.0f} steps/s)" if seconds > 0 else ""
     reason = REASONS.get(str(metrics["stop_reason"]), str(metrics["stop_reason"]))
     console.print(f"\n[bold]{title}[/bold]: {reason}")
-    if trained == 0:
-        console.print("  nothing was left to train; give a larger --total-timesteps", style="yellow")
+    if trained == 0 and (budget := larger_budget(metrics)):
+        console.print(f"  nothing was left to train; give a larger budget, such as {budget}", style="yellow")
     print_facts(console, [
         ("return", describe_return(metrics)),
         ("steps", f"{steps:,} in {format_duration(seconds)} {rate}"),
@@ -78,12 +78,23 @@ def print_run(console: Console, result: TrainResult, title: str, *, trained: int
 
 def print_next(console: Console, result: TrainResult) -> None:
     """The commands that go on from here."""
-    metrics, path = result.metrics, quote(result.checkpoint_path)
-    interrupted = metrics["stop_reason"] in ("SIGINT", "SIGTERM", "max_seconds")
-    further = "" if interrupted else f" --total-timesteps {2 * metrics['global_step']}"
+    path = quote(result.checkpoint_path)
     console.print("\nnext")
     console.print(f"  rl-training eval --checkpoint {path} --num-episodes 20", soft_wrap=True)
-    console.print(f"  rl-training resume --checkpoint {path}{further}", soft_wrap=True)
+    console.print(f"  rl-training resume --checkpoint {path} {larger_budget(result.metrics)}".rstrip(), soft_wrap=True)
+
+
+def larger_budget(metrics: dict[str, Any]) -> str:
+    """The option of `resume` that doubles what stopped the run; none where it was not a budget but a signal."""
+    match metrics["stop_reason"]:
+        case "SIGINT" | "SIGTERM":
+            return ""
+        case "max_seconds":
+            return f"--set max_seconds={math.ceil(2 * metrics['train_seconds'])}"
+        case "max_updates":
+            return f"--set max_updates={2 * metrics['updates']}"
+        case _:
+            return f"--total-timesteps {2 * metrics['global_step']}"
 
 
 def quote(path: Path) -> str:

@@ -148,9 +148,15 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
     )
 
 
-def filled_part(array: Array, count: int) -> Array:
-    """The first `count` rows, as a view: a checkpoint writer streams it without a copy."""
-    return array if count >= len(array) else array[:count]
+def filled_parts(arrays: Mapping[str, Array], count: int) -> dict[str, Array]:
+    """The first `count` rows of each, as views: a checkpoint writer streams them without a copy."""
+    return {name: array if count >= len(array) else array[:count] for name, array in arrays.items()}
+
+
+def restore_parts(arrays: Mapping[str, Array], stored: Mapping[str, Array]) -> None:
+    """Write what `filled_parts` gave into arrays of the same layout."""
+    for name, array in arrays.items():
+        array[: len(stored[name])] = stored[name]
 
 
 def check_same_layout(stored: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:

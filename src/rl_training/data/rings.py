@@ -1,4 +1,4 @@
-"""`TransitionRings`: where a replay buffer writes, one preallocated ring per environment."""
+"""One preallocated ring per environment: `EnvRings`, and where a replay buffer writes, `TransitionRings`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from rl_training.data.memory import (
     DType,
     allocate,
     check_same_layout,
-    filled_part,
+    filled_parts,
     replay_specs,
+    restore_parts,
     rows_per_env,
 )  # fmt: skip
 from rl_training.errors import UserError
@@ -23,7 +24,42 @@ from rl_training.errors import UserError
 _STACK_CHECKS = 1000  # steps during which observations are compared with what frame_stack promises
 
 
-class TransitionRings:
+class EnvRings:
+    """The newest rows of `num_envs` environments in shared arrays `[rows, num_envs, ...]`.
+
+    `_heads` are the rows to write next, `_sizes` how many rows before them can be sampled.
+    """
+
+    def __init__(self, capacity: int, num_envs: int, arrays: dict[str, Array], first: int = 0) -> None:
+        self.rows_per_env, self.num_envs, self._arrays = rows_per_env(capacity, num_envs), num_envs, arrays
+        self._env = np.arange(num_envs)
+        self._heads = np.full(num_envs, first, dtype=np.int64)
+        self._sizes = np.zeros(num_envs, dtype=np.int64)
+
+    @property
+    def capacity(self) -> int:
+        """Rows held when full."""
+        return self.rows_per_env * self.num_envs
+
+    def __len__(self) -> int:
+        return int(self._sizes.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as they are now."""
+        return sum(array.nbytes for array in self._arrays.values())
+
+    def _filled_state(self, filled: int) -> dict[str, Any]:
+        """The first `filled` rows of the arrays, as views, and where the rings stand."""
+        arrays = filled_parts(self._arrays, filled)
+        return {"arrays": arrays, "heads": self._heads.copy(), "sizes": self._sizes.copy()}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        restore_parts(self._arrays, state["arrays"])
+        self._heads[:], self._sizes[:] = state["heads"], state["sizes"]
+
+
+class TransitionRings(EnvRings):
     """Storage, writing and resuming of `ReplayBuffer`, which adds the reading.
 
     All rings lie in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the
@@ -41,9 +77,9 @@ class TransitionRings:
             continuous=continuous, action_dtype=action_dtype, frame_stack=frame_stack, mask_size=mask_size,
         )  # fmt: skip
         arrays = allocate(specs, folder, f"a replay buffer of {capacity} steps")
-        self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
+        # Rings start after the room for the first frame's history.
+        super().__init__(capacity, num_envs, arrays, first=frame_stack - 1)
         self.obs_shape, self.frame_stack = tuple(obs_shape), frame_stack
-        self._arrays = arrays
         self._slots = len(arrays["rewards"])
         self._length = self._slots * num_envs  # of the flat arrays
         flat = {name: array.reshape(self._length, *array.shape[2:]) for name, array in arrays.items()}
@@ -54,26 +90,12 @@ class TransitionRings:
         self._final_slots.fill(-1)
         self._finals = FinalObservations(specs["obs"], mask_size, folder, self.capacity)
         self._channels = self._obs.shape[1] if frame_stack > 1 else 0
-        self._env = np.arange(num_envs)
-        # The slot of the observation that is acted on next; rings start after the room for the first frame's history.
-        self._heads = np.full(num_envs, frame_stack - 1, dtype=np.int64)
-        self._sizes = np.zeros(num_envs, dtype=np.int64)
         self._lockstep, self._started, self._wrapped, self._steps_checked = True, False, False, 0
-
-    # sizes ------------------------------------------------------------------------------------------------------
-
-    @property
-    def capacity(self) -> int:
-        """Transitions held when full."""
-        return self.rows_per_env * self.num_envs
-
-    def __len__(self) -> int:
-        return int(self._sizes.sum())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays as they are now."""
-        return sum(array.nbytes for array in self._arrays.values()) + self._finals.nbytes
+        """Bytes of all arrays as they are now, final observations included."""
+        return super().nbytes + self._finals.nbytes
 
     # writing ----------------------------------------------------------------------------------------------------
 
@@ -199,9 +221,7 @@ class TransitionRings:
         self._heads[pick] = heads % self._slots
         self._sizes[pick] = np.minimum(self._sizes[pick] + 1, self.rows_per_env)
 
-    def _check_stacks(
-        self, obs: Array, next_obs: Array, done: Array, has_finals: bool, valid: Array | None
-    ) -> None:
+    def _check_stacks(self, obs: Array, next_obs: Array, done: Array, has_finals: bool, valid: Array | None) -> None:
         """Refuse observations that frames stored once could not rebuild."""
         self._steps_checked += 1
         c = self._channels
@@ -230,10 +250,7 @@ class TransitionRings:
         """Everything, as views of the filled part: write them before the next `add`."""
         filled = self._slots if self._wrapped else int(self._heads.max()) + 1
         return {
-            "layout": self._layout(),
-            "arrays": {name: filled_part(array, filled) for name, array in self._arrays.items()},
-            "finals": self._finals.state_dict(),
-            "heads": self._heads.copy(), "sizes": self._sizes.copy(),
+            "layout": self._layout(), **self._filled_state(filled), "finals": self._finals.state_dict(),
             "lockstep": self._lockstep, "started": self._started, "wrapped": self._wrapped,
             "steps_checked": self._steps_checked,
         }  # fmt: skip
@@ -242,10 +259,7 @@ class TransitionRings:
         """Go on exactly where `state_dict` was taken; a state of another layout is refused."""
         check_same_layout(state["layout"], self._layout(), "replay buffer")
         self._final_slots.fill(-1)
-        for name, array in self._arrays.items():
-            stored = state["arrays"][name]
-            array[: len(stored)] = stored
+        self._restore(state)
         self._finals.load_state_dict(state["finals"])
-        self._heads[:], self._sizes[:] = state["heads"], state["sizes"]
         self._lockstep, self._started = bool(state["lockstep"]), bool(state["started"])
         self._wrapped, self._steps_checked = bool(state["wrapped"]), int(state["steps_checked"])

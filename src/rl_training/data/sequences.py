@@ -17,10 +17,10 @@ from rl_training.data.memory import (
     action_dtype_of,
     allocate,
     check_same_layout,
-    filled_part,
     numpy_dtype,
     rows_per_env,
 )  # fmt: skip
+from rl_training.data.rings import EnvRings
 from rl_training.errors import UserError
 
 
@@ -40,7 +40,7 @@ def sequence_specs(
     }
 
 
-class RecurrentReplayBuffer:
+class RecurrentReplayBuffer(EnvRings):
     """The newest rows of `num_envs` environments, one ring each, sampled as windows of `sequence_length` rows.
 
     A row is an ARRIVAL: `obs[t]`, the action that LED there (`actions[t]`, taken at `obs[t - 1]`), the reward received
@@ -62,31 +62,14 @@ class RecurrentReplayBuffer:
             capacity, num_envs, obs_shape=obs_shape, obs_dtype=obs_dtype, action_shape=action_shape,
             continuous=continuous, action_dtype=action_dtype,
         )  # fmt: skip
-        self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
-        if not 1 <= sequence_length <= self.rows_per_env:
+        rows = rows_per_env(capacity, num_envs)
+        if not 1 <= sequence_length <= rows:
             raise UserError(
-                f"sequence_length is {sequence_length}, but buffer_capacity leaves {self.rows_per_env} rows for each "
-                "environment."
+                f"sequence_length is {sequence_length}, but buffer_capacity leaves {rows} rows for each environment."
             )
+        super().__init__(capacity, num_envs, allocate(specs, folder, f"a sequence buffer of {capacity} steps"))
         self.sequence_length, self.device = sequence_length, torch.device(device)
-        self._arrays = allocate(specs, folder, f"a sequence buffer of {capacity} steps")
         self._flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._arrays.items()}
-        self._heads = np.zeros(num_envs, dtype=np.int64)  # the next row to write
-        self._sizes = np.zeros(num_envs, dtype=np.int64)
-        self._env = np.arange(num_envs)
-
-    @property
-    def capacity(self) -> int:
-        """Rows held when full."""
-        return self.rows_per_env * self.num_envs
-
-    def __len__(self) -> int:
-        return int(self._sizes.sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self._arrays.values())
 
     def add(
         self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
@@ -125,9 +108,7 @@ class RecurrentReplayBuffer:
 
     def _begin(self, envs: Array, obs: Array) -> None:
         if len(envs):
-            self._append(
-                envs, obs=obs[envs], actions=0, rewards=0.0, terminated=False, truncated=False, is_first=True
-            )
+            self._append(envs, obs=obs[envs], actions=0, rewards=0.0, terminated=False, truncated=False, is_first=True)
 
     def _append(self, envs: Array, **values: Any) -> None:
         rows = self._heads[envs] * self.num_envs + envs
@@ -168,16 +149,9 @@ class RecurrentReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as views of the filled part: write them before the next `add`."""
-        filled = int(self._sizes.max())
-        arrays = {name: filled_part(array, filled) for name, array in self._arrays.items()}
-        return {
-            "layout": self._layout(), "arrays": arrays, "heads": self._heads.copy(), "sizes": self._sizes.copy()
-        }
+        return {"layout": self._layout(), **self._filled_state(int(self._sizes.max()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken; a state of another layout is refused."""
         check_same_layout(state["layout"], self._layout(), "sequence buffer")
-        for name, array in self._arrays.items():
-            stored = state["arrays"][name]
-            array[: len(stored)] = stored
-        self._heads[:], self._sizes[:] = state["heads"], state["sizes"]
+        self._restore(state)

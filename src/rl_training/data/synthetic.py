@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array, ArraySpec, allocate, check_same_layout, filled_part
+from rl_training.data.memory import Array, ArraySpec, allocate, check_same_layout, filled_parts, restore_parts
 
 
 class SyntheticBuffer:
@@ -50,14 +50,13 @@ class SyntheticBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as views of the filled part."""
-        arrays = {name: filled_part(array, self._size) for name, array in self._arrays.items()}
+        arrays = filled_parts(self._arrays, self._size)
         return {"layout": self._layout(), "arrays": arrays, "size": self._size, "head": self._head}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a state of another layout is refused."""
         check_same_layout(state["layout"], self._layout(), "synthetic buffer")
-        for name, array in self._arrays.items():
-            array[: len(state["arrays"][name])] = state["arrays"][name]
+        restore_parts(self._arrays, state["arrays"])
         self._size, self._head = int(state["size"]), int(state["head"])
 
     def _layout(self) -> dict[str, Any]:

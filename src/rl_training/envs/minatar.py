@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import gymnasium as gym
-from minatar.gym import BaseEnv
+
+logging.disable(logging.WARNING)  # importing it warns of plotting packages that only its windows need
+try:
+    from minatar.gym import BaseEnv
+finally:
+    logging.disable(logging.NOTSET)
 
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 

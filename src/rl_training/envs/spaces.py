@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,33 @@ class EnvSpaces:
         if not rows:
             raise UserError(f"obs is an empty batch; {self.env_id} wants {in_words(self.observation_space)}.")
         return self.encode(np.stack([self._flatten(row) for row in rows])), is_batch
+
+    def masks_for_prediction(self, action_mask: Any, count: int, *, is_batch: bool) -> Array | None:
+        """What a caller allows, one mask or for a batch one per row, as `[count, action_dim]`; None allows all."""
+        if action_mask is None:
+            return None
+        if not self.has_action_mask:
+            raise UserError(f"action_mask is given, but {self.env_id} has no action masks; leave it out.")
+        if hasattr(action_mask, "tolist"):
+            action_mask = action_mask.tolist()
+        if not is_batch:
+            return self._read_mask(action_mask, "action_mask")[None]
+        if not isinstance(action_mask, (list, tuple)) or len(action_mask) != count:
+            size = len(action_mask) if isinstance(action_mask, (list, tuple)) else "no"
+            raise UserError(f"action_mask has {size} rows; obs is a batch of {count}, and each row needs a mask.")
+        return np.stack([self._read_mask(mask, f"action_mask[{i}]") for i, mask in enumerate(action_mask)])
+
+    def _read_mask(self, mask: Any, where: str) -> Array:
+        has_parts = isinstance(mask, (list, tuple)) and any(np.iterable(part) for part in mask)
+        parts = [read_numbers(part, self.env_id, where) for part in (mask if has_parts else [mask])]
+        flat = flatten_mask(parts, self, where)
+        if not np.isin(flat, (0, 1)).all():
+            raise UserError(f"{where} holds something else than 0 and 1; 1 allows an action and 0 forbids it.")
+        for i, (start, end) in enumerate(pairwise(np.cumsum([0, *self.action_sizes]))):
+            if not flat[start:end].any():
+                part = f" in part {i}" if self.action_shape else ""
+                raise UserError(f"{where} forbids every action{part}; at least one entry there must be 1.")
+        return flat.astype(bool)
 
     def _split(self, observation: Any) -> tuple[list[Any], bool]:
         """The raw observations in `observation`, read as elements of the space, and whether it was a batch."""
@@ -320,10 +348,14 @@ def read_action_mask(info: Mapping[str, Any], spaces: EnvSpaces) -> Array:
     mask = info.get("action_mask")
     if mask is None:
         return np.ones(spaces.action_dim, dtype=bool)
+    return flatten_mask(mask, spaces, "info['action_mask']").astype(bool)
+
+
+def flatten_mask(mask: Any, spaces: EnvSpaces, where: str) -> Array:
+    """A mask, whole or a part for each factor of the action, as `[action_dim]` numbers."""
     flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, (list, tuple)) else np.ravel(mask)
     if flat.size != spaces.action_dim:
         raise UserError(
-            f"info['action_mask'] of {spaces.env_id} has {flat.size} entries; its action space needs "
-            f"{spaces.action_dim}."
+            f"{where} of {spaces.env_id} has {flat.size} entries; its action space needs {spaces.action_dim}."
         )
-    return flat.astype(bool)
+    return flat

@@ -40,8 +40,12 @@ class TrainConfig(StrictModel):
     vectorization: Literal["auto", "native", "sync", "async"] = Field(
         "auto", description="How environments are stepped: by their own vector code, in turn, or in processes."
     )
-    accelerate: str = Field("auto", description="auto or none; compiled and captured updates do not exist yet.")
-    max_seconds: float | None = Field(None, gt=0, description="Stop after this many seconds of wall-clock.")
+    accelerate: str = Field(
+        "auto", description="auto or none, both without effect so far: Dreamer's captured update is its own `capture`."
+    )
+    max_seconds: float | None = Field(
+        None, gt=0, description="Stop after this many seconds of training, evaluations apart, counted across resumes."
+    )
     tags: tuple[str, ...] = Field((), description="Free words stored with the run.")
     benchmark: dict[str, Any] = Field(default_factory=dict, description="Free notes for benchmark scripts; not read.")
     algo_kwargs: dict[str, Any] = Field(default_factory=dict, description="Hyper-parameters of the algorithm.")

@@ -75,6 +75,11 @@ class ImageEncoder(nn.Sequential):
         self.out_dim = out_dim
 
 
+def encoded_dim(obs_dim: int, encoder: nn.Module | None) -> int:
+    """Width of what the layers behind an encoder read: the observation itself where there is none."""
+    return obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+
+
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; moved only by `update`, so it is frozen wherever nobody learns."""
 

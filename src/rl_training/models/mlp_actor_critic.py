@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.blocks import ObservationInput, encoded_dim, mlp, numpy_forward, numpy_input
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
 from rl_training.models.passes import SplitMLP
 
@@ -42,21 +42,14 @@ class MLPActorCritic(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        obs_dim: int,
-        action_dim: int,
-        hidden_sizes: Sequence[int] = (64, 64),
-        activation: str = "tanh",
-        action_kind: str = "discrete",
-        action_sizes: Sequence[int] | None = None,
-        encoder: nn.Module | None = None,
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
+        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, encoder: nn.Module | None = None,
         observation_input: ObservationInput | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.observation_input = observation_input or ObservationInput()
         self.encoder = encoder
-        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        features = encoded_dim(obs_dim, encoder)
         self.action_kind = action_kind
         self.action_sizes = tuple(action_sizes or (action_dim,))
         self.actor = mlp(features, hidden_sizes, action_dim, activation, output_gain=0.01)

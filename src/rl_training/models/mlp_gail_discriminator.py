@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, mlp
+from rl_training.models.blocks import ObservationInput, encoded_dim, mlp
 
 
 class MLPGAILDiscriminator(nn.Module):
@@ -20,24 +20,16 @@ class MLPGAILDiscriminator(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        obs_dim: int,
-        action_dim: int,
-        hidden_sizes: Sequence[int] = (64, 64),
-        activation: str = "tanh",
-        action_kind: str = "discrete",
-        action_sizes: Sequence[int] | None = None,
-        encoder: nn.Module | None = None,
-        observation_input: ObservationInput | None = None,
-        absorbing_states: bool = False,
-    ) -> None:
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
+        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, encoder: nn.Module | None = None,
+        observation_input: ObservationInput | None = None, absorbing_states: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.observation_input = observation_input or ObservationInput()
         self.encoder = encoder
         self.continuous, self.absorbing_states = action_kind == "continuous", absorbing_states
         self.action_sizes = tuple(action_sizes or (action_dim,))
-        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        features = encoded_dim(obs_dim, encoder)
         self.network = mlp(features + action_dim + absorbing_states, hidden_sizes, 1, activation, output_gain=0.0)
 
     def forward(self, obs: Tensor, actions: Tensor, absorbing: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, linear, numpy_input
+from rl_training.models.blocks import ObservationInput, encoded_dim, linear, numpy_input
 from rl_training.models.mlp_q_network import DuelingHead, hidden_layers
 from rl_training.models.noisy import NoisyNetwork, make_layer, numpy_step
 from rl_training.models.passes import Backward, LinearPass, WrittenOut, relu_backward, runs_written_out
@@ -34,7 +34,7 @@ class MLPIQNNetwork(NoisyNetwork):
         super().__init__()
         self.observation_input = observation_input or ObservationInput()
         self.encoder = encoder
-        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        features = encoded_dim(obs_dim, encoder)
         self.trunk, self.feature_dim = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
         self.embedding = linear(embedding_dim, self.feature_dim)
         self.action_dim, self.dueling = action_dim, dueling

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, activation_layer, numpy_input
+from rl_training.models.blocks import ObservationInput, activation_layer, encoded_dim, numpy_input
 from rl_training.models.noisy import NoisyNetwork, NumpyStep, make_layer, numpy_chain, numpy_step
 from rl_training.models.passes import Backward, WrittenOut
 
@@ -86,7 +86,7 @@ class MLPQNetwork(NoisyNetwork):
         self.encoder = encoder
         self.action_dim = action_dim
         self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
-        features = obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+        features = encoded_dim(obs_dim, encoder)
         outputs = num_outputs or 1
         self.head: nn.Module
         if dueling:

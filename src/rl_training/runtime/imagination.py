@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array
-from rl_training.envs.factory import Env, probe_spaces, read_recipe
+from rl_training.data import TransitionDataset
+from rl_training.envs.factory import Env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.recording import play_policy
-from rl_training.runtime.session import check_same_spaces
 from rl_training.runtime.workflows import PathLike, load_algorithm, read_checkpoint
 
 PLAYED = 10  # windows' worth of steps that may be played to find one window
@@ -25,10 +25,14 @@ FRAME_SIDE, FRAME_MS = 192, 120  # of the moving picture
 
 
 class Windows(NamedTuple):
-    """Pieces of episodes as a policy sees them: obs [B, L, ...] and the actions that led there [B, L, ...]."""
+    """Pieces of episodes as a policy sees them: obs [B, L, ...], and what led there, actions and rewards [B, L, ...].
 
-    obs: Array
-    actions: Array
+    Nothing led to the first observation of a window: action and reward are 0 there.
+    """
+
+    obs: Tensor
+    actions: Tensor
+    rewards: Tensor
 
 
 class OpenLoopErrors(NamedTuple):
@@ -62,8 +66,8 @@ def open_loop_errors(
 ) -> OpenLoopErrors:  # fmt: skip
     """Errors of a checkpoint's world model against the horizon, over windows of its own (sampled) policy's play."""
     algorithm, spaces, played = play_windows(path, warm_up + horizon, windows, seed=seed, env=env)
-    predicted = open_loop(algorithm, torch.from_numpy(played.obs), torch.from_numpy(played.actions), warm_up).numpy()
-    real = played.obs.astype(np.float32)
+    predicted = open_loop(algorithm, played.obs, played.actions, warm_up).numpy()
+    real = played.obs.float().numpy()
     axes = tuple(range(2, real.ndim))
     scale = np.float32(spaces.image_scale) if spaces.obs_kind == "image" else real.std(axis=(0, 1)) + 1e-6
     moved, stood = predicted[:, warm_up:] - real[:, warm_up:], real[:, warm_up - 1, None] - real[:, warm_up:]
@@ -77,33 +81,30 @@ def play_windows(
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
     if not hasattr(algorithm, "world_model"):
         raise UserError(f"{path} is a checkpoint of {config.algo}, which has no world model to imagine with.")
-    recipe = read_recipe(config.env_id, config.env_kwargs, env)
-    check_same_spaces(spaces, probe_spaces(recipe))
-    torch.set_num_threads(int(config.threads))
-    seed = config.seed if seed is None else seed
-    arrays = play_policy(algorithm, recipe, spaces, (count + PLAYED) * length, seed, deterministic=False)
-    found = cut_windows(arrays, spaces, length)
-    if len(found.obs) == 0:
+    steps = (count + PLAYED) * length
+    dataset = play_policy(algorithm, spaces, config, steps, seed=seed, deterministic=False, env=env)
+    starts = window_starts(dataset, length)
+    if len(starts) == 0:
         raise UserError(f"no episode of {config.env_id} lasted {length} steps with this policy; nothing can be shown.")
-    return algorithm, spaces, Windows(found.obs[:count], found.actions[:count])
+    dataset = dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
+    return algorithm, spaces, cut_windows(dataset, starts[:count], length)
 
 
-def cut_windows(arrays: dict[str, Array], spaces: EnvSpaces, length: int) -> Windows:
-    """Windows that do not overlap and hold no end but in their last row; the first action of each is none (0)."""
-    ends = np.flatnonzero(arrays["terminated"] | arrays["truncated"]) + 1
-    starts = [
-        start
-        for first, last in zip([0, *ends], [*ends, len(arrays["rewards"])], strict=True)
-        for start in range(first, last - length + 2, length)  # n steps of an episode hold n + 1 observations
-        if start + length - 1 <= last
+def window_starts(dataset: TransitionDataset, length: int) -> Array:
+    """First rows of windows of `length` observations that lie inside one episode and do not overlap."""
+    ends = dataset.episode_ends + 1
+    starts = [  # n steps of an episode hold n + 1 observations
+        np.arange(first, last - length + 2, length) for first, last in zip([0, *ends[:-1]], ends, strict=True)
     ]
-    obs = [np.concatenate([arrays["obs"][s : s + 1], arrays["next_obs"][s : s + length - 1]]) for s in starts]
-    actions = spaces.unmap_actions(arrays["actions"])
-    led = [np.concatenate([np.zeros_like(actions[:1]), actions[s : s + length - 1]]) for s in starts]
-    if not starts:
-        return Windows(np.empty(0), np.empty(0))
-    encoded = spaces.encode(np.concatenate(obs))
-    return Windows(encoded.reshape(len(starts), length, *encoded.shape[1:]), np.stack(led))
+    return np.concatenate(starts)
+
+
+def cut_windows(dataset: TransitionDataset, starts: Array, length: int) -> Windows:
+    """The windows of `length` observations that begin at the rows `starts` [B]."""
+    steps = starts[:, None] + np.arange(length - 1)
+    obs = np.concatenate([dataset.obs[starts, None], dataset.next_obs[steps]], axis=1)
+    led = (np.insert(column[steps], 0, 0, axis=1) for column in (dataset.actions, dataset.rewards))
+    return Windows(*(torch.from_numpy(array) for array in (obs, *led)))
 
 
 def draw_imagination(
@@ -116,9 +117,8 @@ def draw_imagination(
     except ImportError:
         raise UserError("--imagine needs the extra 'results' (pip install 'rl-training[results]').") from None
     algorithm, spaces, played = play_windows(path, warm_up + horizon, 1, seed=seed, env=env)
-    obs, actions = torch.from_numpy(played.obs), torch.from_numpy(played.actions)
-    predicted = open_loop(algorithm, obs, actions, warm_up)[0].numpy()
-    real, still = played.obs[0], Path(folder) / "imagined.png"
+    predicted = open_loop(algorithm, played.obs, played.actions, warm_up)[0].numpy()
+    real, still = played.obs[0].numpy(), Path(folder) / "imagined.png"
     Path(folder).mkdir(parents=True, exist_ok=True)
     if spaces.obs_kind == "vector":
         draw_curves(Figure(layout="constrained"), real, predicted, warm_up).savefig(still, dpi=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,16 +43,25 @@ def record_policy(
 ) -> TransitionDataset:  # fmt: skip
     """Steps of a checkpoint's policy in an environment as it trained in; the same seed (the run's) records the same."""
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
+    dataset = play_policy(algorithm, spaces, config, num_steps, seed=seed, deterministic=deterministic, env=env)
+    return replace(dataset, metadata=origin(config, path) | dataset.metadata)
+
+
+def play_policy(
+    algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig, num_steps: int, *, seed: int | None,
+    deterministic: bool, env: Callable[..., Env] | None = None,
+) -> TransitionDataset:  # fmt: skip
+    """What `record_policy` records, by the learner, spaces and config that `load_algorithm` gives."""
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     check_same_spaces(spaces, probe_spaces(recipe))
     check_room(num_steps, spaces)
     torch.set_num_threads(int(config.threads))
     seed = config.seed if seed is None else seed
-    arrays = play_policy(algorithm, recipe, spaces, num_steps, seed, deterministic=deterministic)
-    return TransitionDataset(**arrays, metadata=origin(config, path) | {"seed": seed, "deterministic": deterministic})
+    arrays = play_steps(algorithm, recipe, spaces, num_steps, seed, deterministic=deterministic)
+    return TransitionDataset(**arrays, metadata={"seed": seed, "deterministic": deterministic})
 
 
-def play_policy(
+def play_steps(
     algorithm: Algorithm, recipe: EnvRecipe, spaces: EnvSpaces, num_steps: int, seed: int, *, deterministic: bool
 ) -> dict[str, Array]:
     """The arrays of `num_steps` in one environment, episode after episode, with the environment's own actions."""

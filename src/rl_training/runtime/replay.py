@@ -54,15 +54,52 @@ class ReplayParams(Params):
         return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
 
 
-class ReplaySource:
+class BufferedSource:
+    """What the lanes with a buffer share: environments, generator, `credit` for updates, and all of them as a state.
+
+    A subclass makes the `buffer` and says what its credit counts.
+    """
+
+    buffer: Any
+    credit: float
+
+    def __init__(self, context: SourceContext) -> None:
+        self.params, self.spaces, self.stepper = context.params, context.spaces, context.stepper
+        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Environments, generator, credit, and under `replay` the buffer."""
+        return {
+            "stepper": self.stepper.state_dict(), "rng": self.rng.bit_generator.state, "credit": self.credit,
+            "replay": self.buffer.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`; a checkpoint may be without its buffer."""
+        self.rng.bit_generator.state = state["rng"]
+        self.credit = state["credit"]
+        sentences = self.stepper.load_state_dict(state["stepper"])
+        if "replay" in state:
+            self.buffer.load_state_dict(state["replay"])
+        else:
+            sentences.append("the checkpoint holds no replay buffer; it is filled again before learning goes on.")
+        return sentences
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.stepper.close()
+
+
+class ReplaySource(BufferedSource):
     """Steps the environments, stores what happened, and samples `gradient_updates_per_step` batches a turn.
 
     A turn is due per `train_frequency` environment steps, so more environments mean more turns, not fewer updates.
     """
 
+    buffer: ReplayBuffer
+
     def __init__(self, context: SourceContext) -> None:
-        self.params, self.spaces, self.stepper = context.params, context.spaces, context.stepper
-        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+        super().__init__(context)
         self.prioritized_beta: float = self.params.prioritized_beta_start
         self.credit = 0  # environment steps not yet answered by a training turn
         self.buffer = make_buffer(
@@ -127,28 +164,6 @@ class ReplaySource:
         """Errors become priorities."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Environments, generator, turns still due, and under `replay` the buffer."""
-        return {
-            "stepper": self.stepper.state_dict(), "rng": self.rng.bit_generator.state, "credit": self.credit,
-            "replay": self.buffer.state_dict(),
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`; a checkpoint may be without its buffer."""
-        self.rng.bit_generator.state = state["rng"]
-        self.credit = state["credit"]
-        sentences = self.stepper.load_state_dict(state["stepper"])
-        if "replay" in state:
-            self.buffer.load_state_dict(state["replay"])
-        else:
-            sentences.append("the checkpoint holds no replay buffer; it is filled again before learning goes on.")
-        return sentences
-
-    def close(self) -> None:
-        """Close the environments."""
-        self.stepper.close()
 
 
 def first_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.random.Generator) -> Array:

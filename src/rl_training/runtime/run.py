@@ -124,7 +124,7 @@ class Run:
                 self.stop_reason = "max_updates"
             elif self._signal is not None:
                 self.stop_reason = signal.Signals(self._signal).name
-            elif self.config.max_seconds is not None and time.perf_counter() - self._begun >= self.config.max_seconds:
+            elif self.config.max_seconds is not None and self._trained_seconds() >= self.config.max_seconds:
                 self.stop_reason = "max_seconds"
         return self.stop_reason is not None
 
@@ -200,6 +200,10 @@ class Run:
         """Steps of this process over its training time."""
         seconds = time.perf_counter() - self._begun - self._paused
         return (self.step - self._steps_at_start) / max(seconds, 1e-9)
+
+    def _trained_seconds(self) -> float:
+        """`train_seconds` up to now; it counts over pauses and resumes."""
+        return self.train_seconds + time.perf_counter() - self._resumed_at
 
     @contextmanager
     def pause(self) -> Iterator[None]:

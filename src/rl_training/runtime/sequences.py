@@ -14,7 +14,7 @@ from rl_training.data import RecurrentReplayBuffer
 from rl_training.data.memory import format_bytes
 from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Params
-from rl_training.runtime.replay import first_actions
+from rl_training.runtime.replay import BufferedSource, first_actions
 from rl_training.runtime.spec import Collected, SourceContext
 
 
@@ -38,7 +38,7 @@ class SequenceParams(Params):
         return self
 
 
-class SequenceSource:
+class SequenceSource(BufferedSource):
     """Steps the environments with the policy's memory carried along, and samples windows [B, L].
 
     An update replays `batch_size * sequence_length` steps; one is due whenever `train_ratio` times the steps taken
@@ -46,8 +46,7 @@ class SequenceSource:
     """
 
     def __init__(self, context: SourceContext, *, carry_dim: int) -> None:
-        self.params, self.spaces, self.stepper = context.params, context.spaces, context.stepper
-        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+        super().__init__(context)
         self.credit = 0.0  # steps to replay that are due
         self.carry = torch.zeros(self.stepper.num_envs, carry_dim, device=context.device)
         self.buffer = RecurrentReplayBuffer(
@@ -100,24 +99,10 @@ class SequenceSource:
         """Nothing flows back."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Environments, generator, steps still due, the policy's memory, and under `replay` the buffer."""
-        return {
-            "stepper": self.stepper.state_dict(), "rng": self.rng.bit_generator.state, "credit": self.credit,
-            "carry": self.carry.clone(), "replay": self.buffer.state_dict(),
-        }  # fmt: skip
+        """The lane's state, and the policy's memory."""
+        return {**super().state_dict(), "carry": self.carry.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`; a checkpoint may be without its buffer."""
-        self.rng.bit_generator.state = state["rng"]
-        self.credit = state["credit"]
+        """The inverse of `state_dict`."""
         self.carry.copy_(state["carry"])
-        sentences = self.stepper.load_state_dict(state["stepper"])
-        if "replay" in state:
-            self.buffer.load_state_dict(state["replay"])
-        else:
-            sentences.append("the checkpoint holds no replay buffer; it is filled again before learning goes on.")
-        return sentences
-
-    def close(self) -> None:
-        """Close the environments."""
-        self.stepper.close()
+        return super().load_state_dict(state)

@@ -44,7 +44,9 @@ def open_session(
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     spaces = probe_spaces(recipe)
     spec.check_support(spaces)
-    if restored is not None:
+    if restored is None:
+        check_early_stopping(config, params)
+    else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     config = resolve(config, params, recipe, spaces)
     torch.set_num_threads(int(config.threads))
@@ -62,6 +64,12 @@ def open_session(
             engine.close()
             raise UserError(f"algo_kwargs.{name}_schedule: {spec.name} cannot move {name} during a run.")
     return Session(spec, config, params, recipe, spaces, algorithm, source)
+
+
+def check_early_stopping(config: TrainConfig, params: Params) -> None:
+    """Refuse early stopping in a run that never evaluates; that there is an interval, the parameters see to."""
+    if params.early_stopping is not None and not config.eval_episodes:
+        raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
 
 
 def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces) -> TrainConfig:

@@ -53,12 +53,16 @@ class TrainedPolicy:
         self.algorithm, self.spaces, self.seed = algorithm, spaces, seed
         self._sessions: dict[tuple[int, bool], ActingSession] = {}
 
-    def predict(self, obs: Any, deterministic: bool = True) -> Any:
-        """The environment's action for one raw observation, or a batch for a batch; memory starts afresh."""
+    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
+        """The environment's action for one raw observation, or a batch for a batch; memory starts afresh.
+
+        `action_mask` is as the environment's `info` has it, for a batch one per observation; None allows every action.
+        """
         encoded, is_batch = self.spaces.encode_for_prediction(obs)
+        masks = self.spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
         session = self.session(len(encoded), deterministic)
         session.carry = self.algorithm.initial_carry(len(encoded))
-        actions = self.spaces.map_actions(session.act(encoded, is_first=np.ones(len(encoded), dtype=bool)))
+        actions = self.spaces.map_actions(session.act(encoded, masks, np.ones(len(encoded), dtype=bool)))
         return actions if is_batch else plain_action(actions[0])
 
     def session(self, count: int, deterministic: bool) -> ActingSession:
@@ -285,9 +289,9 @@ def load_policy(path: PathLike) -> TrainedPolicy:
     return TrainedPolicy(algorithm, spaces, config.seed)
 
 
-def predict_checkpoint(path: PathLike, obs: Any, *, deterministic: bool = True) -> Any:
-    """The action of a checkpoint's policy for one observation or a batch."""
-    return load_policy(path).predict(obs, deterministic)
+def predict_checkpoint(path: PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None) -> Any:
+    """The action of a checkpoint's policy for one observation or a batch; `action_mask` as `predict` takes it."""
+    return load_policy(path).predict(obs, deterministic, action_mask=action_mask)
 
 
 def evaluate_checkpoint(
@@ -340,6 +344,12 @@ def resume_training(
         raise UserError(
             f"total_timesteps is {config.total_timesteps}, but {path} is at step {state.step} already; "
             "the budget counts from the start of the run."
+        )
+    seconds = config.max_seconds
+    if seconds is not None and seconds != stored.max_seconds and seconds < state.train_seconds:
+        raise UserError(
+            f"max_seconds is {seconds:g}, but {path} has trained for {state.train_seconds:.1f} seconds already; "
+            "it counts from the start of the run."
         )
     read_spaces(path, tree["spaces"])
     session = open_session(config, env=env, restored=tree)
