@@ -77,7 +77,7 @@ def main() -> int:
     for spec in list_algorithm_specs():
         if arguments.only and spec.name not in arguments.only:
             continue
-        cases = [("CartPole-v1" if "discrete" in spec.action_kinds else "Pendulum-v1", None)]
+        cases: list[tuple[str, Any]] = [("CartPole-v1" if "discrete" in spec.action_kinds else "Pendulum-v1", None)]
         if "image" in spec.observation_kinds:
             cases.append(("images", Images))
         for env_id, env in cases:

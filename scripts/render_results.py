@@ -42,6 +42,8 @@ def gate_row(gate: Gate, verdict: Verdict) -> list[object]:
         "best": "best, 4 of 5", "reach": f"steps to it {comparison(gate)}",
         "training": f"training, worst {worst_allowed(gate.threshold):g}",
     }.get(gate.rule, f"worst {worst_allowed(gate.threshold):g}")  # fmt: skip
+    if gate.rule != "reach" and comparison(gate):
+        least += f", {comparison(gate)}"
     bar = f"{gate.threshold:g} ({least})"
     return [f"`{gate.preset}`", gate.env, f"{gate.budget:,}", bar, *measured(verdict), verdict.status]
 
@@ -56,7 +58,8 @@ def comparison(gate: Gate) -> str:
     """What the median is held against beside the bar, in words."""
     part = "" if gate.share == 1 else f"{gate.share:.3g} of "
     sides = (("below", gate.below), ("above", gate.above))
-    return " and ".join(f"{word} {part}`{other}`" for word, other in sides if other is not None)
+    words = " and ".join(f"{word} {part}`{other}`" for word, other in sides if other is not None)
+    return f"{words}, every seed" if words and gate.every_seed else words
 
 
 def measured(verdict: Verdict) -> list[object]:

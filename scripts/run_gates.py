@@ -31,6 +31,7 @@ from pydantic import Field
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.config import TrainConfig, load_config, read_yaml
 from rl_training.experiment.logging import read_metrics
+from rl_training.runtime.run import Callback
 from rl_training.validation import StrictModel, validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +63,7 @@ class Gate(StrictModel):
     below: float | str | None = None
     above: float | str | None = None
     share: float = Field(1.0, gt=0)
+    every_seed: bool = False
     figure: str
     eval_episodes: int = Field(20, ge=1)
 
@@ -215,7 +217,7 @@ def first_reached(path: Path, bar: float) -> int | None:
     return None
 
 
-class LastReturns:
+class LastReturns(Callback):
     """A callback that keeps the returns of the last training episodes."""
 
     def __init__(self, returns: list[float]) -> None:
@@ -300,8 +302,10 @@ def decide(
         limit, name = find_limit(other, gate.share, gates, results, seeds)
         if limit is None:
             return "incomplete", f"{name} is not recorded to compare with"
-        if not (median < limit if word == "below" else median > limit):
-            reasons.append(f"median {median:.1f} is not {word} {name}")
+        by_seed = {f"seed {seed}": value for seed, value in zip(seeds, returns, strict=True)}
+        for whose, value in (by_seed if gate.every_seed else {"median": median}).items():
+            if not (value < limit if word == "below" else value > limit):
+                reasons.append(f"{whose} {value:.1f} is not {word} {name}")
     if reasons:
         return "fail", "; ".join(reasons)
     claims = not gate.control or gate.below is not None or gate.above is not None

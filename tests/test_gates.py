@@ -161,6 +161,9 @@ def test_a_record_of_another_config_is_stale_and_due(tmp_path: Path) -> None:
 def test_a_control_stays_below_a_number_or_another_gate(tmp_path: Path) -> None:
     assert verdict_of(tmp_path, [10, 20, 30], control=True, below=21).status == "pass"
     assert verdict_of(tmp_path, [10, 20, 30], control=True, below=20).status == "fail"
+    assert verdict_of(tmp_path, [10, 20, 30], control=True, above=9, every_seed=True).status == "pass"
+    lagging = verdict_of(tmp_path, [10, 20, 30], control=True, above=15, every_seed=True)
+    assert (lagging.status, lagging.reason) == ("fail", "seed 0 10.0 is not above 15")
     control = {"control": True, "seeds": [0]}
     gates = run_gates.load_gates(write_gates(tmp_path, with_it=control, without={**control, "below": "with_it"}))
     results = tmp_path / "compared"
