@@ -15,7 +15,8 @@ help:
 	@echo "make lint       ruff                make types      mypy"
 	@echo "make docs       write the generated pages and type stubs"
 	@echo "make results    run the learning gates that are not recorded, then draw docs/results.md"
-	@echo "make bench      every benchmark in benchmarks/, beside Stable-Baselines3 where it has the same"
+	@echo "make bench      every benchmark in benchmarks/, beside Stable-Baselines3 where it has the same;"
+	@echo "                beside Tianshou too with TIANSHOU=FOLDER (benchmarks/README.md)"
 
 # Installation, each once: a stamp file stands for what was installed and from which versions of these files.
 INPUTS = pyproject.toml constraints.txt
@@ -70,6 +71,8 @@ results: $(VENV)/.installed
 
 bench: $(VENV)/.installed-bench
 	@set -e; for file in benchmarks/bench_*.py benchmarks/compare_sb3.py; do echo "== $$file"; $(BIN)/python $$file; done
+	@echo "== benchmarks/compare_replay.py"
+	@$(BIN)/python benchmarks/compare_replay.py $(if $(TIANSHOU),--tianshou $(TIANSHOU),--only dqn,qr_dqn,qr_dqn_200,sac,td3)
 
 clean:
 	rm -rf $(DEMO) .pytest_cache .mypy_cache .ruff_cache build dist

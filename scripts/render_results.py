@@ -39,7 +39,7 @@ def gate_row(gate: Gate, verdict: Verdict) -> list[object]:
     """One gate with a bar: what was asked and what came out."""
     assert gate.threshold is not None
     least = {
-        "best": "best, 4 of 5", "reach": f"steps to it {comparison(gate)}",
+        "best": "best, 4 of 5", "reach": f"steps to it {comparison(gate)}".rstrip(),
         "training": f"training, worst {worst_allowed(gate.threshold):g}",
     }.get(gate.rule, f"worst {worst_allowed(gate.threshold):g}")  # fmt: skip
     if gate.rule != "reach" and comparison(gate):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import rl_training
-from resume_cases import SPECS, StopAt, assert_same, edit_checkpoint, env_of, tiny
+from resume_cases import SPECS, StopAt, assert_same, edit_checkpoint, env_of, rows_of, tiny
 from rl_training.api import ManagedAlgorithm
 from rl_training.errors import UserError
 from rl_training.experiment import checkpointing
@@ -21,6 +22,7 @@ from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoin
 from rl_training.runtime.workflows import (
     evaluate_checkpoint,
     load_policy,
+    plain_action,
     predict_checkpoint,
     resume_training,
     train,
@@ -249,6 +251,53 @@ def test_a_file_without_its_replay_buffer_is_smaller_and_resumes(tmp_path: Path,
 
 def load_checked(path: Path) -> Any:
     return rl_training.TrainConfig(**load_checkpoint(path)["config"])
+
+
+def test_asking_for_a_replay_buffer_that_was_not_kept_is_refused(tmp_path: Path) -> None:
+    dqn = managed("dqn")(tiny("dqn", tmp_path, replay_in_checkpoint=False, eval_episodes=0))
+    dqn.learn()
+    with pytest.raises(UserError, match="replay_in_checkpoint is false"):
+        dqn.save(tmp_path / "with.ckpt", include_replay=True)
+
+
+def test_an_older_checkpoint_of_a_run_goes_on_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    config = tiny("dqn", tmp_path, checkpoint_interval=48, eval_episodes=0)
+    finished = train(config, console=False)
+    before = {path: path.read_bytes() for path in finished.run_dir.rglob("*") if path.is_file()}
+    older = min(finished.run_dir.glob("checkpoints/step_*.ckpt"), key=lambda path: load_checkpoint(path)["run"]["step"])
+    with pytest.warns(UserWarning, match="no replay buffer"):
+        branch = resume_training(older, console=False)
+    assert_same(rows_of(branch.run_dir)[0], rows_of(finished.run_dir)[0])  # its history up to there
+    assert branch.run_dir != finished.run_dir
+    assert {path: path.read_bytes() for path in finished.run_dir.rglob("*") if path.is_file()} == before
+    manifest = json.loads((branch.run_dir / "manifest.json").read_text(encoding="utf-8"))
+    assert any("has gone on to step 128" in message for message in manifest["messages"])
+
+
+def test_a_manifest_keeps_the_earlier_starts(tmp_path: Path) -> None:
+    run_dir = train(tiny("a2c", tmp_path, total_timesteps=64), console=False).run_dir
+    for budget in (96, 128):
+        resume_training(run_dir / "checkpoints" / "latest.ckpt", total_timesteps=budget, console=False)
+    manifest = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
+    assert [("command" in start, "earlier" in start) for start in manifest["earlier"]] == [(True, False)] * 2
+
+
+def test_an_environment_is_given_as_what_makes_it(tmp_path: Path) -> None:
+    config = {"total_timesteps": 64}
+    assert managed("ppo")(config, env=lambda: gym.make("CartPole-v1")).config.env_id == "custom"
+    with pytest.raises(UserError, match="env is a TimeLimit; it must be a callable"):
+        managed("ppo")(config, env=gym.make("CartPole-v1"))  # type: ignore[arg-type]
+
+
+def test_an_actor_takes_one_observation(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="obs is a batch of 2; an actor takes one at a time"):
+        managed("ppo").load(checkpoints["ppo"]).actor().act([[0.0] * 4] * 2)
+
+
+def test_a_continuous_action_without_dimensions_is_no_whole_number() -> None:
+    action = plain_action(np.float32(0.25))
+    assert (action.shape, action.item()) == ((), 0.25)
+    assert plain_action(np.int64(1)) == 1
 
 
 def test_an_actor_acts_like_predict_until_it_is_told_to_forget(checkpoints: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +112,12 @@ def test_import_registers_an_environment_of_the_working_directory() -> None:
         "gym.register('MyCart-v0', entry_point='gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=20)\n"
     )
     tiny = ["--total-timesteps", "64", "--set", "num_steps=8"]
-    succeed("train", "--algo", "ppo", "--env", "MyCart-v0", "--import", "my_cli_envs", *tiny)
+    out = succeed("train", "--algo", "ppo", "--env", "MyCart-v0", "--import", "my_cli_envs", *tiny)
+    for line in out.splitlines()[-2:]:  # the commands to run next
+        name, *words = shlex.split(line)
+        assert name == "rl-training"
+        assert words[3:5] == ["--import", "my_cli_envs"]
+        succeed(*words)
 
 
 def test_eval_shows_mean_and_every_return(checkpoint: str) -> None:
@@ -325,6 +331,28 @@ def test_wrong_eval_options_are_one_sentence(checkpoint: str, options: list[str]
     check_one_sentence(result.exit_code, result.stderr, options[0])
 
 
+def test_a_video_without_moviepy_leaves_no_folder(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_training.runtime.evaluation.find_spec", lambda name: None)
+    result = invoke("eval", "--checkpoint", checkpoint, "--record-video", "videos")
+    check_one_sentence(result.exit_code, result.stderr, "rl-training[video]")
+    assert not Path("videos").exists()
+
+
+def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from rl_training.runtime import spec
+
+    point = EntryPoint("mine", "no_such_plugin:SPECS", spec.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(spec, "entry_points", lambda group: [point])
+    spec._discover.cache_clear()
+    try:
+        result = invoke("list")
+    finally:
+        spec._discover.cache_clear()
+    check_one_sentence(result.exit_code, result.stderr, "the plugin mine = no_such_plugin:SPECS cannot be loaded")
+
+
 def test_debug_shows_the_traceback_before_or_after_the_command() -> None:
     wrong = ["train", "--algo", "no", "--env", "x"]
     for words in (["--debug", *wrong], [*wrong, "--debug"]):
@@ -342,7 +370,7 @@ def test_an_environment_that_raises_ends_the_run_with_1_and_one_sentence() -> No
     result = invoke("train", "--algo", "ppo", "--env", "crashing_env:Crashing")
     assert result.exit_code == 1
     *_, sentence, hint = result.stderr.strip().splitlines()
-    assert sentence == "error: the run failed with ZeroDivisionError: the pole."
+    assert sentence.startswith("error: the environment crashing_env:Crashing raised ZeroDivisionError: the pole; mend")
     assert hint == "run with --debug for the traceback"
     assert "Traceback" not in result.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -272,6 +273,15 @@ def test_files_that_are_no_data_sets_are_refused() -> None:
     assert "one of --path" in refuse("check", "--path", "part.npz", "--dataset-id", "x-v0")
 
 
+def test_the_next_command_imports_what_this_one_did() -> None:
+    Path("dataset_envs.py").write_text(ENVS.replace("Camera-v0", "NextCamera-v0"))
+    out = succeed("collect", "--env", "NextCamera-v0", "--random", "--num-steps", 12, "--output", "c.npz",
+                  "--import", "dataset_envs")  # fmt: skip
+    words = shlex.split(out.splitlines()[-1])
+    assert words[-2:] == ["--import", "dataset_envs"]
+    assert "no problems" in succeed(*words[2:])
+
+
 # ---- convert -------------------------------------------------------------------------------------
 
 
@@ -296,6 +306,8 @@ def test_wrong_ways_to_convert_are_refused() -> None:
     assert "give --env ID" in refuse("convert", "nameless.npz", "cartpole/x-v0")
     assert "--env is for writing" in refuse("convert", "a-v0", "x.npz", "--env", "CartPole-v1")
     assert "Minari refuses" in refuse("convert", "nameless.npz", "no id", "--env", "CartPole-v1")
+    assert "is not a Minari id" in refuse("convert", "nameless.npz", "bad_id", "--env", "CartPole-v1")
+    assert "bad_id" in refuse("convert", "bad_id", "x.npz")
     assert "is not a local Minari data set" in refuse("convert", "cartpole/absent-v0", "x.npz")
     assert "does not exist" in refuse("convert", "absent.npz", "cartpole/x-v0")
     succeed("convert", "nameless.npz", "cartpole/x-v0", "--env", "CartPole-v1")

@@ -91,6 +91,17 @@ def test_sampled_actions_come_with_their_density() -> None:
     assert math.isfinite(float(model.sample_actions(obs, 0.0).logprobs.sum()))
 
 
+def test_noise_may_be_a_tensor_of_one_deviation_or_what_the_caller_drew() -> None:
+    model, obs = make().model, make_batch()["obs"]
+    one = model.sample_actions(obs, 0.5, torch.Generator().manual_seed(0))
+    same = model.sample_actions(obs, torch.tensor(0.5), torch.Generator().manual_seed(0))
+    torch.testing.assert_close(tuple(same), tuple(one), rtol=0, atol=0)
+    noise = torch.randn(8, SIZES["action_dim"], generator=torch.Generator().manual_seed(1))
+    actions, logprobs = model.sample_actions(obs, noise)
+    torch.testing.assert_close(actions, (model.actor(obs) + noise).clamp(-1.0, 1.0))
+    torch.testing.assert_close(logprobs, torch.distributions.Normal(0.0, 1.0).log_prob(noise).sum(-1))
+
+
 def test_a_support_that_is_not_the_models_is_refused() -> None:
     model = MLPD4PGModel(**SIZES, **SUPPORT)
     for wrong in ({"v_min": -10.0}, {"v_max": 10.0}, {"num_atoms": 51}):

@@ -18,6 +18,7 @@ from rl_training.data import (
     export_random_transition_dataset,
     load_transition_dataset,
 )
+from rl_training.data.generated import _random_action
 from rl_training.data.loading import convert_dataset
 from rl_training.data.minari_io import read_minari, write_minari
 from rl_training.errors import UserError
@@ -74,6 +75,9 @@ def test_files_that_are_no_data_sets_are_refused_in_one_sentence(tmp_path: Path)
     refused("rewards .* one number per row", **{**data, "rewards": np.ones((9, 2))})
     refused("next_obs", **{**data, "next_obs": np.ones((9, 7))})
     refused("pickled objects", **{**data, "obs": np.array([{}] * 9, dtype=object)})
+    (tmp_path / "code.py").write_text("print()")
+    with pytest.raises(UserError, match="damaged, or of another kind"):
+        TransitionDataset.from_npz(tmp_path / "code.py")
     refused("rows of numbers", **{**data, "actions": np.array(["left"] * 9)})
     with pytest.raises(UserError, match="does not exist"):
         TransitionDataset.from_npz(tmp_path / "none.npz")
@@ -89,6 +93,7 @@ def test_kinds_and_sizes_are_checked(tmp_path: Path) -> None:
     path = episodes().save_npz(tmp_path / "d")
     for match, kwargs in [
         ("unknown dataset_kind 'npx': did you mean 'npz'", {"kind": "npx"}),
+        ("'checkpoint', which only a run reads; .* --from-replay", {"kind": "checkpoint", "path": path}),
         ("needs dataset_path", {"kind": "npz"}),
         ("needs dataset_id", {"kind": "minari"}),
         ("needs env_id", {"kind": "random"}),
@@ -140,6 +145,24 @@ def test_observations_that_are_not_boxes_are_flattened_and_masks_obeyed() -> Non
     dataset = load_transition_dataset("random", make_env=Masked, size=5)
     assert dataset.obs[0].tolist() == [0, 1, 0, 1, 1]
     assert set(dataset.actions.tolist()) == {2}
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int64, bool, np.float32, list])
+@pytest.mark.parametrize("name", ["Discrete", "MultiDiscrete", "MultiBinary"])
+def test_random_actions_obey_masks_of_any_dtype_in_every_space(name: str, kind: Any) -> None:
+    space, flat, parts = {
+        "Discrete": (spaces.Discrete(4, start=3), [0, 1, 0, 1], [[0, 1, 0, 1]]),
+        "MultiDiscrete": (spaces.MultiDiscrete([3, 2], start=[1, 0]), [0, 0, 1, 1, 1], [[0, 0, 1], [1, 1]]),
+        "MultiBinary": (spaces.MultiBinary(2), [1, 0, 1, 1], [[1, 0], [1, 1]]),
+    }[name]  # fmt: skip
+    wanted = {"Discrete": {4, 6}, "MultiDiscrete": {(3, 0), (3, 1)}, "MultiBinary": {(0, 0), (0, 1)}}[name]
+    space.seed(0)
+    for mask in (flat, parts) if kind is list else (np.array(flat, kind), tuple(np.array(p, kind) for p in parts)):
+        drawn = [_random_action(space, {"action_mask": mask}, "mine") for _ in range(30)]
+        assert all(space.contains(action) for action in drawn)
+        assert {tuple(a) if np.ndim(a) else int(a) for a in drawn} == wanted
+    with pytest.raises(UserError, match="mine forbids every action"):
+        _random_action(space, {"action_mask": np.zeros(len(flat), bool)}, "mine")
 
 
 def test_a_replay_buffer_becomes_a_data_set_in_time_order() -> None:

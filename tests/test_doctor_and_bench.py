@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from rl_training.cli.main import app
 from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
 from rl_training.runtime import bench, doctor
 from rl_training.runtime.random_play import sample_actions
+from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 
 PPO = {"algo": "ppo", "env_id": "CartPole-v1", "total_timesteps": 256, "num_envs": 2, "eval_episodes": 0,
        "algo_kwargs": {"num_steps": 32, "minibatch_size": 32}}  # fmt: skip
@@ -61,9 +63,9 @@ def _short_timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     assert list(tmp_path.iterdir()) == []  # neither leaves anything behind
 
 
-def check(**faults: Any) -> dict[str, doctor.Check]:
+def check(spec: AlgorithmSpec | None = None, **faults: Any) -> dict[str, doctor.Check]:
     recipe = read_recipe("walk", {}, lambda **_: Walk(**faults))
-    return {found.name: found for found in doctor.check_environment(recipe, probe_spaces(recipe))}
+    return {found.name: found for found in doctor.check_environment(recipe, probe_spaces(recipe), spec)}
 
 
 def test_a_sound_environment_passes_every_check() -> None:
@@ -88,6 +90,13 @@ def test_a_fault_is_found_and_its_fix_named(faults: dict[str, Any], name: str, f
     assert fix in found[name].fix
 
 
+def test_reward_normalisation_is_recommended_only_where_the_algorithm_has_it() -> None:
+    assert "normalize_reward=true" in check(get_algorithm_spec("ppo"), size=500.0)["episodes"].fix
+    fix = check(get_algorithm_spec("dqn"), size=500.0)["episodes"].fix
+    assert "normalize_reward" not in fix
+    assert "dqn" in fix
+
+
 def test_history_across_episodes_is_not_mistaken_for_randomness() -> None:
     assert check(history=True)["determinism"].status == "ok"
 
@@ -108,6 +117,37 @@ def test_continuous_actions_are_scaled_to_the_bounds() -> None:
     assert doctor.check_action_scaling(spaces).detail == "[-1, 1] becomes [-2, 2]"
 
 
+def spaces_with(observation: gym.Space[Any], action: gym.Space[Any]) -> EnvSpaces:
+    return EnvSpaces.from_gym("mine", observation, action)
+
+
+def test_bounds_that_differ_are_shown_per_dimension() -> None:
+    box = gym.spaces.Box(np.array([-3.0, 0.0], np.float32), np.array([-1.0, 100.0], np.float32))
+    detail = doctor.check_action_scaling(spaces_with(box, box)).detail
+    assert detail == "[-1, 1] becomes [-3, -1], [0, 100]"
+
+
+def test_a_long_dict_is_shown_by_its_names() -> None:
+    parts: dict[str, gym.Space[Any]] = {f"part_{i}": gym.spaces.Box(-1, 1, (3,), np.float32) for i in range(8)}
+    shown = doctor._shorten(gym.spaces.Dict(parts))
+    assert shown == "Dict of part_0, part_1, part_2, part_3, part_4, part_5 and 2 more"
+
+
+def test_equal_nans_are_no_randomness() -> None:
+    class Broken(Walk):
+        def _look(self) -> Any:
+            return np.array([np.nan], np.float32)
+
+        def step(self, action: Any) -> Any:
+            obs, _, ended, cut, info = super().step(action)
+            return obs, float("nan"), ended, cut, info
+
+    recipe = read_recipe("broken", {}, lambda **_: Broken())
+    found = {one.name: one for one in doctor.check_environment(recipe, probe_spaces(recipe))}
+    assert found["determinism"].status == "ok"
+    assert found["observations"].status == "fail"
+
+
 def test_random_actions_keep_to_the_masks() -> None:
     spaces = probe_spaces(read_recipe("walk", {}, lambda **_: Walk()))
     masks = np.array([[False, True, False]] * 50)
@@ -120,14 +160,90 @@ def test_the_algorithm_is_weighed_and_timed() -> None:
     assert "256 steps in about" in eta.detail
 
 
-def test_bytes_of_storage_are_those_of_its_arrays() -> None:
-    from rl_training.runtime.session import open_session
+DATA = {"dataset_kind": "random", "dataset_size": 100}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "ppo": ("CartPole-v1", {"num_steps": 64}),
+    "dqn": ("CartPole-v1", {"hidden_sizes": [8], "batch_size": 8, "learning_starts": 50, "train_frequency": 4}),
+    "prioritized_dqn": ("CartPole-v1", {"hidden_sizes": [8], "batch_size": 8, "learning_starts": 50}),
+    "rlpd": ("Pendulum-v1", {"hidden_sizes": [8], "batch_size": 8, "learning_starts": 50, **DATA}),
+    "dreamer": ("CartPole-v1", {"size": "xxs", "batch_size": 2, "sequence_length": 8, "train_ratio": 1,
+                                "learning_starts": 50, "imagination_horizon": 3}),
+    "mbpo": ("Pendulum-v1", {"hidden_sizes": [8], "batch_size": 8, "learning_starts": 50, "model_hidden_sizes": [8],
+                             "num_ensembles": 2, "num_elites": 1, "model_updates": 2, "rollout_batch_size": 10,
+                             "rollout_horizon": 1, "synthetic_buffer_capacity": 100}),
+    "bc": ("CartPole-v1", {"hidden_sizes": [8], **DATA}),
+}  # fmt: skip
 
-    session = open_session(load_config(PPO | {"algo_kwargs": {"num_steps": 64}}))
-    arrays = [value for value in vars(session.source.storage).values() if isinstance(value, np.ndarray)]  # type: ignore[attr-defined]
-    assert bench.storage_bytes(session) == sum(array.nbytes for array in arrays)
+
+def tiny(algo: str, **changes: Any) -> Any:
+    env_id, kwargs = TINY[algo]
+    return load_config({"algo": algo, "env_id": env_id, "total_timesteps": 200, "eval_episodes": 0,
+                        "algo_kwargs": kwargs | changes})  # fmt: skip
+
+
+@pytest.mark.parametrize("algo", TINY)
+def test_bytes_of_experience_are_those_of_the_sources_own_arrays(algo: str) -> None:
+    session = bench.open_measured(tiny(algo))
+    source: Any = session.source
+    expected = {
+        "ppo": lambda: sum(v.nbytes for v in vars(source.storage).values() if isinstance(v, np.ndarray)),
+        "rlpd": lambda: source.buffer.nbytes + sum(v.nbytes for v in source.dataset.arrays().values()),
+        "mbpo": lambda: source.buffer.nbytes + source.rollouts.buffer.nbytes,
+        "bc": lambda: sum(v.nbytes for v in source.dataset.arrays().values()),
+    }.get(algo, lambda: source.buffer.nbytes)()
     session.source.close()
-    assert bench.format_bytes(1536) == "1.5 KiB"
+    assert bench.storage_bytes(session) == expected
+
+
+@pytest.mark.parametrize("algo", TINY)
+def test_time_is_measured_while_learning(algo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = bench.open_measured(tiny(algo))
+    turns: list[tuple[int, bench.Turn]] = []
+    take_turn = bench.take_turn
+
+    def noted(session: Any, step: int) -> bench.Turn:
+        turns.append((step, take_turn(session, step)))
+        return turns[-1][1]
+
+    monkeypatch.setattr(bench, "take_turn", noted)
+    starts = getattr(session.params, "learning_starts", 0)
+    assert bench.estimate_seconds(session, 0.0) > 0
+    session.source.close()
+    learned = [number for number, (_, turn) in enumerate(turns) if turn.updates]
+    assert learned[-1] == len(turns) - 1
+    assert all(step >= starts for step, _ in turns[learned[0] :])
+
+
+def test_a_budget_counts_a_model_fit_as_often_as_it_will_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = bench.open_measured(tiny("mbpo", model_train_frequency=50))
+    session.source.close()
+    timings = iter([(1, 7.0), (10, 20.0)])  # a step with a fit; ten steps without
+    monkeypatch.setattr(bench, "play_at_random", lambda _: 0)
+    monkeypatch.setattr(bench, "time_turns", lambda *_: next(timings))
+    assert bench.estimate_seconds(session, 1.0) == 200 * 2.0 + 4 * 5.0
+
+
+def test_a_late_start_of_learning_is_not_waited_for() -> None:
+    session = bench.open_measured(tiny("dqn", learning_starts=80_000))
+    session.source.close()
+    assert session.config.algo_kwargs["learning_starts"] == bench.MOST_RANDOM
+
+
+@pytest.mark.parametrize("algo", ["dqn", "mbpo", "dreamer"])
+def test_bench_times_steps_that_learn(algo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_steps = []
+    run_loop = bench.run_loop
+
+    def noted(algorithm: Any, source: Any, run: Any) -> None:
+        first_steps.append(run.step)
+        run_loop(algorithm, source, run)
+
+    monkeypatch.setattr(bench, "run_loop", noted)
+    result = bench.benchmark(tiny(algo).model_copy(update={"total_timesteps": 40}))
+    assert 50 <= first_steps[0] < 100
+    assert 40 <= result.steps < 60
+    assert result.updates >= {"dqn": 10, "mbpo": 40, "dreamer": 2}[algo]
+    assert result.seconds["learn"] > 0
 
 
 def test_bench_accounts_for_all_of_the_time() -> None:

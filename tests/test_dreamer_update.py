@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 import env_zoo
+from resume_cases import tiny
 from rl_training.algorithms.base import read_metrics
 from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.errors import UserError
-from rl_training.models.dreamer import TwoHotHead, sample_one_hot, straight_through
+from rl_training.models.dreamer import SIZES, TwoHotHead, sample_one_hot, straight_through
 from rl_training.models.dreamer_behavior import GaussianActor
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
+from rl_training.runtime.params import read_params
+from rl_training.runtime.session import choose_threads, open_session
 
 torch.set_num_threads(1)
 
@@ -234,6 +238,95 @@ def test_dreams_have_their_shapes_and_no_gradient_of_theirs_reaches_the_world_mo
     assert all(p.grad is None for p in algorithm.parameters())
 
 
+def symlog(values: Tensor) -> Tensor:
+    return values.sign() * (1.0 + values.abs()).log()
+
+
+def expected_number(head: TwoHotHead, features: Tensor) -> Tensor:
+    """symexp of the mean bin."""
+    means = (head.network(features).softmax(-1) * head.bins).sum(-1)
+    return means.sign() * (means.abs().exp() - 1.0)
+
+
+def two_hot_loss(head: TwoHotHead, features: Tensor, values: Tensor) -> Tensor:
+    """Cross-entropy to the two bins around each value, each weighted by how near it is."""
+    distances = (symlog(values).unsqueeze(-1) - head.bins).abs() / (head.bins[1] - head.bins[0])
+    return -((1.0 - distances).clamp(min=0.0) * head.network(features).log_softmax(-1)).sum(-1)
+
+
+def shake(*heads: TwoHotHead) -> None:
+    """Heads as after some learning: new ones say 0 everywhere."""
+    for head in heads:
+        torch.nn.init.normal_(head.network[-1].weight, std=0.3)  # type: ignore[arg-type]
+
+
+def test_every_row_of_a_window_is_scored_against_its_own_observation_reward_and_end() -> None:
+    algorithm, batch = make(), make_batch()
+    batch["obs"] *= 20.0
+    batch["terminated"][:, 2] = True
+    inputs = algorithm.prepare(batch)
+    model = algorithm.world_model
+    shake(model.reward_head)
+    with torch.no_grad():
+        features = observe(algorithm, inputs).features
+        decoded, goes_on = model.decoder(features), model.continue_head.network(features).squeeze(-1).sigmoid()
+        reward_loss = two_hot_loss(model.reward_head, features, batch["rewards"].T).mean()
+    expected = {
+        "reconstruction_loss": (decoded - symlog(batch["obs"].transpose(0, 1))).square().sum(-1).mean(),
+        "reward_loss": reward_loss,
+        "continue_loss": -torch.where(batch["terminated"].T, 1.0 - goes_on, goes_on).log().mean(),
+    }
+    metrics, _ = algorithm.world_model_step(inputs)
+    torch.testing.assert_close({name: metrics[name].detach() for name in expected}, expected)
+
+
+def test_critic_and_actor_follow_the_gradients_of_their_losses_written_out_step_by_step() -> None:
+    """Eqs. 7 to 11; with plain gradient descent at rate 1 the weights move by minus the gradient."""
+    gamma, trace, entropy_coef = 0.9, 0.8, 0.3
+    algorithm = make(
+        gamma=gamma, gae_lambda=trace, entropy_coef=entropy_coef, optimizer="sgd", learning_rate=1.0, max_grad_norm=None
+    )
+    model, actor, critic = algorithm.world_model, algorithm.actor, algorithm.critic
+    shake(critic, algorithm.slow_critic, model.reward_head)
+    algorithm.return_scale.ends[1] = 5.0
+    alive = (torch.arange(18) % 3 > 0).float()
+    with torch.no_grad():
+        dream = algorithm.imagine(torch.rand(18, 48), *algorithm.draw_noise(4, 18))
+        states, steps = dream.features, len(dream.actions)
+        rewards, values, slow_values = (
+            expected_number(head, states) for head in (model.reward_head, critic, algorithm.slow_critic)
+        )
+        goes_on = model.continue_head.network(states).squeeze(-1).sigmoid()
+        returns = [values[steps]]
+        for t in reversed(range(steps)):
+            following = (1.0 - trace) * values[t + 1] + trace * returns[0]
+            returns.insert(0, rewards[t + 1] + gamma * goes_on[t + 1] * following)
+        shares = torch.tensor([0.05, 0.95])
+        low, high = torch.stack(returns[:-1]).quantile(shares, interpolation="nearest")
+        scale = (0.99 * 5.0 + 0.01 * high) - 0.01 * low  # the moving average of the range, which is above 1
+    weights, critic_loss, actor_loss = alive, torch.tensor(0.0), torch.tensor(0.0)
+    for t in range(steps):
+        targets = (returns[t], slow_values[t])
+        critic_loss = critic_loss + sum((weights * two_hot_loss(critic, states[t], x)).mean() for x in targets) / steps
+        policy = 0.99 * actor.network(states[t]).softmax(-1) + 0.01 / 2
+        logprobs, entropy = (policy.log() * dream.actions[t]).sum(-1), -(policy * policy.log()).sum(-1)
+        gain = (returns[t] - values[t]) / scale * logprobs + entropy_coef * entropy
+        actor_loss = actor_loss - (weights * gain).mean() / steps
+        weights = weights * gamma * goes_on[t + 1]
+
+    parts = [(critic, critic_loss), (actor, actor_loss)]
+    moved = [
+        [p.detach() - gradient for p, gradient in zip(part.parameters(), gradients, strict=True)]
+        for part, gradients in [(part, torch.autograd.grad(loss, list(part.parameters()))) for part, loss in parts]
+    ]
+    metrics = algorithm.behavior_step(dream, alive)
+    torch.testing.assert_close(metrics["return_scale"], scale)
+    torch.testing.assert_close(metrics["critic_loss"], critic_loss)
+    torch.testing.assert_close(metrics["actor_loss"], actor_loss)
+    for (part, _), expected in zip(parts, moved, strict=True):
+        torch.testing.assert_close([p.detach() for p in part.parameters()], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_dream_that_begins_at_an_end_teaches_nothing() -> None:
     algorithm = make(entropy_coef=0.0)
     inputs = algorithm.prepare(make_batch())
@@ -292,6 +385,19 @@ def test_an_update_depends_on_its_generator_alone() -> None:
         assert name == "_extra_state" or torch.equal(mine, theirs), name
 
 
+def test_a_captured_update_is_told_of_every_number_that_a_schedule_may_move() -> None:
+    algorithm, seen = make(), []
+    algorithm._captured = lambda inputs, constants: (seen.append(constants), algorithm.train_step(inputs))[1]  # type: ignore
+    names = [name for name in DreamerParams.model_fields if algorithm.scheduled(name)]
+    names.remove("imagination_horizon")  # a whole number, which no schedule moves
+    assert {"learning_rate", "actor_learning_rate", "tau", "free_nats"} < set(names)
+    algorithm.update(make_batch())
+    for name in names:
+        setattr(algorithm, name, 0.9 * getattr(algorithm, name))
+        algorithm.update(make_batch())
+        assert seen[-1] != seen[-2], name
+
+
 @pytest.mark.parametrize("kind", SPACES)
 def test_half_precision_products_leave_states_and_losses_in_full_precision(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -309,18 +415,42 @@ def test_half_precision_products_leave_states_and_losses_in_full_precision(
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
-def test_action_masks_and_reward_normalisation_are_refused() -> None:
+def test_action_masks_are_refused() -> None:
     masked = probe_spaces(read_recipe("env_zoo:Masked", {}))
     with pytest.raises(UserError, match="dreamer does not support the action masks of env_zoo:Masked"):
         build(DreamerParams(), masked)
-    normalised = probe_spaces(read_recipe("CartPole-v1", {"wrappers": {"normalize_reward": True}}))
-    with pytest.raises(UserError, match="take normalize_reward out of"):
-        build(DreamerParams(), normalised)
 
 
-def test_learning_rates_default_to_the_common_one() -> None:
+def rates_of(algorithm: Dreamer) -> list[float]:
+    parts = ("world_model", "actor", "critic")
+    return [getattr(algorithm, f"{part}_learning_rate") for part in parts]
+
+
+def test_the_common_learning_rate_is_that_of_the_parts_without_their_own() -> None:
     algorithm = make(learning_rate=0.01, actor_learning_rate=0.02)
-    assert algorithm.world_model_learning_rate == algorithm.critic_learning_rate == 0.01
-    assert algorithm.actor_learning_rate == 0.02
+    assert rates_of(algorithm) == [0.01, 0.02, 0.01]
+    algorithm.learning_rate = 0.5  # as its schedule does
+    assert rates_of(algorithm) == [0.5, 0.02, 0.5]
+    assert make(world_model_learning_rate=0.02, learning_rate=0.01).learning_rate == 0.01
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_rate_with_its_own_schedule_does_not_follow_the_common_one(order: int) -> None:
+    schedules = {f"{name}_schedule": {"start": 0.1, "end": 0.0} for name in ("learning_rate", "actor_learning_rate")}
+    params = read_params(DreamerParams, {"size": "xxs", **dict(list(schedules.items())[::order])})
+    algorithm = build(params, SPACES["vector"])
     algorithm.learning_rate = 0.5
-    assert algorithm.actor_learning_rate == 0.5
+    assert rates_of(algorithm) == [0.5, 0.1, 0.5]
+
+
+def test_a_schedule_of_the_common_rate_that_nobody_follows_is_refused(tmp_path: Path) -> None:
+    own = {f"{part}_learning_rate": 0.1 for part in ("world_model", "actor", "critic")}
+    with pytest.raises(UserError, match="dreamer cannot move learning_rate during a run"):
+        open_session(tiny("dreamer", tmp_path, kwargs={**own, "learning_rate_schedule": {"start": 0.1, "end": 0.0}}))
+
+
+def test_threads_are_chosen_by_the_widths_of_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    chosen = {size: choose_threads(DreamerParams(size=size), SPACES["vector"]) for size in SIZES}
+    assert chosen == {"xxs": 1, "xs": 1, "s": 4, "m": 4, "l": 4, "xl": 4}
+    assert choose_threads(DreamerParams(size="xs", hidden_sizes=(512,)), SPACES["vector"]) == 4

@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 
 import env_zoo
+from resume_cases import SPECS, edit_checkpoint, env_of, tiny
+from rl_training.algorithms.actor_critic import RewardScale
+from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import make_env, probe_spaces, read_recipe
-from rl_training.errors import UserError
+from rl_training.envs.stepper import Stepper
+from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.params import read_params
 from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import train
+from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
 
 ATARI = "ALE/Pong-v5"
 
@@ -42,6 +47,15 @@ def config(env_id: str, **changes: Any) -> TrainConfig:
 def test_an_environment_is_found_by_its_name(env_id: str) -> None:
     env = make_env(read_recipe(env_id, {}))
     assert env.reset(seed=0)[0].dtype == np.float32
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_name_without_its_version_is_the_newest_one() -> None:
+    recipe = read_recipe("CartPole", {})
+    assert recipe.env_id == "CartPole-v1"
+    assert choose_vectorization("auto", recipe, 2) == "native"
+    assert probe_spaces(recipe).env_id == "CartPole-v1"
+    assert read_recipe("CartPole", {}, env_zoo.Walk).env_id == "CartPole"
 
 
 def test_a_callable_gets_the_env_kwargs() -> None:
@@ -101,11 +115,84 @@ def test_what_is_wrong_is_said_before_training(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.*ERROR")
+@pytest.mark.parametrize(
+    ("wrappers", "sentence"),
+    [
+        ({"pixels": {"resize_shap": [8, 8]}}, "unknown key 'pixels.resize_shap'; did you mean 'resize_shape'?"),
+        ({"atari": {"noop": 3}}, "unknown key 'atari.noop'; did you mean 'noop_max'?"),
+        ({"pixels": {"frame_stack": True}}, "pixels: frame_stack is True; it must be a number."),
+        ({"clip_reward": 3}, "clip_reward is 3; it should be true or false, or be a list."),
+        ({"clip_reward": [0, "x"]}, "clip_reward.1 is 'x'; it should be a number."),
+        ({"clip_reward": [0]}, "clip_reward is [0]; it should have more entries."),
+    ],
+)
+def test_a_wrong_wrapper_is_one_sentence_in_plain_words(wrappers: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_recipe("CartPole-v1", {"wrappers": wrappers})
+    assert str(error.value) == f"env_kwargs.wrappers: {sentence}"
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_an_environment_that_breaks_later_ends_the_run_with_its_own_error(vectorization: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the simulator broke"):
+def test_an_environment_that_breaks_later_is_named_and_nothing_else_is_printed(
+    vectorization: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EnvironmentFailure) as error:
         train(config("env_zoo:FailsInStep", output_dir=str(tmp_path), vectorization=vectorization))
+    assert str(error.value).startswith("the environment env_zoo:FailsInStep raised RuntimeError: the simulator broke;")
+    assert "doctor --env env_zoo:FailsInStep" in str(error.value)
+    assert "the simulator broke" in str(error.value.__cause__)  # for --debug
+    assert "simulator" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["obs", "reward", "final_obs", "first_obs"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_number_that_is_not_finite_is_the_environments_and_not_the_learning_rates(
+    fault: str, value: float, tmp_path: Path
+) -> None:
+    class Faulty(env_zoo.Walk):
+        resets = 0
+
+        def reset(self, **options: Any) -> Any:
+            self.resets += 1
+            return super().reset(**options)
+
+        def observe(self) -> Any:
+            at = {"obs": 3, "final_obs": self.length, "first_obs": 0}.get(fault)
+            bad = self.t == at and self.resets == 1
+            return np.array([value if bad else 0.0, self.t], dtype=np.float32)
+
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, truncated, info = super().step(action)
+            return obs, value if fault == "reward" and self.t == 3 else reward, terminated, truncated, info
+
+    what = "a reward" if fault == "reward" else "an observation"
+    sentence = f"the environment mine gave {what} with a NaN or an infinity in it"
+    with pytest.raises(EnvironmentFailure, match=sentence):
+        train(config("mine", output_dir=str(tmp_path)), env=lambda: Faulty(length=4))
+
+
+def test_large_numbers_are_no_fault() -> None:
+    class Large(env_zoo.Constant):
+        def observe(self) -> Any:
+            return np.array([1e30, -1e38], dtype=np.float32)
+
+    recipe = read_recipe("mine", {}, lambda: Large())
+    spaces = probe_spaces(recipe)
+    stepper = Stepper(make_engine(recipe, spaces, 2, 0, "sync"), spaces, 2)
+    stepper.start()
+    stepper.step(np.zeros(2, np.int64))
+    assert stepper.obs[0, 0] == np.float32(1e30)
+
+
+@pytest.mark.parametrize("changes", [{}, {"algo": "dqn", "algo_kwargs": {"hidden_sizes": [8], "learning_starts": 4}}])
+def test_a_mask_without_any_legal_action_is_one_sentence(changes: dict[str, Any], tmp_path: Path) -> None:
+    class Stuck(env_zoo.Walk):
+        def info(self) -> dict[str, Any]:
+            return {"action_mask": np.full(2, self.t != 3)}
+
+    with pytest.raises(UserError, match=r"info\['action_mask'\] of mine forbids every action"):
+        train(config("mine", **changes, output_dir=str(tmp_path)), env=lambda: Stuck(length=8))
 
 
 def test_a_closed_probe_leaves_nothing_open() -> None:
@@ -166,6 +253,35 @@ def test_rewards_are_clipped_in_training_only() -> None:
         env.reset(seed=1)
         rewards = [float(env.step(1)[1]) for _ in range(4)]
         assert all(-0.01 <= reward <= 0.02 for reward in rewards) is not evaluation
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_rewards_are_normalised_or_it_is_refused(tmp_path: Path, algo: str) -> None:
+    spec, env_kwargs = SPECS[algo], {"wrappers": {"normalize_reward": True}}
+    config = tiny(algo, tmp_path, env_kwargs=env_kwargs)
+    if not spec.normalizes_rewards:
+        with pytest.raises(UserError, match=f"^{algo} does not normalise rewards; take normalize_reward out of"):
+            train(config, console=False)
+        assert list(tmp_path.iterdir()) == []
+    spaces = probe_spaces(read_recipe(env_of(spec), env_kwargs))
+    learner = spec.build(read_params(spec.params, config.algo_kwargs), spaces)
+    assert any(isinstance(part, RewardScale) for part in learner.modules()) == spec.normalizes_rewards
+
+
+def test_a_policy_that_was_trained_while_it_was_ignored_still_predicts(tmp_path: Path) -> None:
+    def ignore(tree: dict[str, Any]) -> None:
+        tree["config"]["env_kwargs"] = {"wrappers": {"normalize_reward": True}}
+        tree["spaces"]["normalize_rewards"] = True
+
+    trained = train(tiny("sac", tmp_path, eval_episodes=0), console=False)
+    path = edit_checkpoint(trained.checkpoint_path, tmp_path / "earlier.ckpt", ignore)
+    obs = [0.1, 0.2, 0.3]
+    np.testing.assert_array_equal(predict_checkpoint(path, obs), trained.policy.predict(obs))
+    with pytest.raises(UserError, match=r"^sac does not normalise rewards"):
+        resume_training(path, console=False)
+    changes = {"env_kwargs": {}, "total_timesteps": 160}
+    resumed = resume_training(path, output_dir=tmp_path, changes=changes, force=True, console=False)
+    assert resumed.metrics["global_step"] == 160
 
 
 @pytest.mark.parametrize("algo", ["a2c", "ppo"])

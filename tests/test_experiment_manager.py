@@ -64,8 +64,12 @@ def test_an_environment_of_ones_own_is_passed_on(tmp_path: Path) -> None:
         ({"algo_kwargs": {"gama": 0.9}}, "algo_kwargs: unknown key 'gama'; did you mean 'gamma'?"),
         ({"algo_kwargs": {"gamma": 2}}, "algo_kwargs: gamma is 2; it should be less than or equal to 1."),
         ({"num_env": 2}, "config: unknown key 'num_env'; did you mean 'num_envs'?"),
+        ({"algo_kwargs": {"early_stopping": {"treshold": 1}}},
+         "algo_kwargs: unknown key 'early_stopping.treshold'; did you mean 'threshold'?"),
+        ({"algo_kwargs": {"hidden_sizes": 64}}, "algo_kwargs: hidden_sizes is 64; it should be a list."),
+        ({"threads": "few"}, "config: threads is 'few'; it should be a whole number, or be 'auto'."),
     ],
-)
+)  # fmt: skip
 def test_setup_refuses_a_wrong_config_before_anything_is_made(
     tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:

@@ -16,10 +16,11 @@ from resume_cases import StopAt, assert_same, assert_same_run, edit_checkpoint, 
 from rl_training.algorithms.gail import GAIL, REWARD_FORMS, gail_loss, penalize_gradient
 from rl_training.algorithms.ppo import PPO
 from rl_training.data import TransitionDataset, load_transition_dataset
+from rl_training.envs.factory import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
-from rl_training.runtime.demonstrations import DemonstrationSource, absorbing_steps
+from rl_training.runtime.demonstrations import DemonstrationSource, absorbing_steps, find_horizon
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
 from rollout_cases import KINDS, OBS_DIM, make_policy, make_rollout, weights_of
@@ -119,6 +120,16 @@ def test_the_generator_is_ppo_on_the_replaced_rewards_bit_for_bit(kind: str) -> 
     assert set(metrics) - set(expected) == {"discriminator_loss", "discriminator_accuracy", "reward_mean"}
 
 
+def test_reset_rows_of_an_engine_are_not_paid() -> None:
+    gail, batch = make_gail(discriminator_updates=2), make_batch()
+    batch["valid"] = torch.ones_like(batch["truncated"])
+    batch["valid"][2, 1] = False
+    gail.update(batch)
+    rewards = gail.rewards(batch)
+    assert rewards[2, 1] == 0
+    assert (rewards[batch["valid"]] > 0).all()
+
+
 def test_reset_rows_of_an_engine_touch_neither_discriminator_nor_mean() -> None:
     batch = make_batch()
     batch["valid"] = torch.ones_like(batch["truncated"])
@@ -147,6 +158,14 @@ def test_schedules_move_the_numbers_of_the_learner_inside() -> None:
     gail.discriminator_learning_rate = 0.5
     assert gail.discriminator_optimizer.learning_rate == 0.5
     assert gail.ppo.optimizer.learning_rate == 0.125
+
+
+def test_a_discriminator_step_sees_as_many_steps_of_either_side_as_it_is_told() -> None:
+    gail, batch = make_gail(discriminator_updates=3, discriminator_batch_size=5), make_batch()
+    sizes: list[int] = []
+    gail.discriminator.register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    gail.update(batch)
+    assert sizes == [10] * 4 + [21]  # three steps, the losses that are reported, and the rewards of the rollout [7, 3]
 
 
 # ---- gradient penalty ------------------------------------------------------------------------------------------------
@@ -236,6 +255,37 @@ def test_an_end_is_worth_the_absorbing_states_reward_for_ever() -> None:
     torch.testing.assert_close(with_ends[~batch["terminated"]], rewards[~batch["terminated"]], rtol=0, atol=0)
 
 
+def test_an_expert_that_was_absorbed_makes_ends_look_like_the_expert() -> None:
+    gail = make_gail(absorbing_states=True, discriminator_updates=20, discriminator_learning_rate=0.01)
+    batch = make_batch()
+    batch |= {f"expert_{name}": batch[name].flatten(0, 1) for name in ("obs", "actions")}  # nothing else differs
+    batch["absorbing_steps"] = torch.zeros_like(batch["terminated"], dtype=torch.long)
+    batch["expert_absorbing_steps"] = torch.full((len(batch["expert_obs"]),), 5)
+    gail.update(batch)
+    absorbing = gail.discriminator(batch["obs"][0, :1], batch["actions"][0, :1], torch.tensor([True]))
+    assert absorbing > 0.5 + gail.discriminator(batch["expert_obs"], batch["expert_actions"]).max()
+
+
+def test_dones_alone_mean_terminated() -> None:
+    batch = make_batch()
+    del batch["truncated"], batch["truncation_values"]
+    batch |= {"absorbing_steps": torch.where(batch["terminated"], 50, 0)}
+    batch |= {"expert_absorbing_steps": torch.zeros(len(batch["expert_obs"]), dtype=torch.long)}
+    plain = {**batch, "dones": batch["terminated"].float()}
+    del plain["terminated"]
+    one, two = (make_gail(absorbing_states=True) for _ in range(2))
+    assert one.update(batch).metrics == two.update(plain).metrics
+    torch.testing.assert_close(weights_of(one.ppo.policy), weights_of(two.ppo.policy), rtol=0, atol=0)
+
+
+def test_the_horizon_counts_steps_where_the_limit_counts_frames() -> None:
+    expert = load_transition_dataset("random", env_id="CartPole-v1", size=40)
+    kwargs = {"frameskip": 1, "max_episode_steps": 1001, "wrappers": {"atari": {"frame_skip": 4}}}
+    assert find_horizon(read_recipe("ALE/Breakout-v5", kwargs), expert) == 251
+    assert find_horizon(read_recipe("CartPole-v1", {"max_episode_steps": 30}), expert) == 30
+    assert find_horizon(read_recipe("env_zoo:Walk", {}), expert) == expert.episode_lengths.max()
+
+
 def test_the_absorbing_row_forgets_where_it_came_from() -> None:
     discriminator = make_discriminator("continuous", absorbing_states=True)
     ended = torch.tensor([True, True, False])
@@ -307,6 +357,7 @@ def test_the_expert_may_be_a_checkpoint_of_ours(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 1
     assert len(source.expert) == 64
     assert source.expert.metadata["policy"] == "ppo"
+    assert f"from the policy in {expert.checkpoint_path}" in source.describe()
     assert_same_run(train(config, console=False), stop_and_resume(config, 32))
 
 
@@ -326,9 +377,40 @@ def test_another_expert_is_refused_on_resume(tmp_path: Path) -> None:
         ({"expert_dataset_kind": "npz"}, "expert_dataset_path is missing"),
         ({"expert_dataset_kind": "minari"}, "expert_dataset_id is missing"),
         ({"expert_dataset_kind": "checkpoint"}, "expert_checkpoint is missing"),
-        ({"expert_dataset_kind": "npz", "expert_dataset_path": "absent.npz"}, r"absent\.npz does not exist"),
+        (
+            {"expert_dataset_kind": "npz", "expert_dataset_path": "absent.npz"},
+            r"^expert_dataset_path is absent\.npz, which does not exist",
+        ),
+        (
+            {"expert_dataset_kind": "checkpoint", "expert_checkpoint": "absent.ckpt"},
+            r"^expert_checkpoint is absent\.ckpt, which does not exist",
+        ),
+        (
+            {"expert_dataset_kind": "npz", "expert_dataset_path": "cartpole_expert.npz", "expert_dataset_size": 5001},
+            "^expert_dataset_size is 5001, but cartpole_expert.npz has only 5000 rows",
+        ),
+        (
+            {"expert_checkpoint": "some.ckpt"},
+            "expert_checkpoint is 'some.ckpt', but expert_dataset_kind is 'random'.*expert_dataset_kind to checkpoint",
+        ),
+        (
+            {"expert_dataset_path": "some.npz"},
+            "expert_dataset_path is 'some.npz', but expert_dataset_kind is 'random'.*set expert_dataset_kind to npz",
+        ),
+        (
+            {"expert_dataset_kind": "npz", "expert_dataset_path": "cartpole_expert.npz", "expert_checkpoint": "x.ckpt"},
+            "expert_checkpoint is 'x.ckpt', but expert_dataset_kind is 'npz'",
+        ),
         ({"expert_dataset_kind": "npz", "expert_dataset_path": "pendulum_expert.npz"}, "does not fit CartPole-v1"),
         ({"absorbing_states": True, "gamma": 1.0}, "gamma is 1; with absorbing_states it must be below"),
+        (
+            {"absorbing_states": True, "gamma_schedule": {"type": "linear", "start": 0.9, "end": 1.0}},
+            "gamma_schedule: gamma would be 1; with absorbing_states",
+        ),
+        (
+            {"absorbing_states": True, "gamma_schedule": {"type": "constant", "start": 1.0}},
+            "gamma_schedule: gamma would be 1; with absorbing_states",
+        ),
     ],
 )
 def test_an_expert_that_is_not_there_or_does_not_fit_is_one_sentence(
@@ -353,6 +435,26 @@ def test_survival_bias_is_warned_of_where_episodes_can_end_early(
     source = open_session(tiny("gail", tmp_path, env_id=env_id, kwargs=kwargs)).source
     source.close()
     assert ("survival bias" in source.describe()) == warns
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (64, "64 expert steps in one without its end, from cartpole_expert.npz"),
+        (500, "500 expert steps in 1 episode of return 500.0, from cartpole_expert.npz"),
+        (1100, "1,100 expert steps in 2 episodes of return 500.0 and one without its end, from cartpole_expert.npz"),
+    ],
+)
+def test_the_start_says_what_the_expert_is(tmp_path: Path, size: int, said: str) -> None:
+    kwargs = {"expert_dataset_kind": "npz", "expert_dataset_path": "cartpole_expert.npz", "expert_dataset_size": size}
+    for env_id, note in (("CartPole-v1", ""), ("CartPole-v0", " (note: recorded in CartPole-v1, not in CartPole-v0)")):
+        config = tiny("gail", tmp_path, env_id=env_id, kwargs={**kwargs, "absorbing_states": True})
+        source = open_session(config).source
+        source.close()
+        assert source.describe().endswith(said + note)
+    source = open_session(tiny("gail", tmp_path, kwargs={"absorbing_states": True})).source
+    source.close()
+    assert source.describe().endswith("from random play")
 
 
 @pytest.mark.parametrize("kwargs", [{"absorbing_states": True, "gradient_penalty": 10.0}, {"reward_form": "logit"}])

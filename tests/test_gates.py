@@ -195,6 +195,19 @@ def test_the_packaged_gates_fit_their_presets() -> None:
         assert run_gates.config_hash(gate)
 
 
+def test_every_algorithm_has_a_gate_or_a_control_that_is_held_against_something() -> None:
+    own = {preset.split("/")[0] for preset in list_presets()}
+    judged = [gate for gate in run_gates.load_gates().values() if not gate.control or gate.below or gate.above]
+    assert {gate.preset.split("/")[0] for gate in judged} == own
+
+
+@pytest.mark.parametrize(("limit", "bar"), [({}, "1 (steps to it)"), ({"below": 9}, "1 (steps to it below `9.0`)")])
+def test_a_bar_in_steps_is_shown_with_what_it_is_held_against(tmp_path: Path, limit: dict[str, Any], bar: str) -> None:
+    gates = run_gates.load_gates(write_gates(tmp_path, one={"rule": "reach", "threshold": 1, **limit}))
+    verdict = run_gates.judge(gates["one"], gates, tmp_path / "results")
+    assert render_results.gate_row(gates["one"], verdict)[3] == bar
+
+
 def test_the_results_page_holds_its_markers() -> None:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert render_results.fill(text, "") != ""

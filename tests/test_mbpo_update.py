@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from continuous_cases import SIZES, make_batch, same, tensors
-from resume_cases import StopAt, assert_same_run, stop_and_resume, tiny
+from resume_cases import SPECS, StopAt, assert_same_run, stop_and_resume, tiny
 from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
@@ -23,7 +23,9 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
+from rl_training.runtime.mbpo_trainer import MBPOParams
 from rl_training.runtime.model_rollouts import ModelReplaySource
+from rl_training.runtime.params import read_params
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
 
@@ -66,6 +68,9 @@ def test_loss_is_twice_torchs_gaussian_nll_summed_over_members() -> None:
     assert losses["reward_mae"].item() == pytest.approx((means - targets)[..., 0].abs().mean().item(), rel=1e-5)
     assert losses["delta_obs_mae"].item() == pytest.approx((means - targets)[..., 1:].abs().mean().item(), rel=1e-5)
     assert losses["ensemble_disagreement"] == 0.25
+    rows = mopo_model_loss({**batch, "ensemble_disagreement": torch.linspace(0.0, 0.5, 8)})
+    assert rows["ensemble_disagreement"].shape == ()
+    assert rows["ensemble_disagreement"].item() == pytest.approx(0.25)
     own = mbpo_model_loss({**batch, "targets": targets.expand(3, 8, 4), "ensemble_disagreement": torch.tensor(0.25)})
     assert own["mbpo_model_loss"] == losses["mopo_model_loss"]
 
@@ -175,6 +180,43 @@ def test_the_two_learning_rates_move_apart() -> None:
         make(num_elites=8)
 
 
+@pytest.mark.parametrize("algo", ["mbpo", "mopo"])
+def test_learning_rate_and_policy_learning_rate_are_one_number(algo: str) -> None:
+    model = SPECS[algo].params
+
+    def rates(**given: Any) -> tuple[float, float]:
+        params: Any = read_params(model, given)
+        return params.learning_rate, params.policy_learning_rate
+
+    assert rates() == (3e-4, 3e-4)
+    assert rates(learning_rate=0.01) == rates(policy_learning_rate=0.01) == (0.01, 0.01)
+    assert rates(learning_rate="1e-2", policy_learning_rate=0.01) == (0.01, 0.01)
+    assert rates(learning_rate=3e-4, policy_learning_rate=0.01) == (0.01, 0.01)  # as earlier runs stored it
+    with pytest.raises(UserError, match=r"learning_rate is 0\.5 and policy_learning_rate 0\.01; they mean the same"):
+        rates(learning_rate=0.5, policy_learning_rate=0.01)
+    schedule = {"start": 0.1, "end": 0.0}
+    with pytest.raises(UserError, match="learning_rate_schedule and policy_learning_rate_schedule mean the same"):
+        rates(learning_rate_schedule=schedule, policy_learning_rate_schedule=schedule)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "policy_learning_rate"])
+def test_a_forced_resume_changes_the_policys_rate_by_either_name(tmp_path: Path, name: str) -> None:
+    config = tiny("mbpo", tmp_path, eval_episodes=0, kwargs={"policy_learning_rate": 0.01})
+    halfway = train(config, callbacks=[StopAt(64)], console=False)
+
+    def resume(**changes: Any) -> Any:
+        return resume_training(
+            halfway.checkpoint_path, output_dir=tmp_path, changes={"algo_kwargs": changes}, force=True, console=False
+        )
+
+    result = resume(**{name: 0.0005})
+    assert result.policy.algorithm.critic_optimizer.learning_rate == 0.0005
+    stored = load_checkpoint(result.checkpoint_path)["config"]["algo_kwargs"]
+    assert stored["learning_rate"] == stored["policy_learning_rate"] == 0.0005
+    scheduled = resume(**{f"{name}_schedule": {"start": 0.02, "end": 0.0}})
+    assert scheduled.metrics[name] == 0.0
+
+
 # ---- imagination -----------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +267,40 @@ def test_imagined_outcomes_have_the_predicted_deviation() -> None:
     assert step["actions"].abs().max() <= 1.0
 
 
+def test_imagined_actions_are_drawn_from_the_policy() -> None:
+    learner, obs = make(), torch.zeros(5_000, 3)
+    imagined, acted = learner.imagine(obs)["actions"], learner.act(obs).actions
+    assert acted.std(0).min() > 0.1
+    torch.testing.assert_close(imagined.std(0), acted.std(0), rtol=0.05, atol=0)
+    torch.testing.assert_close(imagined.mean(0), acted.mean(0), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("algo", ["mbpo", "mopo"])
+def test_a_round_starts_all_over_the_real_states(tmp_path: Path, algo: str) -> None:
+    kwargs = {"rollout_batch_size": 2_000, "rollout_horizon": 1, "synthetic_buffer_capacity": 2_000}
+    session = open_session(tiny(algo, tmp_path, kwargs=kwargs))
+    source: Any = session.source
+    starts: list[Tensor] = []
+    imagine = source.rollouts.imagine
+
+    def watched(learner: MBPO, states: Tensor, horizon: float) -> None:
+        starts.append(states)
+        imagine(learner, states, horizon)
+
+    source.rollouts.imagine = watched
+    for step in range(0, 20, 4):
+        source.collect(session.algorithm, step)
+        for phase, batch in source.batches(session.algorithm, step + 4):
+            source.feedback(batch, session.algorithm.update(batch, phase=phase))
+    source.close()
+    (found,) = starts
+    real = source.buffer.transitions()["obs"] if algo == "mbpo" else source.dataset.obs
+    assert len(found) == 2_000
+    states, counts = np.unique(found.numpy(), axis=0, return_counts=True)
+    np.testing.assert_array_equal(states, np.unique(real, axis=0))
+    assert counts.max() < 3 * 2_000 / len(real)
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Any:
     session = open_session(tiny("mbpo", tmp_path, kwargs={"rollout_horizon": 3}))
@@ -245,6 +321,14 @@ def test_rows_that_end_are_not_rolled_out_further(source: ModelReplaySource) -> 
     stored = rollouts.buffer.state_dict()["arrays"]
     assert stored["dones"].sum() == 10
     np.testing.assert_array_equal(stored["dones"] > 0, stored["next_obs"][:, 0] > 1.5)
+
+
+def test_imagined_ends_reach_the_policys_batch(source: ModelReplaySource) -> None:
+    rollouts = source.rollouts
+    rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+    rollouts.terminates = lambda obs: obs[:, 0] > -1e9
+    rollouts.imagine(make(), torch.zeros(10, 3), 3)
+    assert rollouts.mix(make_batch(2))["dones"].tolist() == [0.0] * 2 + [1.0] * rollouts.synthetic_batch_size
 
 
 def test_the_synthetic_buffer_forgets_the_oldest() -> None:
@@ -371,7 +455,7 @@ def test_a_fit_learns_a_linear_world() -> None:
         session.source.feedback(batch, learner.update(batch, phase=phase, sync=False))
     metrics = session.source.rollouts.metrics  # type: ignore[attr-defined]
     session.source.close()
-    assert metrics["heldout_mse"] < 0.02
+    assert metrics["heldout_error"] < 0.02
     assert metrics["reward_mae"] < 20
     assert metrics["delta_obs_mae"] < 0.002
 
@@ -425,6 +509,30 @@ def test_the_horizon_may_be_scheduled(tmp_path: Path) -> None:
     assert 20 * 2 < result.metrics["synthetic_size"] < 20 * 4 * 30
     with pytest.raises(UserError, match=r"rollout_horizon would be 0\.0"):
         open_session(tiny("mbpo", tmp_path, kwargs={"rollout_horizon_schedule": {"start": 0, "end": 4}}))
+
+
+@pytest.mark.parametrize("algo", ["mbpo", "mopo"])
+def test_a_buffer_smaller_than_a_round_of_rollouts_is_refused(tmp_path: Path, algo: str) -> None:
+    def kwargs(capacity: int, **more: Any) -> dict[str, Any]:
+        return {"rollout_horizon": 4, "synthetic_buffer_capacity": capacity, **more}
+
+    words = r"synthetic_buffer_capacity is 79; it must be at least .* \(20 x 4\), or it keeps only the ends of rollouts"
+    with pytest.raises(UserError, match=words):
+        train(tiny(algo, tmp_path, kwargs=kwargs(79)), console=False)
+    growing = {"start": 1, "end": 6.6}
+    with pytest.raises(UserError, match=r"is 139; .* \(20 x 7\)"):
+        train(tiny(algo, tmp_path, kwargs=kwargs(139, rollout_horizon_schedule=growing)), console=False)
+    assert list(tmp_path.iterdir()) == []
+    for fits in (kwargs(80), kwargs(140, rollout_horizon_schedule=growing), kwargs(1, synthetic_batch_ratio=0.0)):
+        open_session(tiny(algo, tmp_path, kwargs=fits)).source.close()
+
+
+def test_a_run_that_began_with_a_smaller_buffer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(MBPOParams, "check_new_run", lambda params: None)
+        config = tiny("mbpo", tmp_path, eval_episodes=0, kwargs={"synthetic_buffer_capacity": 10})
+        halfway = train(config, callbacks=[StopAt(64)], console=False)
+    assert resume_training(halfway.checkpoint_path, console=False).metrics["global_step"] == 128
 
 
 def test_a_checkpoint_without_buffers_makes_them_again(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from resume_cases import StopAt, assert_same, edit_checkpoint, stop_and_resume, 
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.algorithms.mopo import MOPO
 from rl_training.data import load_transition_dataset
+from rl_training.envs.engines import make_engine
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime import session as session_module
 from rl_training.runtime.model_rollouts import ModelDatasetSource, build_learner
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
@@ -106,10 +108,21 @@ def test_the_model_is_fitted_once_and_rollouts_are_refreshed(tmp_path: Path) -> 
     assert [step for step in range(1, 35) if sizes[step] != sizes[step - 1]] == [10, 20, 30]
 
 
-def test_without_a_dataset_it_refuses_in_one_sentence(tmp_path: Path) -> None:
+def test_without_a_dataset_it_refuses_in_one_sentence_and_closes_its_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    def make_watched(*arguments: Any) -> Any:
+        engine = make_engine(*arguments)
+        monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
+        return engine
+
+    monkeypatch.setattr(session_module, "make_engine", make_watched)
     with pytest.raises(UserError, match="mopo learns from recorded data alone; set dataset_kind to npz"):
         train(tiny("mopo", tmp_path, kwargs={"dataset_kind": None}), console=False)
     assert list(tmp_path.iterdir()) == []
+    assert len(closed) == 1
 
 
 def test_other_data_is_refused_on_resume(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_the_managed_class_is_one_object_under_its_names(spec: AlgorithmSpec) ->
 def test_the_learner_is_one_object_under_its_names(spec: AlgorithmSpec) -> None:
     learner = getattr(rl_training, f"{CONTRACT[spec.name]}Algorithm")
     assert learner is spec.learner
+    assert learner is getattr(rl_training.algorithms, CONTRACT[spec.name])
     assert learner is getattr(rl_training.algorithms, learner.__name__)
     assert issubclass(learner, Algorithm)
     module = importlib.import_module(learner.__module__)
@@ -95,7 +96,7 @@ def test_models_are_importable_from_the_package(name: str) -> None:
 
 
 def test_the_other_public_names() -> None:
-    from rl_training.cli import load_config as from_cli
+    from rl_training import cli
     from rl_training.experiment.config import TrainConfig, load_config
     from rl_training.experiment.default_manager import DefaultExperimentManager
     from rl_training.runtime import workflows
@@ -103,7 +104,8 @@ def test_the_other_public_names() -> None:
     assert rl_training.TrainConfig is TrainConfig
     assert rl_training.ManagedAlgorithm is rl_training.api.ManagedAlgorithm
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", rl_training.__version__)
-    assert from_cli is load_config
+    assert cli.load_config is load_config
+    assert cli.TrainConfig is TrainConfig
     assert callable(DefaultExperimentManager.setup)
     for name, arguments in {
         "evaluate_checkpoint": ["path", "num_episodes"],

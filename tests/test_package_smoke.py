@@ -90,6 +90,13 @@ def test_the_environment_of_a_preset_can_be_made_and_is_supported(preset: str) -
     assert algorithm.act(obs, deterministic=True).actions.shape == (2, *spaces.action_shape)
 
 
+@pytest.mark.parametrize("preset", list_presets())
+def test_a_limit_below_the_frame_skip_of_atari_counts_frames(preset: str) -> None:
+    recipe = read_recipe(load_config(preset).env_id, load_config(preset).env_kwargs)
+    if recipe.wrappers.atari is not None:
+        assert recipe.max_episode_steps in (None, 108_000)  # half an hour of play, which is the game's own limit
+
+
 def test_every_algorithm_has_a_preset() -> None:
     own = {spec.name for spec in list_algorithm_specs() if spec.learner.__module__.startswith("rl_training.")}
     assert own <= {preset.split("/")[0] for preset in list_presets()}
@@ -128,9 +135,11 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(tmp_path: Path) -> No
     out.mkdir()
     noise = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", source / "src", ignore=noise)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     (source / "configs").symlink_to("src/rl_training/assets/configs")  # as in a checkout
+    (source / "tests").mkdir()
+    (source / "tests" / "test_package.py").touch()
     built = subprocess.run(
         [sys.executable, "-c", BUILD, str(out)], cwd=source, capture_output=True, text=True, timeout=120, check=False
     )
@@ -147,9 +156,13 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(tmp_path: Path) -> No
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {f"src/{name}" for name in package} | {"LICENSE", "README.md", "pyproject.toml"} <= inside
-    assert not any(name.startswith(("configs", "runs", "tests/__pycache__")) for name in inside)
-    ran = subprocess.run(
-        [sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
-    )  # fmt: skip
-    assert ran.stdout.startswith(str(tmp_path / "installed"))
+    assert not any(name.startswith(("configs", "runs", "tests")) for name in inside)
+    train = ["-m", "rl_training", "train", "--config", "bc/cartpole", "--total-timesteps", "5", "--eval-episodes", "1"]
+    for words in (["-c", USE], train):  # the preset and the data that it reads are the wheel's own
+        ran = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        assert ran.stdout.startswith(str(tmp_path / "installed")) or words is train
+    assert list((tmp_path / "runs").glob("*/checkpoints/latest.ckpt"))

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces as gs
+from gymnasium.envs.classic_control.pendulum import PendulumEnv
 
 from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resume, tiny
 from rl_training.data import TransitionDataset, load_transition_dataset
@@ -21,9 +23,17 @@ from rl_training.runtime.prior_data import DatasetKind, DatasetParams, PriorRepl
 from rl_training.runtime.recording import read_replay_buffer
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
 
 MARK = 777.0  # a reward that Pendulum never gives
+
+
+class WeakPendulum(PendulumEnv):
+    """Pendulum with half the torque: other actions, of the same shape."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.action_space = gs.Box(-1.0, 1.0, (1,), np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +126,7 @@ def test_no_prior_data_is_read_where_none_is_used(tmp_path: Path) -> None:
     source.close()
     assert isinstance(source, PriorReplaySource)
     assert source.dataset is None
-    with pytest.raises(UserError, match=r"absent\.npz does not exist"):
+    with pytest.raises(UserError, match=r"^dataset_path is .*absent\.npz, which does not exist"):
         open_session(rlpd(tmp_path, tmp_path / "absent.npz"))
 
 
@@ -176,7 +186,7 @@ def test_observations_that_are_numbers_fit_as_they_are_recorded(tmp_path: Path, 
     recipe = read_recipe("env_zoo:DiscreteObservation", {"action": "continuous"})
     rows = load_transition_dataset("random", size=20, make_env=lambda: make_env(recipe))
     path = rows.save_npz(tmp_path / "rows.npz")
-    params = DatasetParams(dataset_kind=kind, dataset_path=str(path), dataset_size=20)
+    params = DatasetParams(dataset_kind=kind, dataset_path=str(path) if kind == "npz" else None, dataset_size=20)
     dataset = find_dataset(params, recipe, probe_spaces(recipe))
     assert dataset.obs.shape == (20, 50)
     assert (dataset.obs.sum(axis=1) == 1).all()
@@ -214,6 +224,80 @@ def test_data_that_does_not_fit_is_refused_in_one_sentence(tmp_path: Path) -> No
         open_session(rlpd(tmp_path, dataset_kind="checkpoint"))
     with pytest.raises(UserError, match="n_step is 3"):
         open_session(rlpd(tmp_path, n_step=3))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        (
+            {"dataset_path": "absent.npz"},
+            "dataset_path is 'absent.npz', but dataset_kind is 'random'.*set dataset_kind",
+        ),
+        ({"dataset_id": "x/y-v0"}, "dataset_id is 'x/y-v0', but dataset_kind is 'random'.*set dataset_kind to minari"),
+        ({"dataset_kind": "npz", "dataset_path": "a", "dataset_id": "b"}, "dataset_id is 'b', but dataset_kind is"),
+        ({"dataset_kind": "checkpoint", "dataset_path": "absent.ckpt"}, "dataset_path is absent.ckpt, which does not"),
+    ],
+)
+@pytest.mark.parametrize("algo", ["bc", "rlpd", "mopo"])
+def test_data_that_is_named_but_not_read_or_not_there_is_refused(
+    tmp_path: Path, algo: str, kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        open_session(tiny(algo, tmp_path, kwargs=kwargs))
+
+
+def test_a_finished_run_that_names_data_it_did_not_read_still_predicts(tmp_path: Path) -> None:
+    result = train(tiny("bc", tmp_path, total_timesteps=2, eval_episodes=0), console=False)
+    path = edit_checkpoint(
+        result.checkpoint_path, tmp_path / "old.ckpt", lambda t: t["config"]["algo_kwargs"].update(dataset_path="x.npz")
+    )
+    assert predict_checkpoint(path, np.zeros(4)) == predict_checkpoint(result.checkpoint_path, np.zeros(4))
+    with pytest.raises(UserError, match=r"dataset_path is 'x\.npz', but dataset_kind is 'random'"):
+        resume_training(path, console=False)
+
+
+def test_the_start_says_where_the_data_comes_from(tmp_path: Path, prior: Path, sac: Path) -> None:
+    kinds: dict[str, dict[str, Any]] = {
+        "from random play": {"dataset_kind": "random"},
+        f"from {prior}": {"dataset_kind": "npz", "dataset_path": str(prior), "dataset_size": None},
+        f"from the replay in {sac}": {"dataset_kind": "checkpoint", "dataset_path": str(sac), "dataset_size": None},
+    }
+    for said, kwargs in kinds.items():
+        source = open_session(rlpd(tmp_path, **kwargs)).source
+        source.close()
+        assert source.describe().endswith(said)
+    elsewhere = tiny("rlpd", tmp_path, env_id=f"{__name__}:WeakPendulum", kwargs=kinds["from random play"])
+    source = open_session(elsewhere).source
+    source.close()
+    assert "note" not in source.describe()
+
+
+def test_data_of_another_environment_with_the_same_shapes(tmp_path: Path, sac: Path) -> None:
+    weak: dict[str, Any] = {"env_id": f"{__name__}:WeakPendulum", "total_timesteps": 8}
+    replay = {"dataset_kind": "checkpoint", "dataset_path": str(sac), "dataset_size": None}
+    with pytest.raises(UserError, match=r"Pendulum-v1, .*: its action_space is Box\(-2.0.*here it is Box\(-1.0"):
+        open_session(tiny("rlpd", tmp_path, kwargs=replay, **weak))
+    small = load_transition_dataset("random", env_id="Pendulum-v1", size=40)
+    path = replace(small, actions=small.actions / 4.0).save_npz(tmp_path / "small.npz")
+    source = open_session(
+        tiny("rlpd", tmp_path, kwargs={"dataset_kind": "npz", "dataset_path": str(path), "dataset_size": None}, **weak)
+    ).source
+    source.close()
+    assert f"(note: recorded in Pendulum-v1, not in {__name__}:WeakPendulum)" in source.describe()
+
+
+def test_a_relative_path_is_stored_so_that_the_run_resumes_from_another_folder(
+    tmp_path: Path, prior: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(prior.parent)
+    stopped = train(rlpd(tmp_path, Path(prior.name)), callbacks=[StopAt(24)], console=False)
+    stored = load_checkpoint(stopped.checkpoint_path)["config"]["algo_kwargs"]["dataset_path"]
+    assert stored == str(prior)
+    monkeypatch.chdir(tmp_path)
+    assert resume_training(stopped.checkpoint_path, console=False).metrics["global_step"] == 40
+    packaged = open_session(rlpd(tmp_path, Path("pendulum_half_trained.npz")))
+    packaged.source.close()
+    assert packaged.config.algo_kwargs["dataset_path"] == "pendulum_half_trained.npz"
 
 
 def test_resuming_with_other_data_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import rl_training
 from registry_contract import kind_config
 from resume_cases import SPECS, tiny
 from rl_training import A2C, IMPALA, PPO, TrainConfig
+from rl_training.envs.episodes import episode_seed
 from rl_training.errors import UserError
+from rl_training.runtime.evaluation import EVALUATION_STREAM
 
 OBS = np.array([0.0, 0.1, 0.02, -0.1], dtype=np.float32)
 
@@ -30,7 +32,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_config_is_a_train_config_a_mapping_a_preset_or_a_file(tmp_path: Path) -> None:
+def test_a_config_is_a_train_config_a_mapping_a_preset_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # away from the checkout's own `configs`
     file = tmp_path / "mine.yaml"
     file.write_text("algo: ppo\nenv_id: CartPole-v1\ntotal_timesteps: 100\n")
     configs = [
@@ -110,6 +115,35 @@ def test_an_actor_plays_an_episode(trained: Any) -> None:
             break
     else:
         pytest.fail("an episode of CartPole-v1 has at most 500 steps")
+
+
+def test_a_stochastic_actor_goes_on_drawing_from_episode_to_episode(trained: Any) -> None:
+    def play(actor: Any) -> list[int]:
+        actor.reset()
+        return [actor.act(OBS) for _ in range(40)]
+
+    actor = trained.actor(deterministic=False)
+    episodes = [play(actor), play(actor)]
+    assert episodes[0] != episodes[1]
+    again = trained.actor(deterministic=False)
+    assert [play(again), play(again)] == episodes
+
+
+def test_an_actor_with_memory_plays_the_episodes_of_evaluate_and_predict_does_not(tmp_path: Path) -> None:
+    config = tiny("dreamer", tmp_path, env_id="env_zoo:BoxActions")
+    managed = rl_training.Dreamer(config)
+    managed.learn()
+    actor, env, total = managed.actor(), env_zoo.BoxActions(), 0.0
+    for episode in range(2):
+        obs, _ = env.reset(seed=episode_seed(config.seed, EVALUATION_STREAM, episode))
+        actor.reset()
+        is_first, ended = True, False
+        while not ended:
+            action = actor.act(obs)
+            assert np.array_equal(action, managed.predict(obs)) == is_first
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total, is_first, ended = total + reward, False, terminated or truncated
+    assert managed.evaluate(num_episodes=2)["eval_return_mean"] == pytest.approx(total / 2, rel=1e-5)
 
 
 def test_save_writes_one_file_that_load_brings_back(trained: Any, tmp_path: Path) -> None:

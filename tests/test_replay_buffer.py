@@ -145,6 +145,18 @@ def test_every_row_equals_a_plain_list_of_transitions(n_step: int, num_envs: int
     assert buffer._finals._used <= buffer.capacity  # slots of dropped rows are used again
 
 
+def test_another_gamma_holds_for_the_rows_stored_before() -> None:
+    moved, direct, world = make(n_step=3, gamma=0.5), make(n_step=3, gamma=0.9), Episodes(1, seed=4)
+    for _ in range(40):
+        step = world.step()
+        moved.add(**step)
+        direct.add(**step)
+    moved.gamma = 0.9
+    rows = np.arange(len(moved))
+    for key, want in direct.gather(rows).items():
+        assert torch.equal(moved.gather(rows)[key], want), key
+
+
 def test_plain_tuples_with_the_true_next_observation_are_accepted() -> None:
     """Without `final_obs`, `next_obs` is the true successor and the reset observation appears as the next `obs`."""
     buffer, world, lists = make(2, n_step=3), Episodes(2, seed=5), [[], []]

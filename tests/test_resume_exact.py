@@ -17,7 +17,6 @@ from resume_cases import (
     tiny,
     without,
 )
-from rl_training.algorithms.q_learning import QLearning
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.logging import read_metrics
@@ -239,8 +238,8 @@ def test_every_algorithm_resumes_exactly_everywhere(tmp_path: Path, algo: str, c
         pytest.skip(f"{algo} does not take the actions of {fields['env_id']}")
     kwargs = {"eval_interval": 150, **fields.pop("kwargs", {})}
     unknown = {name for name in kwargs if name.removesuffix("_schedule") not in spec.params.model_fields}
-    if case.startswith("normalized") and (algo == "dreamer" or issubclass(spec.learner, QLearning)):
-        fields["env_kwargs"] = {"wrappers": {"normalize_observation": True}}  # they refuse to normalise rewards
+    if case.startswith("normalized") and not spec.normalizes_rewards:
+        fields["env_kwargs"] = {"wrappers": {"normalize_observation": True}}
     assert_resumes_exactly(tmp_path, algo, num_envs=num_envs, kwargs=without(kwargs, unknown), **fields)
 
 

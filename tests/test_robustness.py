@@ -263,7 +263,7 @@ def schedule_edits(algo: str, rng: random.Random) -> Iterator[tuple[tuple[str, .
             yield place, put(good, path, value)
     yield from ((place, {**good, name: 1}) for name in wrong_names([*good, "fraction"], rng))
     yield from ((place, {**good, end: value}) for end in ("start", "end") for value in (-0.1, 1.1, 50))
-    for name in ("hidden_sizes", "num_steps", "activation", "optimizer_eps", "max_grad_norm", "nonsense", ""):
+    for name in ("hidden_sizes", "num_steps", "activation", "nonsense", ""):
         yield ("algo_kwargs", f"{name}_schedule"), good
 
 
@@ -399,8 +399,8 @@ def tree_edits(tree: Tree, rng: random.Random) -> Iterator[tuple[tuple[Any, ...]
 
 def uses_of(path: tuple[str, ...], value: Any) -> tuple[str, ...]:
     """The uses that read this part of a checkpoint's config."""
-    if path[-1] in ("optimizer_eps_schedule", "max_grad_norm_schedule") or value == [1.0, -1.0]:
-        return ("resume",)  # only training moves what nobody may move, or clips
+    if value == [1.0, -1.0]:
+        return ("resume",)  # only training clips
     return ("evaluate", "resume") if path[0] in ("env_kwargs", "env_id") else ALL
 
 

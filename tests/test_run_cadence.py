@@ -47,6 +47,26 @@ def test_rows_hold_counters_losses_and_episode_statistics(tmp_path: Path) -> Non
     assert {"episode_return_mean", "episode_length_mean", "loss", "policy_loss", "value_loss"} <= set(last)
 
 
+def test_the_first_checkpoint_does_not_count_in_the_rate(tmp_path: Path) -> None:
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_update(self, run: Run) -> None:
+            rates.append(run.steps_per_second())
+
+    result = train(tiny("a2c", tmp_path, eval_episodes=0), console=False, callbacks=[Rates()])
+    assert max(rates) < 1e6  # a negative time was once taken for the shortest possible
+    assert result.metrics["global_step"] / result.metrics["train_seconds"] < 1e6
+
+
+def test_what_cannot_be_called_is_no_callback(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no callback; it needs a method among on_start, on_update"):
+        train(tiny("a2c", tmp_path), callbacks=[print])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="callbacks is a StopAt; it must be a list"):
+        train(tiny("a2c", tmp_path), callbacks=StopAt(8))  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 # ---- evaluations -----------------------------------------------------------------------------------------------------
 
 
@@ -71,6 +91,17 @@ def test_best_is_the_checkpoint_of_the_best_evaluation(tmp_path: Path) -> None:
     path = result.run_dir / "checkpoints" / "best.ckpt"
     assert load_checkpoint(path)["run"]["step"] == best["step"]
     assert evaluate_checkpoint(path)["eval_returns"] == best["eval_returns"]
+
+
+def test_what_was_learned_is_kept_when_an_evaluation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt  # as the second Ctrl-C in an episode that never ends
+
+    monkeypatch.setattr(Evaluator, "evaluate", fail)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny("a2c", tmp_path), console=False)
+    (path,) = tmp_path.glob("*/checkpoints/latest.ckpt")
+    assert load_checkpoint(path)["run"]["step"] == 128
 
 
 def test_early_stopping_waits_for_its_patience(tmp_path: Path) -> None:
@@ -376,6 +407,31 @@ def test_a_run_leaves_config_manifest_metrics_events_and_checkpoints(tmp_path: P
     manifest = json.loads((result.run_dir / "manifest.json").read_text())
     assert {"rl_training", "torch", "gymnasium", "numpy", "python", "platform", "git", "command"} <= set(manifest)
     assert manifest["seed"] == 3
+
+
+def test_the_manifest_keeps_what_the_start_says_and_warnings_reach_everybody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny("gail", tmp_path, eval_episodes=0)  # CartPole's episodes end early
+    with pytest.warns(UserWarning, match="^survival bias: episodes can end early"):
+        silent = train(config, console=False)
+    assert capsys.readouterr().err == ""
+    told = train(config, console=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"gail on CartPole-v1: {told.run_dir} (device cpu, ")
+    assert lines[1].startswith("warning: survival bias: episodes can end early")
+    for result in (silent, told):
+        messages = json.loads((result.run_dir / "manifest.json").read_text())["messages"]
+        assert messages == [lines[0].replace(str(told.run_dir), str(result.run_dir)), lines[1]]
+
+
+def test_the_manifest_keeps_what_a_resume_says(tmp_path: Path) -> None:
+    halfway = train(tiny("dqn", tmp_path, replay_in_checkpoint=False), callbacks=[StopAt(40)], console=False)
+    with pytest.warns(UserWarning, match="^the checkpoint holds no replay buffer"):
+        result = resume_training(halfway.checkpoint_path, total_timesteps=160, console=False)
+    _, budget, warning = json.loads((result.run_dir / "manifest.json").read_text())["messages"]
+    assert budget.startswith("the budget is now 160 steps")
+    assert warning.startswith("warning: the checkpoint holds no replay buffer")
 
 
 def test_config_yaml_is_the_resolved_config_and_reads_back_the_same(tmp_path: Path) -> None:

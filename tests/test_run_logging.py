@@ -319,6 +319,11 @@ def test_console_false_is_silent(tmp_path: Path) -> None:
     assert stream.getvalue() == ""
 
 
+def test_a_warning_without_a_terminal_is_pythons(tmp_path: Path) -> None:
+    with make(tmp_path) as logger, pytest.warns(UserWarning, match="^no ends$"):
+        logger.message("warning: no ends")
+
+
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     clock, stream = Clock(), Terminal()
     logger = make(tmp_path, console=True, clock=clock, stream=stream)

@@ -1,15 +1,21 @@
-"""`RecurrentReplayBuffer`: rows are arrivals; windows never cross the place that is being written."""
+"""`RecurrentReplayBuffer`: rows are arrivals; windows never cross the place that is being written. And the lane on it:
+the policy's memory goes along, and learning waits for a filled buffer."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from resume_cases import tiny
+from rl_training.algorithms.dreamer import Dreamer
 from rl_training.data import RecurrentReplayBuffer
 from rl_training.errors import UserError
+from rl_training.runtime.session import open_session
 
 torch.set_num_threads(1)
 
@@ -151,3 +157,62 @@ def test_mapped_storage_behaves_like_memory(tmp_path: Any) -> None:
             buffer.add(**step)
     batches = [buffer.sample(8, np.random.default_rng(0)) for buffer in buffers]
     assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0])
+
+
+# ---- the lane --------------------------------------------------------------------------------------------------------
+
+
+def open_lane(folder: Path, learning_starts: int) -> Any:
+    """Dreamer in two environments whose episodes have at most five steps."""
+    kwargs = {"learning_starts": learning_starts, "batch_size": 2, "sequence_length": 4}
+    return open_session(tiny("dreamer", folder, env_id="env_zoo:Walk", num_envs=2, vectorization="sync", kwargs=kwargs))
+
+
+def test_the_lane_remembers_what_a_scan_over_its_stored_rows_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_luck(self: Dreamer, steps: int, rows: int) -> tuple[Tensor, Tensor]:
+        return torch.full((steps, rows, self.world_model.rssm.size.latents, 1), 0.5), torch.full((steps, rows, 1), 0.5)
+
+    monkeypatch.setattr(Dreamer, "draw_noise", no_luck)
+    session = open_lane(tmp_path, learning_starts=0)
+    source, algorithm, carries = session.source, session.algorithm, []
+    for step in range(0, 40, 2):
+        source.collect(algorithm, step)
+        carries.append(source.carry)
+    source.close()
+    model, stored = algorithm.world_model, source.buffer.state_dict()
+    for env, size in enumerate(stored["sizes"]):
+        rows = {name: torch.as_tensor(array[:size, env : env + 1]) for name, array in stored["arrays"].items()}
+        assert rows["is_first"].sum() > 3
+        embeds, actions = model.encoder(model.prepare(rows["obs"])), algorithm.actor.input_of(rows["actions"])
+        states = model.rssm.observe(embeds, actions, rows["is_first"], no_luck(algorithm, size, 1)[0])
+        acted_on = ~(rows["terminated"] | rows["truncated"])[:, 0]  # an episode's last observation asks for no action
+        remembered = torch.stack(carries)[:, env, : model.rssm.feature_dim]
+        torch.testing.assert_close(remembered, states.features[acted_on, 0][: len(carries)].detach())
+
+
+def test_resumed_without_its_buffer_the_lane_fills_it_again_before_learning_goes_on(tmp_path: Path) -> None:
+    session = open_lane(tmp_path, learning_starts=30)
+    source, algorithm, step = session.source, session.algorithm, 0
+
+    def steps_to_an_update() -> int:
+        nonlocal step
+        taken = 0
+        while True:
+            taken += source.collect(algorithm, step + taken).steps
+            if list(source.batches(algorithm, step + taken)):
+                step += taken
+                return taken
+
+    assert steps_to_an_update() > 30
+    assert steps_to_an_update() == 2
+    state = source.state_dict()
+    del state["replay"]
+    source.close()
+    source = open_lane(tmp_path, learning_starts=30).source
+    assert "filled again before learning goes on" in source.load_state_dict(state)[-1]
+    steps_to_an_update()
+    assert len(source.buffer) >= 30
+    assert steps_to_an_update() == 2
+    source.close()

@@ -16,8 +16,34 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        line = " ".join(message.split())
-        super().__init__(line if len(line) <= LONGEST else f"{line[: LONGEST - 83]}...{line[-80:]}")
+        super().__init__(_one_line(message))
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment broke during a run: one line again, and the command line exits with 1."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
+
+    @classmethod
+    def raised(cls, env_id: str, kind: str, message: str) -> EnvironmentFailure:
+        """The environment raised an exception of that kind."""
+        reason = (message.strip().splitlines() or ["no message"])[0].rstrip(".")
+        return cls(f"the environment {env_id} raised {kind}: {reason}; {_look_at(env_id)}")
+
+    @classmethod
+    def not_finite(cls, env_id: str, what: str) -> EnvironmentFailure:
+        """The environment gave `what` with a NaN or an infinity in it."""
+        return cls(f"the environment {env_id} gave {what} with a NaN or an infinity in it; {_look_at(env_id)}")
+
+
+def _look_at(env_id: str) -> str:
+    return f"mend the environment (rl-training doctor --env {env_id} steps it alone)."
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 83]}...{line[-80:]}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -28,3 +54,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f"did you mean {close[0]!r}?"
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"known: {', '.join(names[:MOST_NAMES])}{more}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 environment`, `8 environments`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

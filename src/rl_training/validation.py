@@ -6,7 +6,7 @@ import contextlib
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -17,6 +17,10 @@ LARGEST = 2**63
 LARGEST_TREE = 10_000  # values; a few lines of YAML aliases can stand for billions
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 60
+_WANTED = {  # by the kind of complaint or its first word, in words that are not Python's
+    "bool": "true or false", "int": "a whole number", "float": "a number", "tuple": "a list", "list": "a list",
+    "dict": "a mapping of names to values", "model": "a mapping of names to values", "string_type": "a word",
+}  # fmt: skip
 
 
 class StrictModel(BaseModel):
@@ -80,20 +84,68 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
     try:
         return model.model_validate(dict(data))
     except ValidationError as error:
-        raise UserError(f"{where}: {_first_problem(error, [*model.model_fields, *also_known])}") from None
+        problems = [_Problem.locate(found, model, data) for found in error.errors(include_url=False)]
+        raise UserError(f"{where}: {_first_problem(problems, model, also_known)}") from None
 
 
-def _first_problem(error: ValidationError, known: list[str]) -> str:
-    problem = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {_show(field)}; {did_you_mean(field, known)}"
-    if problem["type"] == "missing":
+class _Problem(NamedTuple):
+    """One complaint of pydantic's: the keys that lead to it, and the model that the last of them belongs to."""
+
+    path: list[str]
+    owner: type[BaseModel]
+    kind: str
+    message: str
+    value: Any
+
+    @classmethod
+    def locate(cls, found: Any, model: type[BaseModel], data: Any) -> _Problem:
+        """Follow its location through the data: what is no key there is pydantic's name of a member of a union."""
+        path: list[str] = []
+        owner, inner = model, model
+        for place in found["loc"]:
+            listed = isinstance(data, list | tuple) and isinstance(place, int)
+            if not listed and place not in inner.model_fields and not (isinstance(data, Mapping) and place in data):
+                continue
+            path.append(str(place))
+            owner = inner
+            kinds = _plain_types(field.annotation) if (field := inner.model_fields.get(str(place))) else set()
+            inner = next((kind for kind in kinds if issubclass(kind, StrictModel)), inner)
+            if listed:
+                data = data[place] if place < len(data) else None
+            else:
+                data = data.get(place) if isinstance(data, Mapping) else None
+        return cls(path, owner, found["type"], found["msg"], found["input"])
+
+
+def _first_problem(problems: list[_Problem], model: type[BaseModel], also_known: Iterable[str]) -> str:
+    # a key that is misspelt is often one that is then missing
+    problem = next((one for one in problems if one.kind == "extra_forbidden"), problems[0])
+    # every member of a union complains; the one that was meant is the one of which the most fits
+    of_field = [one for one in problems if one.path[:1] == problem.path[:1]]
+    if problem.kind != "extra_forbidden":
+        problem = max(of_field, key=lambda one: len(one.path))
+    field = ".".join(problem.path)
+    if problem.kind == "extra_forbidden":
+        known = [*problem.owner.model_fields, *(also_known if problem.owner is model else ())]
+        return f"unknown key {_show(field)}; {did_you_mean(problem.path[-1], known)}"
+    if problem.kind == "missing" and isinstance(problem.value, Mapping):
         return f"{field} is missing; it must be given."
-    message = re.sub(r"^(Value error,|Input|String|Tuple|List|Dictionary) ", "", problem["msg"])
-    if problem["type"] == "value_error":
-        return f"{message}."
-    return f"{field} is {_show(problem['input'])}; it {message}."
+    if problem.kind == "missing":
+        return f"{field.rpartition('.')[0]} is {_show(problem.value)}; it should have more entries."
+    message = problem.message.removeprefix("Value error, ")
+    if problem.kind == "value_error":
+        return f"{field}: {message}." if field else f"{message}."
+    wanted = dict.fromkeys(_in_words(one) for one in of_field if one.path == problem.path)
+    return f"{field} is {_show(problem.value)}; it should {', or '.join(wanted)}."
+
+
+def _in_words(problem: _Problem) -> str:
+    """What follows "it should" in a sentence."""
+    known = _WANTED.get(problem.kind, _WANTED.get(problem.kind.partition("_")[0]))
+    if known is not None:
+        return f"be {known}"
+    message = re.sub(r"^(Input|String|Tuple|List|Dictionary) should ", "", problem.message)
+    return message.replace(" after validation", "")
 
 
 def _show(value: Any) -> str:

@@ -6,8 +6,13 @@ import importlib
 import pkgutil
 from typing import Any
 
+# Names of presets of a learner's axes -> that learner.
+PRESETS_OF = dict.fromkeys(("DoubleDQN", "DuelingDQN", "NoisyDQN", "PrioritizedDQN", "NStepDQN"), "DQN")
+PRESETS_OF["RainbowDQN"] = "C51DQN"
+
 
 def __getattr__(name: str) -> Any:
+    name = PRESETS_OF.get(name, name)
     if not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in pkgutil.iter_modules(__path__):

@@ -105,17 +105,11 @@ class ActorCriticAlgorithm(Algorithm):
         return type(policy)(*(output.detach() for output in policy)), gradients
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
-        """What returns are computed from, all [T, N]: rewards, discounts and cuts.
-
-        Without `terminated`, `dones` that are not `truncated` mean it.
-        """
-        cuts = terminated = batch["terminated" if "terminated" in batch else "dones"].bool()
-        if "truncated" in batch:
-            truncated = batch["truncated"].bool()
-            cuts = terminated | truncated
-            terminated = terminated if "terminated" in batch else terminated & ~truncated
+        """What returns are computed from, all [T, N]: rewards, discounts and cuts."""
+        terminated, cuts = read_ends(batch)
         rewards = batch["rewards"].float()
         if self.reward_scale is not None:
+            self.reward_scale.gamma = self.gamma  # a schedule may have moved it
             rewards = self.reward_scale(rewards, cuts, batch.get("valid"))
         return {"rewards": rewards, "discounts": self.gamma * (~terminated).to(rewards.dtype), "cuts": cuts}
 
@@ -149,6 +143,19 @@ class ActorCriticAlgorithm(Algorithm):
         observation_input = getattr(self.policy, "observation_input", None)
         if observation_input is not None:
             observation_input.update(rows["obs"])
+
+
+def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Whether each row terminated, and whether its episode ended there either way.
+
+    Without `terminated`, `dones` that are not `truncated` mean it.
+    """
+    ended = terminated = batch["terminated" if "terminated" in batch else "dones"].bool()
+    if "truncated" in batch:
+        truncated = batch["truncated"].bool()
+        ended = terminated | truncated
+        terminated = terminated if "terminated" in batch else terminated & ~truncated
+    return terminated, ended
 
 
 def means(*columns: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -39,13 +39,32 @@ class ActOutput:
     carry: Carry = None
 
 
+def option_of_optimizers(option: str) -> Any:
+    """An attribute of a learner that is an option of those of its optimizers that were made with it."""
+
+    def read(learner: Algorithm) -> Any:
+        if option not in learner._made_with:
+            raise AttributeError(f"no optimizer of {type(learner).__name__} was made with {option}")
+        return getattr(learner._made_with[option][0], option)
+
+    def write(learner: Algorithm, value: Any) -> None:
+        for optimizer in learner._made_with[option]:
+            setattr(optimizer, option, value)
+
+    return property(read, write)
+
+
 class Algorithm(nn.Module):
     """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete."""
+
+    max_grad_norm = option_of_optimizers("max_grad_norm")
+    optimizer_eps = option_of_optimizers("eps")
 
     def __init__(self) -> None:
         super().__init__()
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
+        self._made_with: dict[str, list[Optimizer]] = {}  # an option -> the optimizers that were given it
         self.generator = torch.Generator()
         self.seed(int(torch.randint(2**31 - 1, (), device="cpu")))
 
@@ -93,10 +112,15 @@ class Algorithm(nn.Module):
     def make_optimizer(
         self, name: str, parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any
     ) -> Optimizer:
-        """An optimizer that is part of the state; `name` is its place in the state and in error messages."""
+        """An optimizer that is part of the state; `name` is its place in the state and in error messages.
+
+        `eps` and `max_grad_norm`, where they are given, are the learner's own: a schedule moves them.
+        """
         optimizer = Optimizer(parameters, learning_rate=learning_rate, **options)
         self.add_module(name, optimizer)
         self._optimizers[name] = optimizer
+        for option in options:
+            self._made_with.setdefault(option, []).append(optimizer)
         return optimizer
 
     @property
@@ -110,9 +134,9 @@ class Algorithm(nn.Module):
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def scheduled(self, name: str) -> bool:
-        """Whether `name` is a number that a schedule may move."""
-        value = getattr(self, name, None)
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        """Whether `name` is a number that a schedule may move; None is one that is not set."""
+        value = getattr(self, name, False)
+        return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
     @property
     def learning_rate(self) -> float:

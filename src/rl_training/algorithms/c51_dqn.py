@@ -28,7 +28,7 @@ class C51DQN(QLearning):
         if num_atoms < 2 or v_max <= v_min:
             raise UserError(f"the support has {num_atoms} atoms from {v_min} to {v_max}; v_max must be above v_min.")
         super().__init__(q_network=q_network, **options)
-        self.v_min, self.v_max, self.num_atoms = v_min, v_max, num_atoms
+        self.num_atoms = num_atoms
         self.support: Tensor
         self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))
         self.make_target()

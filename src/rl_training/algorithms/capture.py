@@ -16,8 +16,8 @@ class CapturedStep:
     """`function(inputs) -> Tensor`, run plainly for its first calls, then captured once and replayed.
 
     The function draws nothing, reads no tensor on the host and keeps what it changes where it is. Every call is one
-    update, captured or not. `constants` are the numbers that it reads besides: while they move (a schedule), or when
-    the inputs have another shape, it runs plainly.
+    update, captured or not. `constants` are the numbers that it reads besides: while they move (a schedule, from its
+    first step to its last), or when the inputs have another shape, it runs plainly, without the graph's speed.
     """
 
     def __init__(self, function: Callable[[Inputs], Tensor]) -> None:

@@ -75,28 +75,44 @@ class Dreamer(Algorithm):
     critic_learning_rate = attribute_of("critic_optimizer", "learning_rate")
 
     def __init__(
-        self, *, world_model: Any, actor: Any, critic: Any, world_model_learning_rate: float = 3e-4,
-        actor_learning_rate: float = 1e-4, critic_learning_rate: float = 1e-4, gamma: float = 0.997,
-        gae_lambda: float = 0.95, imagination_horizon: int = 15, entropy_coef: float = 3e-4, free_nats: float = 1.0,
-        tau: float = 0.02, max_grad_norm: float | None = 100.0, optimizer: str = "adam", optimizer_eps: float = 1e-8,
-        capture: bool = True,
+        self, *, world_model: Any, actor: Any, critic: Any, learning_rate: float = 3e-4,
+        world_model_learning_rate: float | None = None, actor_learning_rate: float | None = None,
+        critic_learning_rate: float | None = None, gamma: float = 0.997, gae_lambda: float = 0.95,
+        imagination_horizon: int = 15, entropy_coef: float = 3e-4, free_nats: float = 1.0, tau: float = 0.02,
+        max_grad_norm: float | None = 100.0, optimizer: str = "adam", optimizer_eps: float = 1e-8, capture: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.world_model, self.actor, self.critic = world_model, actor, critic
         self.gamma, self.gae_lambda, self.entropy_coef = gamma, gae_lambda, entropy_coef
         self.free_nats, self.tau, self.imagination_horizon = free_nats, tau, imagination_horizon
         options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
-        parts = {"world_model": world_model_learning_rate, "actor": actor_learning_rate, "critic": critic_learning_rate}
+        own = {"world_model": world_model_learning_rate, "actor": actor_learning_rate, "critic": critic_learning_rate}
+        rates = {name: learning_rate if rate is None else rate for name, rate in own.items()}
         self.optimizers = {
             name: self.make_optimizer(f"{name}_optimizer", getattr(self, name).parameters(), rate, **options)
-            for name, rate in parts.items()
+            for name, rate in rates.items()
         }
+        self._on_common_rate = [self.optimizers[name] for name, rate in own.items() if rate is None]
         self._target = TargetNetwork(critic)
         self.slow_critic: Any = self._target.network
         self.return_scale = ReturnScale()
         self.carry_dim = world_model.rssm.feature_dim + actor.action_dim
         uses_graph = capture and self.device.type == "cuda"
         self._captured = CapturedStep(self.train_step) if uses_graph else None
+
+    @property
+    def learning_rate(self) -> float:
+        """The common rate; setting it leaves alone the optimizers that have one of their own."""
+        return (self._on_common_rate or list(self.optimizers.values()))[0].learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for optimizer in self._on_common_rate:
+            optimizer.learning_rate = value
+
+    def scheduled(self, name: str) -> bool:
+        """Whether `name` is a number that a schedule may move; the common rate only where somebody follows it."""
+        return super().scheduled(name) and (name != "learning_rate" or bool(self._on_common_rate))
 
     # acting ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +159,8 @@ class Dreamer(Algorithm):
             values = self.train_step(inputs)
         else:
             rates = [optimizer.learning_rate for optimizer in self.optimizers.values()]
-            constants = (*rates, self.gamma, self.gae_lambda, self.entropy_coef, self.free_nats, self.tau)
+            options = (self.max_grad_norm, self.optimizer_eps)
+            constants = (*rates, *options, self.gamma, self.gae_lambda, self.entropy_coef, self.free_nats, self.tau)
             values = self._captured(inputs, constants)
         self.world_model.observation_input.update(batch["obs"].flatten(0, 1))
         return UpdateResult(dict(zip(METRICS, values.unbind(), strict=True)))

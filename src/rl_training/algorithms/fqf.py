@@ -39,6 +39,7 @@ class FQF(QLearning):
     """The learner; `q_network` has `propose` and a `fraction_layer` beside what IQN asks for (see `MLPFQFNetwork`)."""
 
     learning_rate = attribute_of("optimizer", "learning_rate")  # of the quantiles alone
+    optimizer_eps = attribute_of("optimizer", "eps")
     fraction_learning_rate = attribute_of("fraction_optimizer", "learning_rate")
 
     def __init__(

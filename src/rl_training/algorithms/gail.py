@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl_training.algorithms.actor_critic import read_ends
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult, attribute_of
 from rl_training.errors import UserError
 
@@ -81,6 +82,9 @@ class GAIL(Algorithm):
     clip_coef = attribute_of("ppo", "clip_coef")
     ent_coef = attribute_of("ppo", "ent_coef")
     vf_coef = attribute_of("ppo", "vf_coef")
+    target_kl = attribute_of("ppo", "target_kl")
+    max_grad_norm = attribute_of("ppo", "max_grad_norm")
+    optimizer_eps = attribute_of("ppo", "optimizer_eps")
     discriminator_learning_rate = attribute_of("discriminator_optimizer", "learning_rate")
 
     def __init__(
@@ -168,9 +172,10 @@ class GAIL(Algorithm):
 
     @torch.no_grad()
     def rewards(self, batch: Batch) -> Tensor:
-        """What the discriminator gives for every pair of a rollout [T, N]."""
+        """What the discriminator gives for every pair of a rollout [T, N]; nothing on an engine's reset rows."""
         logits = self.discriminator(batch["obs"].flatten(0, 1), batch["actions"].flatten(0, 1))
-        return REWARD_FORMS[self.reward_form](logits).view(batch["obs"].shape[:2])
+        rewards = REWARD_FORMS[self.reward_form](logits).view(batch["obs"].shape[:2])
+        return rewards if batch.get("valid") is None else torch.where(batch["valid"].bool(), rewards, 0.0)
 
     @torch.no_grad()
     def with_ends(self, rewards: Tensor, batch: Batch) -> Tensor:
@@ -180,4 +185,4 @@ class GAIL(Algorithm):
         one = batch["obs"][0, :1], batch["actions"][0, :1]  # any row: nothing of it is read
         absorbing = self.discriminator(*one, torch.ones(1, dtype=torch.bool, device=rewards.device))
         worth = REWARD_FORMS[self.reward_form](absorbing) * (self.gamma / (1.0 - self.gamma))
-        return torch.where(batch["terminated"].bool(), rewards + worth, rewards)
+        return torch.where(read_ends(batch)[0], rewards + worth, rewards)

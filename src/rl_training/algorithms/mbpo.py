@@ -22,7 +22,7 @@ Termination = Callable[[Tensor], Tensor]  # next observations [B, O] -> whether 
 
 
 def mbpo_model_loss(batch: Batch, name: str = "mbpo_model_loss") -> dict[str, Tensor]:
-    """From predicted_means, predicted_logvars [E, B, D], targets [B, D] or [E, B, D], and ensemble_disagreement.
+    """From predicted_means, predicted_logvars [E, B, D], targets [B, D] or [E, B, D], ensemble_disagreement [] or [B].
 
     The loss is twice the Gaussian negative log-likelihood without its constant, a mean per member, summed over members.
     """
@@ -32,7 +32,7 @@ def mbpo_model_loss(batch: Batch, name: str = "mbpo_model_loss") -> dict[str, Te
     maes = errors.detach().abs().mean((0, 1))
     return {
         name: loss, "reward_mae": maes[0], "delta_obs_mae": maes[1:].mean(),
-        "ensemble_disagreement": batch["ensemble_disagreement"],
+        "ensemble_disagreement": batch["ensemble_disagreement"].mean(),
     }  # fmt: skip
 
 

@@ -78,6 +78,10 @@ class SAC(Algorithm):
         """The temperature, fixed or tuned."""
         return self.fixed_alpha if self.log_alpha is None else self.log_alpha.detach().exp()
 
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self.fixed_alpha = value
+
     def acting(self) -> nn.Module:
         """The actor."""
         return self.model.actor

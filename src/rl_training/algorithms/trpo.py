@@ -51,6 +51,10 @@ class TRPO(ActorCriticAlgorithm):
             ("value_learning_rate", value_learning_rate, ">= 0", value_learning_rate >= 0),
             ("value_minibatch_size", value_minibatch_size, ">= 1",
              value_minibatch_size is None or value_minibatch_size >= 1),
+            ("gamma", gamma, "from 0 to 1", 0 <= gamma <= 1),
+            ("gae_lambda", gae_lambda, "from 0 to 1", 0 <= gae_lambda <= 1),
+            ("max_grad_norm", max_grad_norm, "> 0", max_grad_norm is None or max_grad_norm > 0),
+            ("optimizer_eps", optimizer_eps, "> 0", optimizer_eps > 0),
         ):  # fmt: skip
             if not right:
                 raise ValueError(f"{name} must be {bound}, got {value}")

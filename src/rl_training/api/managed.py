@@ -32,20 +32,22 @@ class Actor:
     """Acts in one environment and remembers: `reset()` at the start of an episode, then `act(obs)`."""
 
     def __init__(self, policy: TrainedPolicy, deterministic: bool) -> None:
-        self._policy, self._deterministic = policy, deterministic
+        self._spaces = policy.spaces
+        self._session = ActingSession(policy.algorithm, 1, policy.seed, deterministic=deterministic)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the episode so far."""
-        policy = self._policy
-        self._session = ActingSession(policy.algorithm, 1, policy.seed, deterministic=self._deterministic)
+        """Forget the episode so far; a stochastic policy goes on drawing, so that episodes differ."""
+        self._session.forget()
         self._is_first = True
 
     def act(self, obs: Any, *, action_mask: Any = None) -> Any:
         """The action for the next observation of the episode, among those that `action_mask` allows."""
-        spaces = self._policy.spaces
+        spaces = self._spaces
         encoded, is_batch = spaces.encode_for_prediction(obs)
-        masks = spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
+        if is_batch:
+            raise UserError(f"obs is a batch of {len(encoded)}; an actor takes one at a time.")
+        masks = spaces.masks_for_prediction(action_mask, 1, is_batch=False)
         actions = self._session.act(encoded, masks, np.array([self._is_first]))
         self._is_first = False
         return plain_action(spaces.map_actions(actions)[0])
@@ -59,10 +61,13 @@ class ManagedAlgorithm:
     def __init__(
         self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: Callable[..., Env] | None = None
     ) -> None:
+        if env is not None and not callable(env):
+            raise UserError(f"env is a {type(env).__name__}; it must be a callable that makes one, such as a class.")
         if isinstance(config, Mapping):
             config = {"algo": self.algo, **config}
             if env is not None:
-                config.setdefault("env_id", getattr(env, "__name__", "custom"))
+                name = getattr(env, "__name__", "")
+                config.setdefault("env_id", name if name.isidentifier() else "custom")
         self.config = load_config(config)
         if self.config.algo != self.algo:
             raise UserError(f"algo is {self.config.algo!r}; {type(self).__name__} needs {self.algo!r}.")
@@ -85,7 +90,9 @@ class ManagedAlgorithm:
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
         """The environment's action for an observation, or actions for a batch.
 
-        `action_mask` is as the environment's `info` has it, for a batch one per observation; None allows every action.
+        Every call starts afresh: a policy with memory (Dreamer) acts as at the first step of an episode; to play whole
+        ones use `actor()`. `action_mask` is as the environment's `info` has it, for a batch one per observation; None
+        allows every action.
         """
         return self._loaded().predict(obs, deterministic, action_mask=action_mask)
 
@@ -96,6 +103,8 @@ class ManagedAlgorithm:
     def save(self, path: str | Path, include_replay: bool = False) -> Path:
         """One file with everything: config, spaces, learner, normalisers, and the replay buffer on request."""
         tree = read_checkpoint(self._path("save"))
+        if include_replay and not tree["config"]["replay_in_checkpoint"]:
+            raise UserError("include_replay is True, but the run kept no replay buffer: replay_in_checkpoint is false.")
         if not include_replay:
             tree["source"].pop("replay", None)
         return save_checkpoint(path, tree)

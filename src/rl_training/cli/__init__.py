@@ -1,4 +1,4 @@
-"""The command line; `rl_training.cli.load_config` is the config reader's public second address."""
+"""The command line; also the public second address of `TrainConfig` and `load_config`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name != "load_config":
+    if name not in ("TrainConfig", "load_config"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rl_training.experiment.config import load_config
+    from rl_training.experiment import config
 
-    return load_config
+    return getattr(config, name)

@@ -15,6 +15,7 @@ from rl_training.cli.options import (
     option,
     whole_number,
 )
+from rl_training.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +58,8 @@ def print_breakdown(console: Console, result: Breakdown) -> None:
         f"{result.total_seconds:.2f} s, [bold]{result.steps_per_second:,.0f} steps/s[/bold]"
     )
     console.print(
-        f"device {config.device}, threads {config.threads}, {config.num_envs} environments ({config.vectorization})",
+        f"device {config.device}, threads {config.threads}, {counted(config.num_envs, 'environment')} "
+        f"({config.vectorization})",
         style="dim",
     )
     table = Table(header_style="bold")

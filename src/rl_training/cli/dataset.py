@@ -73,7 +73,7 @@ def collect(
         path = find_checkpoint(checkpoint)
         dataset = recording.record_policy(path, steps or 1, seed=first, deterministic=not stochastic)
     save(dataset, target)
-    print_saved(dataset, target)
+    print_saved(dataset, target, modules)
 
 
 def check_choice(
@@ -124,9 +124,9 @@ def save(dataset: TransitionDataset, target: str) -> None:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from None
 
 
-def print_saved(dataset: TransitionDataset, target: str) -> None:
+def print_saved(dataset: TransitionDataset, target: str, modules: list[str] | None) -> None:
     """What was recorded, and what to do with it."""
-    from rl_training.cli.screen import make_console, print_facts
+    from rl_training.cli.screen import make_console, print_facts, repeat_imports
 
     console, env, path = make_console(), dataset.metadata.get("env_id"), shlex.quote(target)
     returns = dataset.episode_returns
@@ -136,7 +136,8 @@ def print_saved(dataset: TransitionDataset, target: str) -> None:
         ("file", plain(path)),
     ])  # fmt: skip
     console.print("\nnext")
-    console.print(f"  rl-training dataset check --path {plain(path)} --env {plain(str(env))}", soft_wrap=True)
+    options = f"--path {path} --env {shlex.quote(str(env))}{repeat_imports(modules)}"
+    console.print(f"  rl-training dataset check {plain(options)}", soft_wrap=True)
 
 
 @app.command("check")

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import EnvironmentFailure, UserError, did_you_mean
 
 FAILED, WRONG_INPUT, STOPPED = 1, 2, 130
 
@@ -48,7 +48,7 @@ def describe(error: Exception) -> tuple[int, str]:
         return WRONG_INPUT, one_sentence(str(error))
     if hasattr(error, "format_message"):  # a usage error of click's, or of typer's own copy of it
         return WRONG_INPUT, one_sentence(_describe_usage(error))
-    if type(error).__name__ == "TrainingFailure":  # by name: its module imports torch
+    if isinstance(error, EnvironmentFailure) or type(error).__name__ == "TrainingFailure":  # whose module imports torch
         return FAILED, one_sentence(str(error))
     reason = (str(error).strip().splitlines() or ["no message"])[0]
     return FAILED, one_sentence(f"the run failed with {type(error).__name__}: {reason}")

@@ -51,7 +51,8 @@ def resume(
         callbacks=[watch], console=True,
     )  # fmt: skip
     trained = result.metrics["global_step"] - watch.first_step
-    print_run(make_console(), result, f"{watch.title}, resumed at step {watch.first_step:,}", trained=trained)
+    title = f"{watch.title}, resumed at step {watch.first_step:,}"
+    print_run(make_console(), result, title, trained=trained, modules=modules)
 
 
 def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:

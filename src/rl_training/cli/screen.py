@@ -54,8 +54,11 @@ def describe_return(metrics: dict[str, Any]) -> str:
     return "no episode ended yet"
 
 
-def print_run(console: Console, result: TrainResult, title: str, *, trained: int | None = None) -> None:
-    """The summary of one run and the commands to run next."""
+def print_run(
+    console: Console, result: TrainResult, title: str, *, trained: int | None = None,
+    modules: Iterable[str] | None = None,
+) -> None:  # fmt: skip
+    """The summary of one run and the commands to run next, which need the same `--import` modules."""
     from rl_training.experiment.logging import format_duration
 
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
@@ -73,15 +76,20 @@ def print_run(console: Console, result: TrainResult, title: str, *, trained: int
         ("checkpoint", quote(result.checkpoint_path)),
         ("best", quote(best) if best.is_file() else ""),
     ])  # fmt: skip
-    print_next(console, result)
+    print_next(console, result, repeat_imports(modules))
 
 
-def print_next(console: Console, result: TrainResult) -> None:
+def print_next(console: Console, result: TrainResult, imports: str) -> None:
     """The commands that go on from here."""
-    path = quote(result.checkpoint_path)
+    given = f"--checkpoint {quote(result.checkpoint_path)}{imports}"
     console.print("\nnext")
-    console.print(f"  rl-training eval --checkpoint {path} --num-episodes 20", soft_wrap=True)
-    console.print(f"  rl-training resume --checkpoint {path} {larger_budget(result.metrics)}".rstrip(), soft_wrap=True)
+    console.print(f"  rl-training eval {given} --num-episodes 20", soft_wrap=True)
+    console.print(f"  rl-training resume {given} {larger_budget(result.metrics)}".rstrip(), soft_wrap=True)
+
+
+def repeat_imports(modules: Iterable[str] | None) -> str:
+    """The `--import` options of this command for the next one."""
+    return "".join(f" --import {shlex.quote(name)}" for name in modules or ())
 
 
 def larger_budget(metrics: dict[str, Any]) -> str:

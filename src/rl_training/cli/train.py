@@ -54,7 +54,7 @@ def train(
         )
         for one_seed in ([seed] if seeds is None else read_seeds(seeds))
     ]
-    run_all(built, several=seeds is not None)
+    run_all(built, several=seeds is not None, modules=modules)
 
 
 def read_seeds(text: str) -> list[int]:
@@ -65,7 +65,7 @@ def read_seeds(text: str) -> list[int]:
     return seeds
 
 
-def run_all(configs: list[TrainConfig], *, several: bool) -> None:
+def run_all(configs: list[TrainConfig], *, several: bool, modules: list[str] | None = None) -> None:
     """Run each config in turn and print what came out; a signal ends the series after the run that it stopped."""
     from rl_training.cli.screen import make_console, print_run, print_seeds
     from rl_training.runtime import workflows
@@ -76,7 +76,7 @@ def run_all(configs: list[TrainConfig], *, several: bool) -> None:
         result = workflows.train(config, console=True)
         runs.append((config.seed, result))
         if not several:
-            print_run(console, result, title)
+            print_run(console, result, title, modules=modules)
         if result.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             break
     if several:

@@ -22,13 +22,12 @@ def check_dataset(
     The spaces are Gymnasium's, those of the environment that the data set should fit.
     """
     returns, lengths = dataset.episode_returns, dataset.episode_lengths
-    open_end = not (dataset.terminated[-1] or dataset.truncated[-1])
     return {
         "transitions": len(dataset),
         "episodes": len(returns),
         "terminated": int(dataset.terminated.sum()),
         "truncated": int((dataset.truncated & ~dataset.terminated).sum()),
-        "last_episode_is_open": bool(open_end),
+        "last_episode_is_open": dataset.last_episode_is_open,
         "episode_return": _summary(returns),
         "episode_length": _summary(lengths),
         "reward": _summary(dataset.rewards),
@@ -114,6 +113,8 @@ def _space_problems(name: str, array: Array, space: Any) -> list[str]:
     shape, wanted = tuple(array.shape[1:]), tuple(space.shape)
     if int(np.prod(shape)) != int(np.prod(wanted)):
         return [f"{name} has rows of shape {shape}, but the environment's space is {space}."]
+    if np.issubdtype(space.dtype, np.floating) and array.dtype.kind in "biu" and name == "actions":
+        return [f"{name} are {array.dtype}, but the environment's space {space} wants real numbers, not choices."]
     low, high = _limits(space)
     if low is None or high is None:
         return []

@@ -153,6 +153,11 @@ class TransitionDataset:
         return np.flatnonzero(ends)
 
     @property
+    def last_episode_is_open(self) -> bool:
+        """Whether the last episode was not recorded to its end."""
+        return not (self.terminated[-1] or self.truncated[-1])
+
+    @property
     def episode_returns(self) -> Array:
         """Sum of rewards of each episode [E], the last one as far as it was recorded."""
         totals = np.cumsum(self.rewards, dtype=np.float64)[self.episode_ends]
@@ -198,7 +203,9 @@ def read_npz(path: str | Path) -> dict[str, Array]:
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give the path of an npz file.") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = "it holds pickled objects, which could run code" if "pickle" in str(error) else "damaged or foreign"
+        # numpy takes every file of another kind for a pickle
+        pickled = "Object arrays" in str(error)
+        reason = "it holds pickled objects, which could run code" if pickled else "damaged, or of another kind"
         raise UserError(f"{path} cannot be read as npz ({reason}).") from None
     raise UserError(f"{path} is a single array, not an npz file of named ones.")
 

@@ -31,7 +31,7 @@ def make_random_dataset(
     rows: dict[str, list[Any]] = {name: [] for name in REQUIRED}
     obs, info = env.reset(seed=seed)
     for _ in range(num_steps):
-        action = _random_action(env.action_space, info)
+        action = _random_action(env.action_space, info, env_id)
         before = _encode(env, obs), np.array(action)  # now, because the environment may write into them in `step`
         next_obs, reward, terminated, truncated, info = env.step(action)
         step = (*before, reward, _encode(env, next_obs), terminated, truncated)
@@ -46,9 +46,28 @@ def make_random_dataset(
     return TransitionDataset.from_arrays(arrays, env_id, env_id=env_id, policy="random", seed=seed)
 
 
-def _random_action(space: Any, info: Mapping[str, Any]) -> Any:
+def _random_action(space: Any, info: Mapping[str, Any], env_id: str) -> Any:
+    """An action drawn uniformly; of those that the mask allows, whatever its dtype, whole or in parts."""
+    from gymnasium import spaces
+
     mask = info.get("action_mask")
-    return space.sample() if mask is None else space.sample(mask)
+    if mask is None or isinstance(space, spaces.Box):
+        return space.sample()
+    if isinstance(space, spaces.Discrete):
+        sizes: Any = [space.n]
+    else:
+        sizes = np.ravel(space.nvec) if isinstance(space, spaces.MultiDiscrete) else [2] * int(np.prod(space.shape))
+    flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, list | tuple) else np.ravel(mask)
+    if flat.size != sum(sizes):
+        raise UserError(f"info['action_mask'] of {env_id} has {flat.size} entries; {space} needs {sum(sizes)}.")
+    legal = [np.flatnonzero(part) for part in np.split(flat, np.cumsum(sizes)[:-1])]
+    if not all(part.size for part in legal):
+        raise UserError(f"info['action_mask'] of {env_id} forbids every action; one at least must be legal.")
+    drawn = np.array([space.np_random.choice(part) for part in legal])  # as Gymnasium draws from an int8 mask
+    if isinstance(space, spaces.Discrete):
+        return space.start + drawn[0]
+    start = space.start if isinstance(space, spaces.MultiDiscrete) else 0
+    return (drawn.reshape(space.shape) + start).astype(space.dtype)
 
 
 def _encode(env: Any, obs: Any) -> Any:

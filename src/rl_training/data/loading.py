@@ -20,16 +20,16 @@ Packaged = files("rl_training").joinpath("assets/datasets")
 def load_transition_dataset(
     kind: str, *, path: str | Path | None = None, dataset_id: str | None = None, env_id: str | None = None,
     size: int | None = None, seed: int = 0, env_kwargs: Mapping[str, Any] | None = None,
-    make_env: Callable[[], Any] | None = None,
+    make_env: Callable[[], Any] | None = None, prefix: str = "",
 ) -> TransitionDataset:  # fmt: skip
     """The data set of a kind, its actions in the environment's own range.
 
     `npz` reads `path`, or the packaged set of that name; `minari` reads `dataset_id` from Minari's folder, or from
     `path` instead of it; `random` acts at random for `size` steps (default 10,000) in `env_id`, or in what `make_env()`
-    returns. For the others `size` keeps the first rows.
+    returns. For the others `size` keeps the first rows. `prefix` stands before `dataset_size` in a refusal.
     """
     if size is not None and size < 1:
-        raise UserError(f"dataset_size is {size}; it must be at least 1.")
+        raise UserError(f"{prefix}dataset_size is {size}; it must be at least 1.")
     if kind == "random":
         name = env_id or "environment" if make_env else _need(env_id, "env_id", kind)
         return make_random_dataset(name, size or 10_000, seed, env_kwargs, make_env)
@@ -37,10 +37,15 @@ def load_transition_dataset(
         dataset = TransitionDataset.from_npz(find_npz(_need(path, "dataset_path", kind)))
     elif kind == "minari":
         dataset = read_minari(_need(dataset_id, "dataset_id", kind), path, size=size)
+    elif kind == "checkpoint":  # its config and spaces say how to read it, and data knows neither
+        raise UserError(
+            "dataset_kind is 'checkpoint', which only a run reads; `rl-training dataset collect --checkpoint P "
+            "--from-replay` writes such a replay to an npz file, which can be loaded here."
+        )
     else:
         raise UserError(f"unknown dataset_kind {kind!r}: {did_you_mean(kind, KINDS)}")
     if size is not None and size > len(dataset):
-        raise UserError(f"dataset_size is {size}, but {dataset_id or path} has only {len(dataset)} rows.")
+        raise UserError(f"{prefix}dataset_size is {size}, but {dataset_id or path} has only {len(dataset)} rows.")
     return dataset if size is None else dataset.take(slice(size))
 
 

@@ -144,6 +144,8 @@ def write_minari(
             raise UserError(_MISSING) from None
         except (ValueError, FileExistsError) as error:
             raise UserError(f"Minari refuses {dataset_id}: {str(error).splitlines()[0]}") from None
+        except TypeError:  # what it raises for a name that it cannot take apart
+            raise UserError(f"{dataset_id} is not a Minari id; one is like cartpole/random-v0.") from None
 
 
 def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str, Any]:

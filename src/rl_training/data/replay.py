@@ -35,10 +35,20 @@ class ReplayBuffer(TransitionRings):
         if n_step < 1:
             raise UserError(f"n_step is {n_step}; it must be at least 1.")
         super().__init__(capacity, num_envs, **layout)
-        self.n_step, self.gamma, self.device = n_step, gamma, torch.device(device)
+        self.n_step, self.device = n_step, torch.device(device)
         self._backwards = np.arange(self.frame_stack - 1, -1, -1)
         self._window = np.arange(n_step)
-        self._powers = (gamma ** np.arange(n_step + 1)).astype(np.float32)
+        self.gamma = gamma
+
+    @property
+    def gamma(self) -> float:
+        """Discount per step; rewards are stored as they came, so that a new one holds for every row."""
+        return self._gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        self._gamma = value
+        self._powers = (value ** np.arange(self.n_step + 1)).astype(np.float32)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
         """`batch_size` transitions, uniformly and with replacement, as `gather` gives them."""

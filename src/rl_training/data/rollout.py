@@ -33,6 +33,11 @@ class RolloutStorage:
         self.action_masks: Array | None = np.ones((*lead, mask_size), dtype=bool) if mask_size else None
         self.valid: Array | None = np.ones(lead, dtype=bool) if may_hold_resets else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
+
     def batch(self, device: torch.device) -> dict[str, Tensor]:
         """The rollout [T, N, ...] as a batch; on the CPU the tensors share this storage's memory."""
         arrays = {

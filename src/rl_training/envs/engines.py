@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, Protocol
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState
 
 from rl_training.envs.episodes import ReplayableEpisodes
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 
 
 class Step(NamedTuple):
@@ -65,7 +66,11 @@ class SyncEngine:
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations and masks."""
-        return self._encode_all([env.reset() for env in self.envs])
+        try:
+            starts = [env.reset() for env in self.envs]
+        except Exception as error:
+            raise self._failure(error) from error
+        return self._encode_all(starts)
 
     def step(self, actions: Array) -> Step:
         """Step every environment; those that end are reset at once."""
@@ -76,12 +81,16 @@ class SyncEngine:
         terminated = np.zeros(count, dtype=bool)
         truncated = np.zeros(count, dtype=bool)
         finals: dict[int, Any] = {}
-        for i, (env, action) in enumerate(zip(self.envs, actions.tolist() if self._as_list else actions, strict=True)):
-            rows[i], rewards[i], ended, cut, infos[i] = env.step(action)
-            if ended or cut:
-                terminated[i], truncated[i] = ended, cut
-                finals[i] = rows[i]
-                rows[i], infos[i] = env.reset()
+        given = actions.tolist() if self._as_list else actions
+        try:
+            for i, (env, action) in enumerate(zip(self.envs, given, strict=True)):
+                rows[i], rewards[i], ended, cut, infos[i] = env.step(action)
+                if ended or cut:
+                    terminated[i], truncated[i] = ended, cut
+                    finals[i] = rows[i]
+                    rows[i], infos[i] = env.reset()
+        except Exception as error:
+            raise self._failure(error) from error
         obs = self.spaces.encode(np.array(rows))  # a quarter of the time of np.stack
         final_obs = None
         if finals:
@@ -89,6 +98,9 @@ class SyncEngine:
             final_obs[list(finals)] = self.spaces.encode(np.array(list(finals.values())))
         masks = _stack_masks(infos, self.spaces) if self._has_mask else None
         return Step(obs, rewards, terminated, truncated, final_obs, masks)
+
+    def _failure(self, error: Exception) -> EnvironmentFailure:
+        return EnvironmentFailure.raised(self.spaces.env_id, type(error).__name__, str(error))
 
     def _encode_all(self, starts: list[tuple[Any, dict[str, Any]]]) -> tuple[Array, Array | None]:
         rows, infos = zip(*starts, strict=True)
@@ -108,6 +120,25 @@ class SyncEngine:
             env.close()
 
 
+class _QuietWorkers(AsyncVectorEnv):
+    """Gymnasium's processes, but what one raises arrives as one exception, its traceback as the cause, unprinted."""
+
+    def __init__(self, makers: Sequence[Callable[[], ReplayableEpisodes]], env_id: str) -> None:
+        self.env_id = env_id
+        super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
+        failures = [self.error_queue.get() for success in successes if not success]
+        if not failures:
+            return
+        for index, *_ in failures:
+            self.parent_pipes[index].close()
+            self.parent_pipes[index] = None  # type: ignore[call-overload]
+        self._state = AsyncState.DEFAULT
+        _, kind, message, trace = failures[-1]
+        raise EnvironmentFailure.raised(self.env_id, kind.__name__, str(message)) from RuntimeError(trace)
+
+
 class AsyncEngine:
     """One process per environment, observations through shared memory (Gymnasium's AsyncVectorEnv)."""
 
@@ -116,7 +147,7 @@ class AsyncEngine:
 
     def __init__(self, makers: Sequence[Callable[[], ReplayableEpisodes]], spaces: EnvSpaces) -> None:
         self.spaces = spaces
-        self.vector = AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        self.vector = _QuietWorkers(makers, spaces.env_id)
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations and masks."""
@@ -205,7 +236,9 @@ class CartPoleEngine:
 
 
 def _stack_masks(infos: Iterable[dict[str, Any]], spaces: EnvSpaces) -> Array:
-    return np.stack([read_action_mask(info, spaces) for info in infos])
+    masks = np.stack([read_action_mask(info, spaces) for info in infos])
+    spaces.check_masks(masks, f"info['action_mask'] of {spaces.env_id}")
+    return masks
 
 
 def _make_replayable(recipe: EnvRecipe, seed: int, index: int, evaluation: bool = False) -> ReplayableEpisodes:

@@ -48,7 +48,9 @@ class WrapperOptions(StrictModel):
     atari: AtariOptions | None = Field(None, description="Standard Atari preprocessing.")
     frame_stack: int = Field(1, ge=1, le=64, description="Newest observations stacked.")
     normalize_observation: bool = Field(False, description="Running mean and variance, kept in the checkpoint.")
-    normalize_reward: bool = Field(False, description="Reward over the deviation of the discounted return.")
+    normalize_reward: bool = Field(
+        False, description="Reward over the deviation of the discounted return; for rollout learners and GAIL."
+    )
     clip_reward: bool | tuple[float, float] = Field(
         False, description="true for [-1, 1], or [low, high]; not in evaluation."
     )
@@ -90,7 +92,16 @@ def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], maker: Callable[...,
         raise UserError(f"env_kwargs.max_episode_steps is {limit!r}; it must be a whole number of at least 1.")
     wrappers = kwargs.pop("wrappers", None)
     options = validate(WrapperOptions, {} if wrappers is None else wrappers, "env_kwargs.wrappers")
-    return EnvRecipe(env_id, kwargs, limit, options, maker)
+    return EnvRecipe(env_id if maker is not None else _with_version(env_id), kwargs, limit, options, maker)
+
+
+def _with_version(env_id: str) -> str:
+    """`CartPole` as the newest `CartPole-v<n>`, which Gymnasium would take too, but with a warning."""
+    if env_id in gym.registry:
+        return env_id
+    versions = [name.rpartition("-v") for name in gym.registry]
+    known = [int(version) for name, _, version in versions if name == env_id and version.isdigit()]
+    return f"{env_id}-v{max(known)}" if known else env_id
 
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:

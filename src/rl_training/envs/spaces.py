@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -169,11 +168,19 @@ class EnvSpaces:
         flat = flatten_mask(parts, self, where)
         if not np.isin(flat, (0, 1)).all():
             raise UserError(f"{where} holds something else than 0 and 1; 1 allows an action and 0 forbids it.")
-        for i, (start, end) in enumerate(pairwise(np.cumsum([0, *self.action_sizes]))):
-            if not flat[start:end].any():
-                part = f" in part {i}" if self.action_shape else ""
-                raise UserError(f"{where} forbids every action{part}; at least one entry there must be 1.")
+        self.check_masks(flat[None].astype(bool), where)
         return flat.astype(bool)
+
+    def check_masks(self, masks: Array, where: str) -> None:
+        """Refuse masks [N, action_dim] that leave nothing to choose, for a part of the action too."""
+        legal = np.logical_or.reduceat(masks, self._mask_starts, axis=1)
+        if not legal.all():
+            part = f" in part {legal.all(axis=0).argmin()}" if self.action_shape else ""
+            raise UserError(f"{where} forbids every action{part}; at least one entry there must be 1.")
+
+    @cached_property
+    def _mask_starts(self) -> Array:
+        return np.cumsum([0, *self.action_sizes[:-1]])
 
     def _split(self, observation: Any) -> tuple[list[Any], bool]:
         """The raw observations in `observation`, read as elements of the space, and whether it was a batch."""

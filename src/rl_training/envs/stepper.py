@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rl_training.envs.engines import Engine, Step
 from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.errors import EnvironmentFailure
 
 
 class Episode(NamedTuple):
@@ -15,6 +17,9 @@ class Episode(NamedTuple):
 
     episode_return: float
     length: int
+
+
+NO_REWARDS: Array = np.zeros(0, dtype=np.float32)
 
 
 class Stepper:
@@ -29,6 +34,7 @@ class Stepper:
         self._lengths = np.zeros(num_envs, dtype=np.int64)
         self._started = False
         self._map = spaces.map_actions
+        self._sees_floats = spaces.obs_kind == "vector"
 
     @property
     def resets_next_step(self) -> bool:
@@ -39,11 +45,13 @@ class Stepper:
         """Reset the environments, once; a restored stepper is started already."""
         if not self._started:
             self.obs, self.masks = self.engine.reset()
+            self._check_finite(self.obs, NO_REWARDS, None)
             self._started = True
 
     def step(self, actions: Array) -> tuple[Step, list[Episode]]:
         """Apply a policy's actions `[N, ...]`; returns what happened and the episodes that ended."""
         step = self.engine.step(self._map(actions))
+        self._check_finite(step.obs, step.rewards, step.final_obs)
         self.obs, self.masks = step.obs, step.masks
         self._returns += step.rewards
         self._lengths += 1
@@ -60,6 +68,17 @@ class Stepper:
         self._returns[ended] = 0.0
         self._lengths[ended] = 0
         return step, episodes
+
+    def _check_finite(self, obs: Array, rewards: Array, final_obs: Array | None) -> None:
+        """Refuse a NaN or an infinity here, where the environment can still be named, not as a loss that is one."""
+        squares: Any = np.vdot(rewards, rewards)  # half the time of isfinite; an overflow is looked at again
+        if self._sees_floats:
+            squares = squares + np.vdot(obs, obs) + (0.0 if final_obs is None else np.vdot(final_obs, final_obs))
+        if math.isfinite(squares):
+            return
+        for what, values in (("a reward", rewards), ("an observation", obs), ("an observation", final_obs)):
+            if values is not None and not np.isfinite(values).all():
+                raise EnvironmentFailure.not_finite(self.spaces.env_id, what)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly here; empty before the start."""

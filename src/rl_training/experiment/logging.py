@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +21,7 @@ import numpy as np
 from rl_training.errors import UserError
 
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.25, 5.0
+_WARNING = "warning: "
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
 _pack_float = struct.Struct("<f").pack
@@ -100,7 +102,9 @@ class RunLogger:
         self._line = text
 
     def message(self, text: str) -> None:
-        """Print a line of its own above the live line."""
+        """Print a line of its own above the live line; without a terminal, `warning: ...` becomes Python's own kind."""
+        if self._stream is None and text.startswith(_WARNING):
+            warnings.warn(text.removeprefix(_WARNING), stacklevel=3)
         blank = "\r" + " " * len(self._line) + "\r" if self._line else ""
         self._print(f"{blank}{text}\n{self._line}")
 

@@ -47,11 +47,20 @@ class MLPD4PGModel(nn.Module):
         """Expected returns [B]."""
         return self.distribution_logits(obs, actions).softmax(-1) @ self.support
 
-    def sample_actions(self, obs: Tensor, noise: float, generator: torch.Generator | None = None) -> SampledActions:
-        """mu(s) plus Gaussian noise of this deviation, clipped, and the density of what was drawn before clipping."""
+    def sample_actions(
+        self, obs: Tensor, noise: float | Tensor, generator: torch.Generator | None = None
+    ) -> SampledActions:
+        """mu(s) plus Gaussian noise, clipped, and the density of what was drawn before clipping.
+
+        `noise` is its deviation, or a tensor [B, A] that the caller drew from a standard normal distribution.
+        """
         mean = self.actor(obs)
-        if noise == 0.0:
+        if isinstance(noise, Tensor) and noise.dim() > 0:
+            deviation, standard = 1.0, noise
+        elif (deviation := float(noise)) == 0.0:
             return SampledActions(mean, torch.zeros_like(mean[:, 0]))
-        drawn = mean + noise * torch.randn(mean.shape, generator=generator, device=mean.device)
-        log_std = torch.full_like(mean[0], math.log(noise))
+        else:
+            standard = torch.randn(mean.shape, generator=generator, device=mean.device)
+        drawn = mean + deviation * standard
+        log_std = torch.full_like(mean[0], math.log(deviation))
         return SampledActions(drawn.clamp(-1.0, 1.0), gaussian_log_prob(drawn, mean, log_std))

@@ -38,7 +38,7 @@ SPECS = [
         paper="Mnih et al. 2016, Asynchronous Methods for Deep Reinforcement Learning (arXiv:1602.01783)",
         scope="Synchronous v1: one process, n-step returns or GAE; every action kind, vectors and images.",
         params=A2CParams, learner=A2C, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        defaults={"num_envs": 8, "log_interval": 100, "total_timesteps": 500_000},
+        normalizes_rewards=True, defaults={"num_envs": 8, "log_interval": 100, "total_timesteps": 500_000},
     )
 ]  # fmt: skip
 

@@ -19,8 +19,12 @@ class ActingSession:
         self.algorithm, self.num_envs, self.deterministic = algorithm, num_envs, deterministic
         self.rng = np.random.default_rng(seed)
         self.generator = torch.Generator(algorithm.device).manual_seed(seed)
-        self.carry = algorithm.initial_carry(num_envs)
         self._numpy_policy = algorithm.numpy_policy()
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty the memory; the generators go on, so that sampled episodes differ."""
+        self.carry = self.algorithm.initial_carry(self.num_envs)
 
     def act(self, obs: Array, masks: Array | None = None, is_first: Array | None = None) -> Array:
         """Actions of the policy for encoded observations [N, ...]."""

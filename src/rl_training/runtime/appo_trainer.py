@@ -36,6 +36,14 @@ class APPOParams(RolloutParams):
     kl_coef: float = Field(1.0, ge=0, description="First weight of KL(target || policy).")
     kl_target: float = Field(0.01, gt=0, description="KL at which that weight stays as it is.")
 
+    def fixed_numbers(self) -> dict[str, str]:
+        """The KL weight, which adapts; without a target policy, whatever only that one reads."""
+        if self.target_policy:
+            adapts = {"kl_coef": "it is where a weight starts that then adapts to kl_target"}
+            return super().fixed_numbers() | adapts
+        names = ("pg_rho_clip", "kl_coef", "kl_target")
+        return super().fixed_numbers() | dict.fromkeys(names, "target_policy is false, and nothing else reads it")
+
 
 def build(params: APPOParams, spaces: EnvSpaces) -> APPO:
     """The learner with a fresh policy."""
@@ -51,7 +59,7 @@ SPECS = [
         scope="Narrow synchronous v1: clipped surrogate against the behaviour policy on V-trace targets, optionally "
         "with a target policy and a KL penalty; every action kind, vectors and images.",
         params=APPOParams, learner=APPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 300_000},
+        normalizes_rewards=True, defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 300_000},
     )
 ]  # fmt: skip
 

@@ -22,6 +22,11 @@ class BCParams(DatasetLaneParams):
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the optimizer.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
+    def fixed_numbers(self) -> dict[str, str]:
+        """What is not read, or once."""
+        once = {"heldout_fraction": "the data is divided once, when the run is built"}
+        return super().fixed_numbers() | once | {"gamma": "it learns from recorded actions and discounts nothing"}
+
 
 def build(params: BCParams, spaces: EnvSpaces) -> BC:
     """The learner with a fresh policy."""

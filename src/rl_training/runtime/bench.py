@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.loop import run_loop
+from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, open_session
+from rl_training.runtime.spec import get_algorithm_spec
 
 # What each part of a run is made of: methods of the source, of its stepper, of the algorithm and of the run.
 PARTS = {
@@ -28,6 +30,8 @@ PARTS = {
     "checkpoint": ("run.save_checkpoint",),
 }
 REST = "rest"
+MOST_RANDOM = 1_000  # steps at random before learning that a measurement plays, whatever learning_starts says
+MOST_WAITING = 10_000  # steps that it waits for an update
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Stopwatch:
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self._inside = [0.0]  # per open call, the time of the wrapped calls inside it
-        self._synchronize = synchronize or (lambda: None)  # a GPU works on after a call has returned
+        self._synchronize = synchronize or (lambda: None)
 
     def wrap(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
         """The method, timed; what a generator does between its values counts too."""
@@ -89,29 +93,81 @@ class Stopwatch:
 
 
 def benchmark(config: TrainConfig) -> Breakdown:
-    """Run the config in a temporary folder and say where the time of its loop went; nothing is left behind."""
-    session = open_session(config)
+    """Run the config in a temporary folder and say where the time of its loop went; nothing is left behind.
+
+    The run starts when it learns: steps at random before that would make it look faster than it is.
+    """
+    session = open_measured(config)
     try:
-        warm_up(session)
+        first = play_at_random(session)
+        first += time_turns(session, first, 0.0)[0]  # first calls are slow
     except BaseException:
         session.source.close()
         raise
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:
-        return _run_timed(session, Path(folder))
+        return _run_timed(session, first, Path(folder))
 
 
-def warm_up(session: Session) -> int:
-    """One turn of the loop outside of any run, so that first calls are paid for; returns the steps it took."""
-    collected = session.source.collect(session.algorithm, 0)
-    for phase, batch in session.source.batches(session.algorithm, 0):
-        session.source.feedback(batch, session.algorithm.update(batch, phase=phase, sync=False))
-    return collected.steps
+def open_measured(config: TrainConfig) -> Session:
+    """The config's session, which learns after at most `MOST_RANDOM` steps."""
+    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
+    if getattr(params, "learning_starts", 0) > MOST_RANDOM:
+        config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "learning_starts": MOST_RANDOM}})
+    return open_session(config)
 
 
-def _run_timed(session: Session, folder: Path) -> Breakdown:
-    device = session.config.device
-    watch = Stopwatch(torch.cuda.synchronize if device.startswith("cuda") else None)
+class Turn(NamedTuple):
+    """What one turn of the loop did."""
+
+    steps: int
+    updates: int
+
+
+def take_turn(session: Session, step: int) -> Turn:
+    """One turn of the loop at `step`, outside of any run."""
+    source, algorithm = session.source, session.algorithm
+    steps = source.collect(algorithm, step).steps
+    updates = 0
+    for phase, batch in source.batches(algorithm, step + steps):
+        source.feedback(batch, algorithm.update(batch, phase=phase, global_step=step + steps, sync=False))
+        updates += 1
+    return Turn(steps, updates)
+
+
+def play_at_random(session: Session) -> int:
+    """Turns until learning starts; returns the steps they took."""
+    step = 0
+    while step < getattr(session.params, "learning_starts", 0):
+        turn = take_turn(session, step)
+        step += turn.steps
+        if turn.updates:  # pretraining
+            break
+    return step
+
+
+def time_turns(session: Session, step: int, seconds: float) -> tuple[int, float]:
+    """Turns from `step` on until that time has passed and the last one learned; returns their steps and seconds.
+
+    They end with an update because some lanes step many times for one. One without steps counts as one.
+    """
+    begun, taken = time.perf_counter(), 0
+    while True:
+        turn = take_turn(session, step + taken)
+        taken += turn.steps or 1
+        _synchronize(session)
+        spent = time.perf_counter() - begun
+        if spent >= seconds and (turn.updates or taken >= MOST_WAITING):
+            return taken, spent
+
+
+def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
+    watch = Stopwatch(lambda: _synchronize(session))
+    total_timesteps = session.config.total_timesteps + first
+    session.config = session.config.model_copy(update={"total_timesteps": total_timesteps})
     run = Run(session, folder)
+    run.step = first
+    run.next_evaluation += first
+    run.next_checkpoint += first
     try:
         _wrap_parts(watch, {"source": session.source, "algorithm": session.algorithm, "run": run})
         with run.signals():
@@ -122,7 +178,13 @@ def _run_timed(session: Session, folder: Path) -> Breakdown:
         run.close()
     seconds = {part: watch.seconds.get(part, 0.0) for part in PARTS}
     seconds[REST] = max(0.0, total - sum(seconds.values()))
-    return Breakdown(session.config, run.step, run.updates, total, seconds)
+    return Breakdown(session.config, run.step - first, run.updates, total, seconds)
+
+
+def _synchronize(session: Session) -> None:
+    """Wait for a GPU, which works on after a call has returned."""
+    if session.config.device.startswith("cuda"):
+        torch.cuda.synchronize()
 
 
 def _wrap_parts(watch: Stopwatch, roots: dict[str, Any]) -> None:
@@ -136,35 +198,26 @@ def _wrap_parts(watch: Stopwatch, roots: dict[str, Any]) -> None:
                 setattr(target, method, watch.wrap(getattr(target, method), part))
 
 
-def measure_rate(session: Session, seconds: float) -> float:
-    """Environment steps per second of collecting and learning; a lane without an environment counts updates."""
-    begun = time.perf_counter()
-    steps = warm_up(session) or 1
-    spent = time.perf_counter() - begun
-    if spent < 3 * seconds:  # a turn that takes long is not worth a second one: first calls hardly show in it
-        begun, steps = time.perf_counter(), 0
-        while time.perf_counter() - begun < seconds:
-            steps += warm_up(session) or 1
-        spent = time.perf_counter() - begun
-    return steps / spent
+def estimate_seconds(session: Session, seconds: float) -> float:
+    """Seconds of collecting and learning that the session's budget will take, from a short while of both."""
+    total, params = session.config.total_timesteps, session.params
+    step = play_at_random(session)
+    first_steps, first_spent = time_turns(session, step, 0.0)
+    fits = hasattr(params, "model_updates")
+    if first_spent > 3 * seconds and not fits:  # not worth a second one: first calls hardly show in it
+        return total * first_spent / first_steps
+    steps, spent = time_turns(session, step + first_steps, seconds)
+    per_step = spent / steps
+    # the first turn of a lane with a model has fitted it: once, or as often as the budget asks for it
+    num_fits = math.ceil(total / getattr(params, "model_train_frequency", total)) if fits else 0
+    return total * per_step + num_fits * max(0.0, first_spent - first_steps * per_step)
 
 
 def storage_bytes(session: Session) -> int:
-    """Bytes of the arrays that the session's source keeps experience in."""
-    return sum(_bytes(value) for name, value in vars(session.source).items() if name in ("storage", "replay", "buffer"))
-
-
-def _bytes(value: Any, depth: int = 4) -> int:
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return int(value.nbytes)
-    parts = list(value.values()) if isinstance(value, dict) else list(getattr(value, "__dict__", {}).values())
-    return sum(_bytes(part, depth - 1) for part in parts) if depth else 0
-
-
-def format_bytes(count: float) -> str:
-    """A number of bytes in the unit that fits."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+    """Bytes of the experience that the session's source keeps, imagined and recorded rows included."""
+    source = session.source
+    owners = (source, getattr(source, "rollouts", None))
+    kept = [getattr(owner, name, None) for owner in owners for name in ("storage", "buffer")]
+    recorded = [getattr(source, name, None) for name in ("dataset", "expert")]
+    rows = sum(array.nbytes for data in recorded if data is not None for array in data.arrays().values())
+    return rows + sum(int(part.nbytes) for part in kept if part is not None)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.d4pg import D4PG
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_d4pg import MLPD4PGModel
-from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.replay import FIXED_ATOMS, ReplayParams, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
@@ -36,6 +36,10 @@ class D4PGParams(ReplayParams):
         if not self.v_min < self.v_max:
             raise ValueError(f"v_min is {self.v_min}; it must be below v_max ({self.v_max})")
         return self
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also the ends of the support."""
+        return super().fixed_numbers() | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
 
 
 def build(params: D4PGParams, spaces: EnvSpaces) -> D4PG:

@@ -10,11 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
 from rl_training.runtime.params import Params
-from rl_training.runtime.prior_data import DatasetParams, find_dataset
+from rl_training.runtime.prior_data import DatasetParams, describe_origin, find_dataset
 from rl_training.runtime.spec import Collected, SourceContext
 
 MOST_HELDOUT = 1024  # rows of one look at the held-out data
@@ -39,11 +39,12 @@ class DatasetSource:
         self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
         self.dataset = find_dataset(self.params, context.recipe, context.spaces)
         self.training, self.heldout = self.dataset.split(self.params.heldout_fraction, context.seed)
+        self.origin = describe_origin(self.params, self.dataset, context.spaces.env_id)
         self.updates = 0
 
     def describe(self) -> str:
-        """The rows on both sides, for the start of a run."""
-        return f"{len(self.training):,} recorded transitions, {len(self.heldout):,} more held out"
+        """The rows on both sides and where they come from, for the start of a run."""
+        return f"{len(self.training):,} recorded transitions, {len(self.heldout):,} more held out, from {self.origin}"
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
         """One timestep is one update."""
@@ -51,15 +52,21 @@ class DatasetSource:
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """One minibatch, with held-out rows when they are due."""
-        batch = self._draw(self.training, self.params.batch_size)
+        batch = self._take(self.training, self.rng.integers(0, len(self.training), self.params.batch_size))
         if self.updates % self.params.heldout_interval == 0:
-            rows = self._draw(self.heldout, min(MOST_HELDOUT, len(self.heldout)))
-            batch |= {f"heldout_{name}": value for name, value in rows.items()}
+            heldout = self._take(self.heldout, self._heldout_rows())
+            batch |= {f"heldout_{name}": value for name, value in heldout.items()}
         self.updates += 1
         yield "policy", batch
 
-    def _draw(self, dataset: TransitionDataset, size: int) -> dict[str, Tensor]:
-        rows = self.rng.integers(0, len(dataset), size)
+    def _heldout_rows(self) -> Array:
+        """Every row where one look can hold them, else as many at random."""
+        count = len(self.heldout)
+        # also where it is not used: the batches to come, and so recorded runs, depend on the generator's place
+        drawn = self.rng.integers(0, count, min(MOST_HELDOUT, count))
+        return np.arange(count) if count <= MOST_HELDOUT else drawn
+
+    def _take(self, dataset: TransitionDataset, rows: Array) -> dict[str, Tensor]:
         arrays = {"obs": dataset.obs, "actions": dataset.actions}
         return {name: torch.from_numpy(array.take(rows, axis=0)).to(self.device) for name, array in arrays.items()}
 

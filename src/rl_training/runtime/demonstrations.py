@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,19 @@ from rl_training.algorithms.base import Algorithm, Array, Batch
 from rl_training.data import TransitionDataset
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
 from rl_training.runtime.dataset import check_same_data
-from rl_training.runtime.prior_data import DatasetKind, DatasetParams, find_dataset, fit_dataset
+from rl_training.runtime.prior_data import (
+    DataPath,
+    DatasetKind,
+    DatasetParams,
+    describe_origin,
+    find_dataset,
+    fit_dataset,
+    note_other_env,
+    refuse_missing,
+    refuse_unread,
+)
 from rl_training.runtime.random_play import play
 from rl_training.runtime.recording import record_policy
 from rl_training.runtime.rollouts import RolloutSource
@@ -26,6 +38,9 @@ from rl_training.validation import StrictModel
 RECORDED_STEPS = 10_000  # of a checkpoint's policy where no size is given, as many as of random play
 PROBED_STEPS = 200  # of random play that may show that episodes end early
 NEEDED = {"npz": "expert_dataset_path", "minari": "expert_dataset_id", "checkpoint": "expert_checkpoint"}
+READERS = {  # kinds that read a field
+    "expert_dataset_path": ("npz", "minari"), "expert_dataset_id": ("minari",), "expert_checkpoint": ("checkpoint",),
+}  # fmt: skip
 BIAS = {
     "softplus": "is never negative, so that staying alive pays whatever the expert does",
     "log_d": "is never positive, so that ending an episode pays whatever the expert does",
@@ -37,11 +52,13 @@ class ExpertParams(StrictModel):
     """Hyper-parameters that name an expert's steps."""
 
     expert_dataset_kind: DatasetKind = Field("random", description="Where the expert's steps come from.")
-    expert_dataset_path: str | None = Field(None, description="File of an npz dataset, or the name of a packaged one.")
+    expert_dataset_path: DataPath = Field(
+        None, description="An npz file or the name of a packaged one, or Minari's folder."
+    )
     expert_dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
     expert_dataset_size: int | None = Field(None, ge=1, description="Steps to record, or to take of a larger set.")
     expert_dataset_seed: int = Field(0, ge=0, description="Seed of recorded steps.")
-    expert_checkpoint: str | None = Field(None, description="Checkpoint whose policy is recorded before the run.")
+    expert_checkpoint: DataPath = Field(None, description="Checkpoint whose policy is recorded before the run.")
 
     @model_validator(mode="after")
     def _says_where(self) -> ExpertParams:
@@ -50,13 +67,18 @@ class ExpertParams(StrictModel):
             raise ValueError(f"{name} is missing; expert_dataset_kind {self.expert_dataset_kind} needs it")
         return self
 
+    def as_dataset(self) -> DatasetParams:
+        """The same under the names that data has elsewhere; a checkpoint is an expert's alone."""
+        return DatasetParams(**{name: getattr(self, f"expert_{name}") for name in DatasetParams.model_fields})
+
 
 def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
     """The expert's steps as a policy sees them; those of a checkpoint are played now."""
+    refuse_unread(params, READERS, "expert_dataset_kind")
     if params.expert_dataset_kind != "checkpoint":
-        named = {name: getattr(params, f"expert_{name}") for name in DatasetParams.model_fields}
-        return find_dataset(DatasetParams(**named), recipe, spaces)
+        return find_dataset(params.as_dataset(), recipe, spaces, prefix="expert_")
     assert params.expert_checkpoint is not None  # the validator
+    refuse_missing("expert_checkpoint", params.expert_checkpoint, "a checkpoint that a run wrote")
     threads = torch.get_num_threads()
     steps = params.expert_dataset_size or RECORDED_STEPS
     dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.maker)
@@ -65,10 +87,15 @@ def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> T
 
 
 def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
-    """Steps of an episode that does not end early: the time limit, else the longest that the expert played."""
+    """Steps of an episode that does not end early: the time limit, else the longest that the expert played.
+
+    The limit lies inside Atari's preprocessing and counts frames, of which a step takes several.
+    """
     spec = gym.registry.get(recipe.env_id) if recipe.maker is None else None
     limit = recipe.max_episode_steps or (None if spec is None else spec.max_episode_steps)
-    return int(limit or expert.episode_lengths.max())
+    if not limit:
+        return int(expert.episode_lengths.max())
+    return math.ceil(limit / (recipe.wrappers.atari.frame_skip if recipe.wrappers.atari else 1))
 
 
 class DemonstrationSource(RolloutSource):
@@ -76,7 +103,13 @@ class DemonstrationSource(RolloutSource):
 
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)
-        params = context.params
+        params = self.params = context.params
+        schedule = params.schedules.get("gamma")  # which no validator sees
+        if params.absorbing_states and schedule is not None and 1 in (schedule.start, schedule.end):
+            raise UserError(
+                "algo_kwargs.gamma_schedule: gamma would be 1; with absorbing_states it must stay below, or an end is "
+                "worth infinitely much."
+            )
         self.expert = find_expert(params, context.recipe, context.spaces)
         self.absorbing_steps: Array | None = None
         self._expert_batch: dict[str, Tensor] = {}
@@ -86,15 +119,19 @@ class DemonstrationSource(RolloutSource):
             self.absorbing_steps = np.zeros_like(self.storage.terminated, dtype=np.int64)
         elif self.expert.terminated.any() or ends_early(context):
             self.warning = (
-                f"; warning, survival bias: episodes can end early, and reward_form {params.reward_form} "
+                f"\nwarning: survival bias: episodes can end early, and reward_form {params.reward_form} "
                 f"{BIAS[params.reward_form]}; absorbing_states: true takes ends into account"
             )
 
     def describe(self) -> str:
-        """The rollout's size, the expert's, and a warning where ends are not taken into account."""
-        returns = self.expert.episode_returns
-        mean = f"{len(returns)} episodes of return {returns.mean():.1f}"
-        return f"{super().describe()}, {len(self.expert):,} expert steps in {mean}{self.warning}"
+        """The rollout's size, the expert's, its origin, and a warning where ends are not taken into account."""
+        expert, env_id = self.expert, self.spaces.env_id
+        if self.params.expert_dataset_kind == "checkpoint":
+            origin = f"the policy in {self.params.expert_checkpoint}{note_other_env(expert, env_id)}"
+        else:
+            origin = describe_origin(self.params.as_dataset(), expert, env_id)
+        steps = f"{len(expert):,} expert steps in {describe_episodes(expert)}"
+        return f"{super().describe()}, {steps}, from {origin}{self.warning}"
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
         """As a rollout."""
@@ -120,7 +157,7 @@ class DemonstrationSource(RolloutSource):
             arrays = {"expert_obs": expert.obs, "expert_actions": expert.actions}
             if self.absorbing_steps is not None:
                 arrays["expert_absorbing_steps"] = absorbing_steps(
-                    expert.terminated, expert.truncated, closed_lengths(expert), self.horizon
+                    expert.terminated, expert.truncated, closed(expert, expert.episode_lengths), self.horizon
                 )
             self._expert_batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         return self._expert_batch
@@ -145,10 +182,20 @@ def absorbing_steps(terminated: Array, truncated: Array, lengths: Array, horizon
     return np.where(terminated, left, 0)
 
 
-def closed_lengths(dataset: TransitionDataset) -> Array:
-    """Lengths of the episodes that ended, that is without a last one that was not recorded to its end."""
-    open_end = not (dataset.terminated[-1] or dataset.truncated[-1])
-    return dataset.episode_lengths[:-1] if open_end else dataset.episode_lengths
+def closed(dataset: TransitionDataset, episodes: Array) -> Array:
+    """Of values per episode, those that ended, that is without a last one that was not recorded to its end."""
+    return episodes[:-1] if dataset.last_episode_is_open else episodes
+
+
+def describe_episodes(dataset: TransitionDataset) -> str:
+    """How many episodes there are and what they return; one without an end has no return yet."""
+    returns = closed(dataset, dataset.episode_returns)
+    parts = []
+    if len(returns):
+        parts.append(f"{len(returns)} episode{'s' if len(returns) != 1 else ''} of return {returns.mean():.1f}")
+    if dataset.last_episode_is_open:
+        parts.append("one without its end")
+    return " and ".join(parts)
 
 
 def ends_early(context: SourceContext) -> bool:

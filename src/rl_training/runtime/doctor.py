@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from gymnasium import spaces as gs
 
+from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import format_duration
-from rl_training.runtime.bench import format_bytes, measure_rate, storage_bytes
+from rl_training.runtime.bench import estimate_seconds, open_measured, storage_bytes
 from rl_training.runtime.random_play import play, reuses_arrays, sample_actions
-from rl_training.runtime.session import open_session
 from rl_training.runtime.spec import AlgorithmSpec
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step
 SECONDS = 1.0  # of each timing
+SHOWN = 6  # parts or dimensions named one by one
 LARGE = 10.0  # observations beyond this learn badly unless normalised
 
 
@@ -45,7 +47,7 @@ def check_environment(
         yield check_support(spec, spaces)
     yield check_action_scaling(spaces)
     yield from _guarded("truncation", lambda: check_truncation(recipe, spaces, seed))
-    yield from _guarded("episodes", lambda: check_episodes(recipe, spaces, seed))
+    yield from _guarded("episodes", lambda: check_episodes(recipe, spaces, seed, spec))
     yield from _guarded("determinism", lambda: check_determinism(recipe, spaces, seed))
     yield from _guarded("replay", lambda: check_replay(recipe, spaces, seed))
     yield from _guarded("step cost", lambda: check_step_cost(recipe, spaces, seed))
@@ -55,6 +57,8 @@ def _guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterato
     try:
         found = check()
         yield from [found] if isinstance(found, Check) else found
+    except (EnvironmentFailure, UserError) as error:
+        yield Check(name, FAIL, str(error).partition("; mend")[0], "Fix this first.")
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         yield Check(name, FAIL, f"the environment raised {type(error).__name__}: {reason}", "Fix what it raises first.")
@@ -84,7 +88,19 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
 
 def _shorten(space: Any) -> str:
     text = " ".join(str(space).split())
-    return text if len(text) <= 80 else f"{type(space).__name__}{tuple(space.shape or ())}"
+    if len(text) <= 80:
+        return text
+    if isinstance(space, gs.Dict):
+        return f"Dict of {_some(list(space.spaces))}"
+    if isinstance(space, gs.Tuple):
+        return f"Tuple of {_some([type(part).__name__ for part in space.spaces])}"
+    return f"{type(space).__name__}{tuple(space.shape or ())}"
+
+
+def _some(names: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def check_support(spec: AlgorithmSpec, spaces: EnvSpaces) -> Check:
@@ -105,7 +121,8 @@ def check_action_scaling(spaces: EnvSpaces) -> Check:
     mapped = spaces.map_actions(ends.astype(np.float32))
     exact = np.allclose(mapped[0], low) and np.allclose(mapped[2], high)
     exact = exact and np.allclose(spaces.unmap_actions(mapped), ends, atol=1e-4)
-    detail = f"[-1, 1] becomes [{np.min(low):g}, {np.max(high):g}]"
+    ranges = [f"[{a:g}, {b:g}]" for a, b in zip(np.ravel(low), np.ravel(high), strict=True)]
+    detail = f"[-1, 1] becomes {ranges[0] if len(set(ranges)) == 1 else _some(ranges)}"
     if not exact:
         return Check("action scaling", FAIL, f"{detail}, but not exactly", "Make the action space's bounds smaller.")
     return Check("action scaling", OK, detail)
@@ -138,7 +155,7 @@ def check_truncation(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     return Check("truncation", OK, f"told apart from termination, with the true last observation ({how})")
 
 
-def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
+def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: AlgorithmSpec | None = None) -> Check:
     """Whether episodes end in random play, and whether rewards are finite and of a sane size."""
     rewards, ends, cuts = [], 0, 0
     budget = time.perf_counter() + 2 * SECONDS
@@ -156,15 +173,25 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
         return Check("episodes", FAIL, detail, "Return finite rewards only.")
     if not ends and not cuts and limit is None:
         return Check("episodes", WARN, detail, "An episode may never end: --set env_kwargs.max_episode_steps=1000")
-    if max(map(abs, rewards)) > 100:
-        return Check("episodes", WARN, detail, "Rewards are large: --set env_kwargs.wrappers.normalize_reward=true")
+    if max(map(abs, rewards)) > 100 and not spaces.normalize_rewards:
+        return Check("episodes", WARN, detail, f"Rewards are large: {_shrink_rewards(spec)}")
     return Check("episodes", OK, detail)
+
+
+def _shrink_rewards(spec: AlgorithmSpec | None) -> str:
+    wrapper = "--set env_kwargs.wrappers.normalize_reward=true"
+    if spec is None:
+        return f"{wrapper} helps rollout learners and GAIL; for the others divide them in the environment."
+    if spec.normalizes_rewards:
+        return wrapper
+    return f"{spec.name} does not normalise them; divide them in the environment."
 
 
 def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     """Whether two environments with one seed and the same actions go the same way."""
     for number, (one, other) in enumerate(zip(*(play(recipe, spaces, seed, STEPS) for _ in range(2)), strict=True)):
-        if not np.array_equal(one[0], other[0]) or one[1:4] != other[1:4]:
+        # a NaN in both is no difference; it is found as what it is
+        if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one[:4], other[:4], strict=True)):
             return Check("determinism", WARN, f"two copies with the same seed and actions differ at step {number}",
                          "Draw all randomness from self.np_random, seeded by super().reset(seed=seed).")  # fmt: skip
     return Check("determinism", OK, f"two copies agree in every value over {STEPS} steps")
@@ -214,23 +241,24 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
         stepper.close()
     cost = 1e6 * spent / steps
     fix = "Steps are slow: --set vectorization=async runs environments in processes." if cost > 2000 else ""
-    detail = f"{cost:,.1f} µs per step ({num_envs} environments, {vectorization}), first reset {1e3 * reset:.3g} ms"
+    how = f"{counted(num_envs, 'environment')}, {vectorization}"
+    detail = f"{cost:,.1f} µs per step ({how}), first reset {1e3 * reset:.3g} ms"
     return Check("step cost", WARN if fix else OK, detail, fix)
 
 
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     """What the algorithm needs in this environment: memory, and time for its budget."""
-    session = open_session(config)
+    session = open_measured(config)
     try:
         weights = sum(tensor.numel() for tensor in session.algorithm.parameters())
         stored = storage_bytes(session)
-        yield Check("memory", OK, f"{format_bytes(stored)} of experience ({config.num_envs} environments), "
+        yield Check("memory", OK, f"{format_bytes(stored)} of experience ({counted(config.num_envs, 'environment')}), "
                     f"{weights:,} weights ({format_bytes(4 * weights)})")  # fmt: skip
-        rate = measure_rate(session, SECONDS)
+        left = estimate_seconds(session, SECONDS)
     finally:
         session.source.close()
-    left = config.total_timesteps / rate
-    detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate:,.0f} steps/s"
+    rate = f"{config.total_timesteps / left:,.0f} steps/s"
+    detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate}"
     where = f"{session.config.device}, {session.config.vectorization}"
     fix = "Shorten it with --total-timesteps, or see rl-training bench." if left > 24 * 3600 else ""
     yield Check("time", WARN if fix else OK, f"{detail} ({where})", fix)

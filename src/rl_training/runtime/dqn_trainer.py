@@ -15,13 +15,12 @@ from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
 from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.runtime.params import Schedule
-from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.replay import FIXED_ATOMS, ReplayParams, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
@@ -42,6 +41,11 @@ class DQNParams(ReplayParams):
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="State value and advantages in streams of their own.")
     noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also what epsilon's own schedule is made of."""
+        parts = ("epsilon_start", "epsilon_end", "exploration_fraction")
+        return super().fixed_numbers() | dict.fromkeys(parts, "it is a part of epsilon's own schedule")
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """Epsilon falls, unless noise explores; the importance weights as in every replay lane."""
@@ -64,6 +68,10 @@ class C51DQNParams(DQNParams):
         if self.v_max <= self.v_min:
             raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
         return self
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also the ends of the support."""
+        return super().fixed_numbers() | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
 
 
 class QRDQNParams(DQNParams):
@@ -93,8 +101,6 @@ class FQFParams(QRDQNParams):
 
 def network_options(params: DQNParams, spaces: EnvSpaces) -> dict[str, Any]:
     """What every network of the family takes: hidden layers on vectors, a CNN in their place on images."""
-    if spaces.normalize_rewards:
-        raise UserError("the DQN family does not normalise rewards; take reward normalisation out of env_kwargs.")
     image = spaces.obs_kind == "image"
     return {
         "obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim,

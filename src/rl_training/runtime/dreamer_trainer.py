@@ -39,15 +39,26 @@ class DreamerParams(SequenceParams):
     entropy_coef: float = Field(3e-4, ge=0, description="Weight of the policy's entropy.")
     free_nats: float = Field(1.0, ge=0, description="KL per state below which neither half of its loss pulls.")
     tau: float = Field(0.02, gt=0, le=1, description="Share of the way that the slow critic moves per update.")
-    capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph.")
+    capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph, unless a schedule is moving.")
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """The common rate where nobody follows it."""
+        rates = [name for name in type(self).model_fields if name.endswith("_learning_rate")]
+        if all(name in self.schedules or getattr(self, name) is not None for name in rates):
+            return super().fixed_numbers() | {"learning_rate": f"{', '.join(rates)} are given and go before it"}
+        return super().fixed_numbers()
+
+    @property
+    def widest_layer(self) -> int:
+        """The widest layer of the MLPs or of the RSSM."""
+        size = SIZES[self.size]
+        return max(size.deter, size.hidden, *(self.hidden_sizes or (size.units,)))
 
 
 def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
     """The learner with fresh networks."""
     if spaces.has_action_mask:
         raise UserError(f"dreamer does not support the action masks of {spaces.env_id}; ppo and dqn do.")
-    if spaces.normalize_rewards:
-        raise UserError("dreamer reads rewards in symlog; take normalize_reward out of env_kwargs.wrappers.")
     size = SIZES[params.size]
     layers: dict[str, Any] = {
         "hidden_sizes": params.hidden_sizes or (size.units,) * size.layers, "activation": params.activation,
@@ -61,14 +72,11 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
         observation_input=make_input(spaces),
     )  # fmt: skip
     kind = GaussianActor if spaces.action_kind == "continuous" else CategoricalActor
-    rates = {
-        f"{part}_learning_rate": params.learning_rate
-        for part in ("world_model", "actor", "critic")
-        if getattr(params, f"{part}_learning_rate") is None
-    }
+    # A rate with a schedule of its own is not the common one's to move.
+    own_rates = {name: s.start for name, s in params.schedules.items() if name.endswith("_learning_rate")}
     return Dreamer(
         world_model=world_model, actor=kind(action_dim=spaces.action_dim, **layers),
-        critic=Critic(num_bins=params.num_bins, **layers), **{**params.arguments_of(Dreamer), **rates},
+        critic=Critic(num_bins=params.num_bins, **layers), **{**params.arguments_of(Dreamer), **own_rates},
     )  # fmt: skip
 
 
@@ -83,7 +91,8 @@ SPECS = [
         name="dreamer", class_name="Dreamer", year=2023, lane="sequences",
         paper="Hafner et al. 2023, Mastering Diverse Domains through World Models (arXiv:2301.04104)",
         scope="DreamerV3: RSSM with categorical latents, two-hot symlog heads, REINFORCE in imagination, return "
-        "normalisation; vectors and images, discrete and continuous actions; uniform replay, no stored latents.",
+        "normalisation; vectors and images, discrete and continuous actions; uniform replay, no stored latents; "
+        "no replay-value loss; Adam and global norm clipping in place of LaProp and AGC.",
         params=DreamerParams, learner=Dreamer, build=build, source=make_source,
         action_kinds=("discrete", "continuous"), defaults={"log_interval": 50, "total_timesteps": 100_000},
     )

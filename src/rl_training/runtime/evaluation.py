@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def record_video(
     deterministic: bool = True,
 ) -> EvaluationResult:  # fmt: skip
     """The same evaluation, one environment, each episode as a video in `folder`."""
+    if find_spec("moviepy") is None:  # Gymnasium would leave an empty folder behind
+        raise UserError("a video needs the extra 'video' (pip install 'rl-training[video]').")
     env = make_env(recipe, evaluation=True, render_mode="rgb_array")
     try:
         recorder = gym.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)

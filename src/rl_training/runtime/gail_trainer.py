@@ -80,7 +80,7 @@ SPECS = [
         scope="PPO on a discriminator's reward, three reward forms, gradient penalty, absorbing states; every action "
         "kind, vectors and images.",
         params=GAILParams, learner=GAIL, build=build, source=DemonstrationSource, action_kinds=ACTION_KINDS,
-        defaults={"num_envs": 8, "total_timesteps": 300_000},
+        normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 300_000},
     )
 ]  # fmt: skip
 

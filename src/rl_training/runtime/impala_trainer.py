@@ -43,7 +43,7 @@ SPECS = [
         scope="Narrow synchronous v1: V-trace on rollouts of one process, behaviour lag by policy_lag; "
         "every action kind, vectors and images.",
         params=IMPALAParams, learner=IMPALA, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 500_000},
+        normalizes_rewards=True, defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 500_000},
     )
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.model_rollouts import ModelParams, ModelReplaySource, build_learner
 from rl_training.runtime.replay import ReplayParams
 from rl_training.runtime.run import Callback
+from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
@@ -32,6 +33,11 @@ class MBPOParams(ModelParams, ReplayParams):
             )
         return self
 
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also how a batch is divided, and SAC's."""
+        divided = {"synthetic_batch_ratio": "batches are divided once, when the run is built"}
+        return super().fixed_numbers() | fixed_temperature(self.alpha) | divided
+
 
 def build(params: MBPOParams, spaces: EnvSpaces) -> MBPO:
     """The learner with fresh networks."""
@@ -42,7 +48,8 @@ SPECS = [
     AlgorithmSpec(
         name="mbpo", class_name="MBPO", year=2019, lane="model rollouts",
         paper="Janner et al. 2019, When to Trust Your Model: Model-Based Policy Optimization (arXiv:1906.08253)",
-        scope="SAC on short rollouts through an ensemble of probabilistic networks, from real states; vectors.",
+        scope="SAC on short rollouts through an ensemble of probabilistic networks, from real states; no L2 per "
+        "layer of the model; vectors.",
         params=MBPOParams, learner=MBPO, build=build, source=ModelReplaySource,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 5_000},

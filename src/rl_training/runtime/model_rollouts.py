@@ -6,7 +6,7 @@ MBPO's real transitions are a replay buffer that grows, MOPO's a dataset.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.runtime.dataset import check_same_data
-from rl_training.runtime.params import WIDEST
-from rl_training.runtime.prior_data import find_dataset
+from rl_training.runtime.params import WIDEST, Params
+from rl_training.runtime.prior_data import describe_origin, find_dataset
 from rl_training.runtime.replay import ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.spec import Collected, SourceContext
@@ -38,7 +38,9 @@ KEYS = ("obs", "actions", "rewards", "next_obs", "dones")  # of a policy batch
 
 
 class ModelParams(StrictModel):
-    """Hyper-parameters of SAC on rollouts through a learned model."""
+    """Hyper-parameters of SAC on rollouts through a learned model; a part of `Params`."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
 
     policy_learning_rate: float = Field(
         3e-4, ge=0, le=10, description="Step size of actor, critics and temperature; learning_rate means the same."
@@ -60,16 +62,13 @@ class ModelParams(StrictModel):
     )
     rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which a round starts.")
     rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps of a rollout, rounded.")
-    rollout_refresh_interval: int = Field(1_000, ge=1, description="Policy updates between rounds of rollouts.")
+    rollout_refresh_interval: int = Field(
+        1_000, ge=1, description="Policy updates between rounds of rollouts, looked at once per training turn."
+    )
     synthetic_buffer_capacity: int = Field(
-        100_000, ge=1, le=10**9, description="Imagined transitions kept; the oldest are forgotten."
+        100_000, ge=1, le=10**9, description="Imagined transitions kept, at least a round; the oldest are forgotten."
     )
     synthetic_batch_ratio: float = Field(0.95, ge=0, le=1, description="Share of every policy batch that is imagined.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_learning_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return {"policy_learning_rate": data["learning_rate"], **data} if "learning_rate" in data else data
 
     @model_validator(mode="after")
     def _model_fits(self) -> ModelParams:
@@ -82,6 +81,19 @@ class ModelParams(StrictModel):
             raise ValueError(f"model_hidden_sizes is {widths}; every width must be from 1 to {WIDEST}")
         return self
 
+    def check_new_run(self) -> None:
+        """Refuse a buffer of imagined transitions that would keep only the ends of a round's rollouts."""
+        assert isinstance(self, Params)
+        schedule = self.schedules.get("rollout_horizon")
+        longest = self.rollout_horizon if schedule is None else max(schedule.value(0.0), schedule.value(1.0))
+        horizon = round(longest)
+        if self.synthetic_batch_ratio and self.synthetic_buffer_capacity < self.rollout_batch_size * horizon:
+            raise UserError(
+                f"algo_kwargs: synthetic_buffer_capacity is {self.synthetic_buffer_capacity}; it must be at least "
+                f"rollout_batch_size times the longest rollout_horizon ({self.rollout_batch_size} x {horizon}), "
+                "or it keeps only the ends of rollouts."
+            )
+
 
 def build_learner(learner: type[Learner], params: Any, spaces: EnvSpaces) -> Learner:
     """The learner with fresh networks."""
@@ -93,7 +105,7 @@ def build_learner(learner: type[Learner], params: Any, spaces: EnvSpaces) -> Lea
         **sizes, hidden_sizes=params.model_hidden_sizes, num_ensembles=params.num_ensembles
     )
     arguments = params.arguments_of(learner)
-    arguments.pop("learning_rate")  # given as policy_learning_rate
+    arguments.pop("learning_rate")  # the same as policy_learning_rate
     return learner(policy_model=policy_model, dynamics_model=dynamics_model, **arguments)
 
 
@@ -151,7 +163,7 @@ class ModelRollouts:
         algorithm.choose_elites(best)
         if self._last_result is not None:
             self.metrics |= read_metrics(self._last_result.metrics)
-        self.metrics |= {"heldout_mse": float(best[algorithm.elites].mean()), "model_fit_updates": float(updates)}
+        self.metrics |= {"heldout_error": float(best[algorithm.elites].mean()), "model_fit_updates": float(updates)}
 
     def _as_tensors(self, transitions: Mapping[str, Array]) -> dict[str, Tensor]:
         names = [name for name in KEYS if name != "dones"] + (["terminated"] if self.terminates is None else [])
@@ -279,13 +291,14 @@ class ModelDatasetSource:
             )
         self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
         self.dataset = find_dataset(self.params, context.recipe, context.spaces)
+        self.origin = describe_origin(self.params, self.dataset, context.spaces.env_id)
         self.rollouts = ModelRollouts(context, self.rng)
         self.rollout_horizon: float = self.params.rollout_horizon
         self.fitted = False
 
     def describe(self) -> str:
         """The data, the buffer, and where imagined ends come from."""
-        return f"dataset of {len(self.dataset):,} transitions; {self.rollouts.describe()}"
+        return f"dataset of {len(self.dataset):,} transitions from {self.origin}; {self.rollouts.describe()}"
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
         """No environment is stepped: the step that counts is the policy update to come."""

@@ -13,6 +13,7 @@ from rl_training.runtime.model_rollouts import ModelDatasetSource, ModelParams, 
 from rl_training.runtime.params import Activation, Params
 from rl_training.runtime.prior_data import DatasetKind, DatasetParams
 from rl_training.runtime.run import Callback
+from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
@@ -36,6 +37,11 @@ class MOPOParams(ModelParams, DatasetParams, Params):
         1.0, ge=0, description="Reward lost per unit of the model's largest predicted deviation; 0 is MBPO offline."
     )
 
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also how a batch is divided, and SAC's."""
+        divided = {"synthetic_batch_ratio": "batches are divided once, when the run is built"}
+        return super().fixed_numbers() | fixed_temperature(self.alpha) | divided
+
 
 def build(params: MOPOParams, spaces: EnvSpaces) -> MOPO:
     """The learner with fresh networks."""
@@ -46,8 +52,8 @@ SPECS = [
     AlgorithmSpec(
         name="mopo", class_name="MOPO", year=2020, lane="model rollouts",
         paper="Yu et al. 2020, MOPO: Model-based Offline Policy Optimization (arXiv:2005.13239)",
-        scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; a timestep is a policy update; "
-        "vectors.",
+        scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; no L2 per layer of the model; "
+        "a timestep is a policy update; vectors.",
         params=MOPOParams, learner=MOPO, build=build, source=ModelDatasetSource,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 50_000},

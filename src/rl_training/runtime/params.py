@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from rl_training.validation import StrictModel, validate
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
 WIDEST = 16384  # two such layers hold a gigabyte of weights between them
 OptimizerKind = Literal["adam", "rmsprop", "rmsprop_tf", "sgd"]
+SCHEDULE = "_schedule"  # how the key of a schedule ends
 
 
 class EarlyStopping(StrictModel):
@@ -54,6 +55,8 @@ class Schedule(StrictModel):
 class Params(StrictModel):
     """Accepted by every algorithm."""
 
+    synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> the one that means the same, of the same default
+
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
     hidden_sizes: tuple[int, ...] = Field((64, 64), max_length=16, description="Widths of the hidden layers.")
@@ -63,10 +66,26 @@ class Params(StrictModel):
     max_grad_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null does not clip.")
     eval_interval: int = Field(0, ge=0, description="Environment steps between evaluations; 0 is at the end only.")
     early_stopping: EarlyStopping | None = Field(None, description="Stop when an evaluation metric is good enough.")
-    max_updates: int | None = Field(None, ge=1, description="Stop after this many updates, counted across resumes.")
+    max_updates: int | None = Field(
+        None,
+        ge=1,
+        description="Stop after this many updates, counted across resumes; a training turn that has begun is finished, "
+        "with all its updates and a fit of a model.",
+    )
     schedules: dict[str, Schedule] = Field(
         default_factory=dict, exclude=True, description="From the <name>_schedule keys."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_synonyms(cls, data: dict[str, Any]) -> dict[str, Any]:
+        for other, name in cls.synonyms.items():
+            default = cls.model_fields[other].default
+            if name in data and data.get(other, default) == default:  # runs once stored the default beside the other
+                data = {**data, other: data[name]}
+            elif other in data and name not in data:
+                data = {**data, name: data[other]}
+        return data
 
     @model_validator(mode="after")
     def _positive_widths(self) -> Params:
@@ -79,6 +98,18 @@ class Params(StrictModel):
         if self.early_stopping is not None and not self.eval_interval:
             raise ValueError("eval_interval is 0; early_stopping looks at evaluations, so it must be at least 1")
         return self
+
+    @property
+    def widest_layer(self) -> int:
+        """Width of the widest hidden layer: what the number of threads is chosen by."""
+        return max(self.hidden_sizes, default=0)
+
+    def check_new_run(self) -> None:
+        """Refuse what a checkpoint of an earlier version may hold but no new run should start with."""
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Numbers that no schedule can move, such as those that are read once, and why not: the end of a sentence."""
+        return {}
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """Schedules that an algorithm has by its nature, such as epsilon's; `<name>_schedule` keys win over them."""
@@ -100,14 +131,15 @@ AnyParams = TypeVar("AnyParams", bound=Params)
 
 def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyParams:
     """`algo_kwargs` as parameters of an algorithm, its `<name>_schedule` keys gathered under `schedules`."""
-    suffix = "_schedule"
     numeric = [name for name, info in model.model_fields.items() if _is_number(info.annotation)]
     plain, schedules = {}, {}
     for key, value in algo_kwargs.items():
-        name = key.removesuffix(suffix) if isinstance(key, str) else key
+        name = key.removesuffix(SCHEDULE) if isinstance(key, str) else key
         if name == key or key in model.model_fields:
             plain[key] = value
         elif name not in numeric:
+            if name in model.model_fields and model.model_fields[name].annotation in (int, int | None):
+                raise UserError(f"algo_kwargs.{key}: {name} is a whole number, which stays as it is during a run.")
             raise UserError(f"algo_kwargs: {key!r} schedules no number; {did_you_mean(name, numeric)}")
         else:
             schedules[name] = validate(Schedule, value, f"algo_kwargs.{key}")
@@ -116,13 +148,19 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
                     _check_bounds(model, name, end, key)
     if "schedules" in plain:
         raise UserError("algo_kwargs: unknown key 'schedules'; a schedule is given as <name>_schedule.")
-    known = [name + suffix for name in numeric]
+    known = [name + SCHEDULE for name in numeric]
     params = validate(model, plain, "algo_kwargs", also_known=known)
+    for other, name in model.synonyms.items():
+        one, two = getattr(params, other), getattr(params, name)
+        if one != two:
+            raise UserError(f"algo_kwargs: {other} is {one} and {name} {two}; they mean the same, give one of them.")
+        if other in schedules and name in schedules:
+            raise UserError(f"algo_kwargs: {other}{SCHEDULE} and {name}{SCHEDULE} mean the same, give one of them.")
     return params.model_copy(update={"schedules": schedules})
 
 
 def _is_number(annotation: Any) -> bool:
-    return annotation is float or annotation == (float | None)
+    return annotation is float or any(_is_number(part) for part in get_args(annotation))
 
 
 def _check_bounds(model: type[Params], name: str, value: float, key: str) -> None:
@@ -136,4 +174,21 @@ def _check_bounds(model: type[Params], name: str, value: float, key: str) -> Non
 def dump_params(params: Params) -> dict[str, Any]:
     """Plain data that `read_params` reads back to the same parameters."""
     plain = params.model_dump(mode="json", exclude={"schedules"})
-    return plain | {f"{name}_schedule": s.model_dump(mode="json") for name, s in params.schedules.items()}
+    return plain | {f"{name}{SCHEDULE}": s.model_dump(mode="json") for name, s in params.schedules.items()}
+
+
+def check_schedules(algo: str, params: Params, algorithm: Any, source: Any) -> None:
+    """Refuse the schedule of a number that neither the algorithm nor its source can move."""
+    fixed = params.fixed_numbers()
+    for name in (*params.schedules, *params.built_in_schedules()):
+        if name in fixed or not (algorithm.scheduled(name) or hasattr(source, name)):
+            why = f"; {fixed[name]}" if name in fixed else ""
+            raise UserError(f"algo_kwargs.{name}{SCHEDULE}: {algo} cannot move {name} during a run{why}.")
+
+
+def change_params(model: type[Params], stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored `algo_kwargs` with changes; of two keys that mean the same, the one that changed stays."""
+    changed = {key for key, value in changes.items() if key not in stored or stored[key] != value}
+    pairs = [(other + end, name + end) for other, name in model.synonyms.items() for end in ("", SCHEDULE)]
+    stale = {old for pair in pairs for old, new in (pair, pair[::-1]) if new in changed and old not in changed}
+    return {key: value for key, value in {**stored, **changes}.items() if key not in stale}

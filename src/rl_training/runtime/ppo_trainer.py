@@ -38,7 +38,7 @@ SPECS = [
         paper="Schulman et al. 2017, Proximal Policy Optimization Algorithms (arXiv:1707.06347)",
         scope="Clipped surrogate, GAE, minibatch epochs; every action kind, vectors and images.",
         params=PPOParams, learner=PPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        defaults={"num_envs": 8, "total_timesteps": 200_000},
+        normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 200_000},
     )
 ]  # fmt: skip
 

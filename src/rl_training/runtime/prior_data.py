@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rl_training.algorithms.base import Algorithm, Batch
 from rl_training.data import TransitionDataset, load_transition_dataset
+from rl_training.data.loading import find_npz
 from rl_training.envs.factory import EnvRecipe, make_env
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import EnvSpaces, in_words
 from rl_training.errors import UserError
 from rl_training.runtime.recording import read_policy_replay, spaces_of
 from rl_training.runtime.replay import ReplayParams, ReplaySource
@@ -20,13 +22,24 @@ from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 
 DatasetKind = Literal["random", "npz", "minari", "checkpoint"]
+READERS = {"dataset_path": ("npz", "checkpoint", "minari"), "dataset_id": ("minari",)}  # kinds that read a field
+
+
+def absolute(path: str | None) -> str | None:
+    """A path of the user's from any folder, so that a run can be resumed in another one; a packaged name stays."""
+    return os.path.abspath(path) if path is not None and os.path.exists(path) else path
+
+
+DataPath = Annotated[str | None, AfterValidator(absolute)]
 
 
 class DatasetParams(StrictModel):
     """Hyper-parameters that name recorded data."""
 
     dataset_kind: DatasetKind = Field("random", description="Where the recorded data comes from.")
-    dataset_path: str | None = Field(None, description="File of an npz dataset, or of a checkpoint with its replay.")
+    dataset_path: DataPath = Field(
+        None, description="An npz file or the name of a packaged one, a checkpoint with its replay, or Minari's folder."
+    )
     dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
     dataset_size: int | None = Field(None, ge=1, description="Transitions to generate, or to take of a larger set.")
     dataset_seed: int = Field(0, ge=0, description="Seed of generated data.")
@@ -47,15 +60,59 @@ class PriorDataParams(ReplayParams, DatasetParams):
         return self
 
 
-def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
-    """The recorded data as a policy sees it: encoded observations, actions in [-1, 1] or as choices."""
+def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces, *, prefix: str = "") -> TransitionDataset:
+    """The recorded data as a policy sees it: encoded observations, actions in [-1, 1] or as choices.
+
+    `prefix` stands before the names of the fields in a refusal.
+    """
+    refuse_unread(params, READERS, "dataset_kind")
+    path = params.dataset_path
     if params.dataset_kind == "checkpoint":  # as a policy saw it already; the other kinds are the environment's own
-        return read_replay(params.dataset_path, spaces, params.dataset_size)
+        return read_replay(path, spaces, params.dataset_size)
+    if params.dataset_kind == "npz" and path is not None:
+        refuse_missing(f"{prefix}dataset_path", find_npz(path), "an npz file, or the name of a packaged one")
     dataset = load_transition_dataset(
-        params.dataset_kind, path=params.dataset_path, dataset_id=params.dataset_id, env_id=recipe.env_id,
-        size=params.dataset_size, seed=params.dataset_seed, make_env=lambda: make_env(recipe),
+        params.dataset_kind, path=path, dataset_id=params.dataset_id, env_id=recipe.env_id, size=params.dataset_size,
+        seed=params.dataset_seed, make_env=lambda: make_env(recipe), prefix=prefix,
     )  # fmt: skip
     return fit_dataset(dataset, recipe, spaces)
+
+
+def refuse_unread(params: StrictModel, readers: Mapping[str, Sequence[str]], kind_field: str) -> None:
+    """Refuse a field that names data where the kind does not read it: the run would be on other data.
+
+    Not a validator, because a finished run whose config has such a field still predicts.
+    """
+    kind = getattr(params, kind_field)
+    for name, kinds in readers.items():
+        if getattr(params, name) is not None and kind not in kinds:
+            raise UserError(
+                f"{name} is {getattr(params, name)!r}, but {kind_field} is {kind!r}, which does not read it; "
+                f"set {kind_field} to {' or '.join(kinds)}, or {name} to null."
+            )
+
+
+def refuse_missing(name: str, path: str | os.PathLike[str], wanted: str) -> None:
+    """Refuse a path at which there is nothing."""
+    if not os.path.exists(path):
+        raise UserError(f"{name} is {path}, which does not exist; it must be {wanted}.")
+
+
+def describe_origin(params: DatasetParams, dataset: TransitionDataset, env_id: str) -> str:
+    """Where the data comes from, for the start of a run."""
+    named = {
+        "random": "random play",
+        "npz": f"{params.dataset_path}",
+        "minari": f"the Minari data set {params.dataset_id}",
+        "checkpoint": f"the replay in {params.dataset_path}",
+    }
+    return f"{named[params.dataset_kind]}{note_other_env(dataset, env_id)}"
+
+
+def note_other_env(dataset: TransitionDataset, env_id: str) -> str:
+    """A remark where the data says that it is of an environment with another id: a version, a variant, or a mistake."""
+    recorded_in = dataset.metadata.get("env_id")
+    return f" (note: recorded in {recorded_in}, not in {env_id})" if recorded_in not in (None, env_id) else ""
 
 
 def fit_dataset(dataset: TransitionDataset, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
@@ -71,9 +128,15 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None) -> Transi
     """The replay buffer inside a checkpoint of ours; the newest `size` rows when there are more."""
     if path is None:
         raise UserError("dataset_kind is 'checkpoint', which needs dataset_path.")
+    refuse_missing("dataset_path", path, "a checkpoint of a replay algorithm")
     dataset, stored = read_policy_replay(path)
-    if any(getattr(stored, name) != getattr(spaces, name) for name in ("obs_shape", "action_kind", "action_sizes")):
-        raise UserError(f"{path} was made in {stored.env_id}, whose spaces are not those of {spaces.env_id}.")
+    for name in ("observation_space", "action_space"):
+        there, here = getattr(stored, name), getattr(spaces, name)
+        if there != here:
+            raise UserError(
+                f"{path} was made in {stored.env_id}, whose spaces are not those of {spaces.env_id}: its {name} is "
+                f"{in_words(there)}, here it is {in_words(here)}."
+            )
     return dataset if size is None or size >= len(dataset) else dataset.take(slice(len(dataset) - size, None))
 
 
@@ -90,6 +153,13 @@ class PriorReplaySource(ReplaySource):
         needs_data = self.offline_batch_size or self.params.offline_pretrain_updates
         self.dataset = find_dataset(self.params, context.recipe, self.spaces) if needs_data else None
         self.pretrain_updates_done = 0
+
+    def describe(self) -> str:
+        """As replay's, with the prior data."""
+        if self.dataset is None:
+            return super().describe()
+        origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
+        return f"{super().describe()}, {len(self.dataset):,} transitions of prior data from {origin}"
 
     @property
     def _pretrains(self) -> bool:
@@ -117,7 +187,7 @@ class PriorReplaySource(ReplaySource):
 
     def _offline(self, size: int) -> dict[str, Any]:
         assert self.dataset is not None
-        batch = self.dataset.minibatch(self.rng, size, gamma=self.params.gamma, device=self.device)
+        batch = self.dataset.minibatch(self.rng, size, gamma=self.gamma, device=self.device)
         batch.pop("behavior_logprobs", None)
         return batch
 

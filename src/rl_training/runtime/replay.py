@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, attribute_of
 from rl_training.algorithms.q_learning import random_actions
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.data.memory import format_bytes
@@ -17,6 +17,8 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Activation, Params, Schedule
 from rl_training.runtime.spec import Collected, SourceContext
+
+FIXED_ATOMS = "the atoms are placed once, when the learner is built"
 
 
 class ReplayParams(Params):
@@ -46,6 +48,12 @@ class ReplayParams(Params):
                 f"batch_size is {self.batch_size}; it must be at most buffer_capacity ({self.buffer_capacity})"
             )
         return self
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """What is stored with the rows, and the ends of a built-in schedule."""
+        stored = dict.fromkeys(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it")
+        ends = ("prioritized_beta_start", "prioritized_beta_end")
+        return super().fixed_numbers() | stored | dict.fromkeys(ends, "it is a part of prioritized_beta's own schedule")
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """The importance weights grow to full strength over the budget."""
@@ -97,6 +105,7 @@ class ReplaySource(BufferedSource):
     """
 
     buffer: ReplayBuffer
+    gamma = attribute_of("buffer", "gamma")
 
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)

@@ -13,6 +13,7 @@ from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.runtime.prior_data import PriorDataParams, PriorReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
+from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
@@ -40,6 +41,11 @@ class RLPDParams(PriorDataParams):
                 f"critic_subset_size is {self.critic_subset_size}; it must be at most num_critics ({self.num_critics})"
             )
         return self
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also how a batch is divided, and SAC's."""
+        divided = {"offline_batch_ratio": "batches are divided once, when the run is built"}
+        return super().fixed_numbers() | fixed_temperature(self.alpha) | divided
 
 
 def build(params: RLPDParams, spaces: EnvSpaces) -> RLPD:

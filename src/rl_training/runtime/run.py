@@ -19,7 +19,7 @@ from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.errors import did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
-from rl_training.runtime.evaluation import Evaluator
+from rl_training.runtime.evaluation import EvaluationResult, Evaluator
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.session import Session
 from rl_training.runtime.spec import Collected
@@ -114,6 +114,7 @@ class Run:
         self.save_checkpoint()
         self._tell("on_start")
         self._begun = self._resumed_at = time.perf_counter()
+        self._paused = 0.0
 
     def finished(self) -> bool:
         """Whether a budget is spent or somebody asked to stop."""
@@ -128,12 +129,19 @@ class Run:
                 self.stop_reason = "max_seconds"
         return self.stop_reason is not None
 
-    def apply_schedules(self) -> None:
-        """Move every scheduled number to its value at this step."""
+    def scheduled_values(self) -> dict[str, float]:
+        """Every scheduled number at this step."""
         progress = min(1.0, self.step / self.config.total_timesteps)
+        return {name: schedule.value(progress) for name, schedule in self.schedules.items()}
+
+    def apply_schedules(self) -> None:
+        """Move every scheduled number to its value at this step, wherever it is read."""
         algorithm, source = self.session.algorithm, self.session.source
-        for name, schedule in self.schedules.items():
-            setattr(algorithm if algorithm.scheduled(name) else source, name, schedule.value(progress))
+        for name, value in self.scheduled_values().items():
+            if algorithm.scheduled(name):
+                setattr(algorithm, name, value)
+            if hasattr(source, name):  # perhaps too: a replay buffer discounts as the learner does
+                setattr(source, name, value)
 
     def count_steps(self, collected: Collected) -> None:
         """Count real transitions and finished episodes."""
@@ -175,9 +183,7 @@ class Run:
         if self.episodes:
             metrics["episode_return_mean"] = sum(e[0] for e in self.episodes) / len(self.episodes)
             metrics["episode_length_mean"] = sum(e[1] for e in self.episodes) / len(self.episodes)
-        progress = min(1.0, self.step / self.config.total_timesteps)
-        metrics.update({name: schedule.value(progress) for name, schedule in self.schedules.items()})
-        return metrics
+        return metrics | self.scheduled_values()
 
     def log_row(self, *, last: bool = False) -> None:
         """One row of metrics, checked for NaN; `last` when it is there only because the run ends."""
@@ -185,7 +191,7 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(name)
-        row = {**self.progress_metrics(), **self.collected_metrics, **metrics}
+        row = {**self.progress_metrics(), **self.collected_metrics, **metrics, **self.scheduled_values()}
         self.logger.log(self.step, {**row, "steps_per_second": self.steps_per_second()}, last=last)
         self._logged_update = self.updates
         if self.logger.progress_due:
@@ -220,8 +226,8 @@ class Run:
         """Evaluate now; keeps the best checkpoint and, unless `last` as in `log_row`, watches for early stopping."""
         if not self.config.eval_episodes:
             return {}
+        result = self._play_evaluation()
         with self.pause():
-            result = self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
             self.last_evaluation = metrics = result.metrics()
             self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
             self._evaluated_step = self.step
@@ -233,6 +239,15 @@ class Run:
                 self.checkpoints.save_best(self.checkpoint_tree(replay=False))
         self._tell("on_evaluation", metrics)
         return metrics
+
+    def _play_evaluation(self) -> EvaluationResult:
+        """The episodes; what was learned is kept when an environment raises here, or never ends and is interrupted."""
+        try:
+            with self.pause():
+                return self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
+        except BaseException:
+            self.save_checkpoint()
+            raise
 
     def _watch_early_stopping(self, metrics: dict[str, Any]) -> None:
         rule = self.params.early_stopping
@@ -331,6 +346,7 @@ class Run:
             **self.last_evaluation,
             **self.collected_metrics,
             **read_metrics(self.latest),
+            **self.scheduled_values(),  # over what the last update says of one, such as SAC's alpha
             "train_seconds": self.train_seconds,
             "stop_reason": self.stop_reason,
         }

@@ -26,6 +26,17 @@ class SACParams(ReplayParams):
         None, description="Entropy that auto holds; null is minus the number of action dimensions."
     )
 
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also the temperature while it is tuned, or else what tuning reads."""
+        return super().fixed_numbers() | fixed_temperature(self.alpha)
+
+
+def fixed_temperature(alpha: float | str) -> dict[str, str]:
+    """What no schedule can move of the temperature and what it is tuned by, and why."""
+    if alpha == "auto":
+        return {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
+    return {"target_entropy": f"alpha is {alpha}, and only 'auto' reads it"}
+
 
 def build(params: SACParams, spaces: EnvSpaces) -> SAC:
     """The learner with fresh networks."""

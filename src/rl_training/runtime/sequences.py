@@ -48,6 +48,7 @@ class SequenceSource(BufferedSource):
     def __init__(self, context: SourceContext, *, carry_dim: int) -> None:
         super().__init__(context)
         self.credit = 0.0  # steps to replay that are due
+        self.train_ratio: float = self.params.train_ratio
         self.carry = torch.zeros(self.stepper.num_envs, carry_dim, device=context.device)
         self.buffer = RecurrentReplayBuffer(
             self.params.buffer_capacity, self.stepper.num_envs, obs_shape=self.spaces.obs_shape,
@@ -76,7 +77,7 @@ class SequenceSource(BufferedSource):
         episodes += ended
         taken = len(obs) if result.valid is None else int(np.count_nonzero(result.valid))
         if step + taken > self.params.learning_starts:
-            self.credit += self.params.train_ratio * min(taken, step + taken - self.params.learning_starts)
+            self.credit += self.train_ratio * min(taken, step + taken - self.params.learning_starts)
         return Collected(taken, episodes)
 
     def _act(self, algorithm: Algorithm, step: int) -> Array:
@@ -89,7 +90,8 @@ class SequenceSource(BufferedSource):
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The updates due."""
         replayed = self.params.batch_size * self.params.sequence_length
-        if not self.buffer.num_windows():
+        filled = len(self.buffer) >= min(self.params.learning_starts, self.buffer.capacity)
+        if not filled or not self.buffer.num_windows():
             self.credit = 0.0  # too early, or resumed without its buffer: fill it first
         while self.credit >= replayed:
             self.credit -= replayed

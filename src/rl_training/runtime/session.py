@@ -18,7 +18,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.params import Params, dump_params, read_params
+from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
 from rl_training.runtime.spec import AlgorithmSpec, Source, SourceContext, get_algorithm_spec
 
 
@@ -46,6 +46,7 @@ def open_session(
     spec.check_support(spaces)
     if restored is None:
         check_early_stopping(config, params)
+        params.check_new_run()
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     config = resolve(config, params, recipe, spaces)
@@ -56,13 +57,12 @@ def open_session(
     try:
         stepper = Stepper(engine, spaces, config.num_envs)
         source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
-    except MemoryError as error:
+        check_schedules(spec.name, params, algorithm, source)
+    except BaseException as error:
         engine.close()
+        if not isinstance(error, MemoryError):
+            raise
         raise UserError(f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}.") from None
-    for name in (*params.schedules, *params.built_in_schedules()):
-        if not algorithm.scheduled(name) and not hasattr(source, name):
-            engine.close()
-            raise UserError(f"algo_kwargs.{name}_schedule: {spec.name} cannot move {name} during a run.")
     return Session(spec, config, params, recipe, spaces, algorithm, source)
 
 
@@ -95,7 +95,7 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
     """One thread for networks too small to gain by sharing, else one per core (or OMP_NUM_THREADS) up to 8."""
-    small = spaces.obs_kind == "vector" and max(params.hidden_sizes, default=0) <= 128
+    small = spaces.obs_kind == "vector" and params.widest_layer <= 128
     cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     return 1 if small else min(8, cores)
 

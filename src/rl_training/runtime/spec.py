@@ -32,7 +32,7 @@ class Source(Protocol):
     """Where experience comes from; a training lane is a Source."""
 
     def describe(self) -> str:
-        """What it keeps in memory, in one line for the start of a run."""
+        """What it keeps in memory, in one line for the start of a run; each line after it is `warning: ...`."""
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected: ...
 
@@ -77,10 +77,11 @@ class AlgorithmSpec:
     source: Callable[[SourceContext], Source]
     action_kinds: tuple[str, ...]
     observation_kinds: tuple[str, ...] = ("vector", "image")
+    normalizes_rewards: bool = False  # whether its learner heeds env_kwargs.wrappers.normalize_reward
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of TrainConfig, for `train --algo NAME --env ID`
 
-    def check_support(self, spaces: EnvSpaces) -> None:
-        """Refuse, in one sentence, an environment that this algorithm does not support."""
+    def check_support(self, spaces: EnvSpaces, *, learns: bool = True) -> None:
+        """Refuse, in one sentence, an environment that this algorithm does not support, or not to learn in."""
         if spaces.action_kind not in self.action_kinds:
             raise UserError(
                 f"{self.name} does not support the {spaces.action_kind} actions of {spaces.env_id}; "
@@ -90,6 +91,10 @@ class AlgorithmSpec:
             raise UserError(
                 f"{self.name} does not support the {spaces.obs_kind} observations of {spaces.env_id}; "
                 f"it supports {', '.join(self.observation_kinds)}."
+            )
+        if learns and spaces.normalize_rewards and not self.normalizes_rewards:
+            raise UserError(
+                f"{self.name} does not normalise rewards; take normalize_reward out of env_kwargs.wrappers."
             )
 
 
@@ -102,7 +107,11 @@ def _discover() -> dict[str, AlgorithmSpec]:
         if module.name.endswith("_trainer"):
             specs += importlib.import_module(f"{package.__name__}.{module.name}").SPECS
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        loaded = point.load()
+        try:
+            loaded = point.load()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"the plugin {point.name} = {point.value} cannot be loaded ({reason}); mend it.") from error
         specs += loaded if isinstance(loaded, (list, tuple)) else [loaded]
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: (spec.year, spec.name))}
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.params import SCHEDULE
 from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
@@ -36,6 +37,13 @@ class TRPOParams(RolloutParams):
         """`learning_rate` is the critic's, since there is no other."""
         return {"value_learning_rate": data["learning_rate"], **data} if "learning_rate" in data else data
 
+    def fixed_numbers(self) -> dict[str, str]:
+        """What is not read: policy and critic have a step each instead of one sum of losses."""
+        unread = dict.fromkeys(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it")
+        if "value_learning_rate" in self.schedules:
+            unread["learning_rate"] = f"value_learning_rate{SCHEDULE} moves the same number"
+        return super().fixed_numbers() | unread
+
 
 def build(params: TRPOParams, spaces: EnvSpaces) -> TRPO:
     """The learner with a fresh policy."""
@@ -50,7 +58,7 @@ SPECS = [
         scope="Conjugate gradient and line search on the whole batch, separate critic steps; "
         "every action kind, vectors and images.",
         params=TRPOParams, learner=TRPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        defaults={"num_envs": 8, "total_timesteps": 200_000},
+        normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 200_000},
     )
 ]  # fmt: skip
 

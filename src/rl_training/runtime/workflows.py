@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -20,13 +21,13 @@ import rl_training
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.factory import Env, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
+from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint, write_text
 from rl_training.experiment.config import TrainConfig, dump_yaml, load_config
 from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator, record_video, watch
 from rl_training.runtime.loop import run_loop
-from rl_training.runtime.params import dump_params, read_params
+from rl_training.runtime.params import change_params, dump_params, read_params
 from rl_training.runtime.run import SCHEMA, Callback, Run, RunState
 from rl_training.runtime.session import Session, build_algorithm, check_same_spaces, choose_threads, open_session
 from rl_training.runtime.spec import get_algorithm_spec
@@ -61,7 +62,7 @@ class TrainedPolicy:
         encoded, is_batch = self.spaces.encode_for_prediction(obs)
         masks = self.spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
         session = self.session(len(encoded), deterministic)
-        session.carry = self.algorithm.initial_carry(len(encoded))
+        session.forget()
         actions = self.spaces.map_actions(session.act(encoded, masks, np.ones(len(encoded), dtype=bool)))
         return actions if is_batch else plain_action(actions[0])
 
@@ -75,7 +76,8 @@ class TrainedPolicy:
 
 def plain_action(action: Any) -> Any:
     """A discrete action as an int, any other as an array."""
-    return int(action) if np.ndim(action) == 0 else np.asarray(action)
+    array = np.asarray(action)
+    return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
 def train(
@@ -83,13 +85,26 @@ def train(
     run_suffix: str | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
     """One run from the start."""
+    told = read_callbacks(callbacks)
     session = open_session(config, env=env)
     try:
         run_dir = make_run_dir(session.config, run_suffix)
     except UserError:
         session.source.close()
         raise
-    return execute(session, run_dir, callbacks or (), console)
+    return execute(session, run_dir, told, console)
+
+
+def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
+    """The callbacks, each of which must have something to call."""
+    if callbacks is not None and not isinstance(callbacks, Iterable):
+        raise UserError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks.")
+    told = list(callbacks or ())
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in told:
+        if not any(callable(getattr(callback, name, None)) for name in events):
+            raise UserError(f"{callback!r} is no callback; it needs a method among {', '.join(events)}.")
+    return told
 
 
 def train_as(
@@ -107,17 +122,20 @@ def execute(
     restored: RunState | None = None, notes: Iterable[str] = (),
 ) -> TrainResult:  # fmt: skip
     """Run the loop of an open session in its folder."""
-    write_run_files(run_dir, session.config)
+    resolved = session.config
+    kept, *warnings = session.source.describe().split("\n")
+    messages = [
+        f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
+        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}, {kept})",
+        *warnings,
+        *notes,
+    ]
+    write_run_files(run_dir, resolved, messages)
     shows = sys.stderr.isatty() if console is None else console
     run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored)
     try:
-        resolved = session.config
-        run.logger.message(
-            f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
-            f"{resolved.num_envs} environments {resolved.vectorization}, {session.source.describe()})"
-        )
-        for note in notes:
-            run.logger.message(note)
+        for message in messages:
+            run.logger.message(message)
         with run.signals():
             run.start()
             run_loop(session.algorithm, session.source, run)
@@ -148,8 +166,8 @@ def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
     raise UserError(f"output_dir {config.output_dir!r} holds a thousand runs named {name}; clean it up.")
 
 
-def write_run_files(run_dir: Path, config: TrainConfig) -> None:
-    """`config.yaml`, resolved, and `manifest.json`: versions, platform, git state, seed, command."""
+def write_run_files(run_dir: Path, config: TrainConfig, messages: Iterable[str]) -> None:
+    """`config.yaml`, resolved, and `manifest.json`: versions, platform, git state, seed, command, what was said."""
     import gymnasium
 
     write_text(run_dir / "config.yaml", dump_yaml(config.model_dump(mode="json")))
@@ -165,8 +183,19 @@ def write_run_files(run_dir: Path, config: TrainConfig) -> None:
         "seed": config.seed,
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "messages": list(messages),
+        "earlier": earlier_starts(run_dir / "manifest.json"),
     }
     write_text(run_dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def earlier_starts(manifest: Path) -> list[Any]:
+    """What a manifest that is there already says of the run's starts: a resume in place keeps it."""
+    try:
+        previous = json.loads(manifest.read_text(encoding="utf-8"))
+        return [*previous.pop("earlier", []), previous]
+    except (OSError, ValueError, AttributeError, TypeError):  # none, or not as we write it
+        return []
 
 
 def git_state() -> dict[str, Any] | None:
@@ -200,7 +229,7 @@ def load_algorithm(
     spec = get_algorithm_spec(config.algo)
     params = read_params(spec.params, config.algo_kwargs)
     spaces = read_spaces(path, tree["spaces"])
-    spec.check_support(spaces)
+    spec.check_support(spaces, learns=False)
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=device)
     load_weights(path, algorithm, tree["algorithm"])
     threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
@@ -300,10 +329,11 @@ def evaluate_checkpoint(
     render: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of whole episodes with a checkpoint's policy, per-episode returns and lengths among them."""
-    if num_episodes is not None and (type(num_episodes) is not int or num_episodes < 1):
+    whole = isinstance(num_episodes, (int, np.integer)) and not isinstance(num_episodes, bool)
+    if num_episodes is not None and (not whole or num_episodes < 1):
         raise UserError(f"num_episodes is {num_episodes!r}; it must be a whole number of at least 1.")
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
-    episodes = num_episodes if num_episodes is not None else max(config.eval_episodes, 1)
+    episodes = int(num_episodes) if num_episodes is not None else max(config.eval_episodes, 1)
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     check_same_spaces(spaces, probe_spaces(recipe))
     seed = config.seed if seed is None else seed
@@ -331,6 +361,7 @@ def resume_training(
 
     The budget may change (schedules stretch); any other key in `changes` needs `force`.
     """
+    told = read_callbacks(callbacks)
     tree = read_checkpoint(path)
     stored = validate(TrainConfig, tree["config"], str(path))
     state = validate(RunState, tree["run"], f"{path}, run")
@@ -356,19 +387,35 @@ def resume_training(
     try:
         load_weights(path, session.algorithm, tree["algorithm"])
         notes += [f"warning: {sentence}" for sentence in load_source(path, session, tree["source"])]
-        run_dir = Path(path).resolve().parent.parent
-        if "output_dir" in wanted or not is_run_dir_of(run_dir, Path(path)):
+        begun_in = run_dir = Path(path).resolve().parent.parent
+        newest = newest_step(Path(path))
+        if newest > state.step:
+            notes.append(f"{run_dir} has gone on to step {newest}, so this branch of it has a folder of its own.")
+        if "output_dir" in wanted or newest > state.step or not is_run_dir_of(run_dir, Path(path)):
             run_dir = make_run_dir(session.config, "resumed")
+            if is_run_dir_of(begun_in, Path(path)):
+                shutil.copyfile(begun_in / "metrics.jsonl", run_dir / "metrics.jsonl")  # cut at its step by the logger
     except BaseException:
         session.source.close()
         raise
-    return execute(session, run_dir, callbacks or (), console, restored=state, notes=notes)
+    return execute(session, run_dir, told, console, restored=state, notes=notes)
 
 
 def is_run_dir_of(folder: Path, checkpoint: Path) -> bool:
     """Whether a checkpoint lies in a run's own `checkpoints/`; elsewhere a folder with a config.yaml is somebody's."""
     in_place = checkpoint.resolve().parent.name == "checkpoints"
     return in_place and (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
+
+
+def newest_step(checkpoint: Path) -> int:
+    """The step of the `latest.ckpt` beside a checkpoint; 0 where that is the checkpoint itself, or cannot be read."""
+    latest = checkpoint.resolve().with_name("latest.ckpt")
+    if latest == checkpoint.resolve():
+        return 0
+    try:
+        return validate(RunState, read_checkpoint(latest)["run"], str(latest)).step
+    except UserError:
+        return 0
 
 
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
@@ -392,7 +439,8 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     before = stored.model_dump(mode="json")
     merged = {**before, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):
-        merged["algo_kwargs"] = {**stored.algo_kwargs, **wanted["algo_kwargs"]}
+        model = get_algorithm_spec(stored.algo).params
+        merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
     config = validate(TrainConfig, merged, "resume")
     old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]

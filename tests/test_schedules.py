@@ -1,0 +1,201 @@
+"""Schedules: every number of every algorithm either moves what is learned, or is refused with the reason."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from resume_cases import SPECS, tiny
+from rl_training.errors import UserError
+from rl_training.runtime.params import _is_number
+from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.session import open_session
+from rl_training.runtime.workflows import train
+
+UPDATES, MOST_STEPS = 6, 120
+# Small enough networks and so few steps that nearly every number shows in the weights.
+PLAIN: dict[str, Any] = {
+    "num_steps": 16, "minibatch_size": 16, "train_frequency": 2, "target_update_interval": 2, "learning_rate": 0.01,
+    "batch_size": 16, "sequence_length": 4, "train_ratio": 8, "num_bins": 11, "imagination_horizon": 2,
+    "model_updates": 3, "line_search_steps": 10, "offline_pretrain_updates": 0,
+}  # fmt: skip
+OTHER = {  # another value than the default, of a number with that name or ending
+    "gamma": 0.5, "tau": 0.37, "learning_rate": 0.013, "gae_lambda": 0.3, "optimizer_eps": 0.05, "max_grad_norm": 1e-3,
+    "rollout_horizon": 3.0, "target_kl": 1e-9, "action_gradient_clip": 1e-4, "clip_coef": 1e-3, "alpha": 0.7,
+    "target_entropy": 3.0, "kl_target": 1e-7, "line_search_shrink": 0.5, "gradient_penalty": 2.0, "train_ratio": 16.0,
+    "free_nats": 20.0, "v_min": -5.0, "v_max": 7.0, "exploration_noise": 0.6, "policy_noise": 0.9, "noise_clip": 0.05,
+}  # fmt: skip
+# What else a number needs in order to be read.
+SETTING: dict[str, dict[str, Any]] = {
+    "alpha": {"alpha": 0.2}, "kl_target": {"target_policy": True}, "pg_rho_clip": {"target_policy": True},
+    "line_search_shrink": {"max_kl": 2.0}, "clip_coef": {"update_epochs": 3},
+}  # fmt: skip
+
+
+def floats_of(algo: str) -> list[str]:
+    return [name for name, info in SPECS[algo].params.model_fields.items() if _is_number(info.annotation)]
+
+
+def other_value(algo: str, name: str) -> float:
+    default = SPECS[algo].params.model_fields[name].default
+    for ending, value in OTHER.items():
+        if name == ending or (ending == "learning_rate" and name.endswith(ending)):
+            return value
+    return 0.5 * default if default else 0.5
+
+
+def learned(algo: str, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Everything that a few updates have changed, in a run without files."""
+    model = SPECS[algo].params
+    settings = {name: PLAIN[name] for name in PLAIN if name in model.model_fields and name not in model.synonyms}
+    session = open_session(tiny(algo, Path("unused"), num_envs=2, threads=1, kwargs={**settings, **kwargs}))
+    params, algorithm, source = session.params, session.algorithm, session.source
+    schedules = {**params.built_in_schedules(), **params.schedules}
+    run = object.__new__(Run)  # without its folder, logs and evaluation
+    run.session, run.config, run.schedules, run.step = session, session.config, schedules, 0
+    updates = 0
+    while updates < UPDATES and run.step < MOST_STEPS:
+        run.apply_schedules()
+        run.step += source.collect(algorithm, run.step).steps
+        for phase, batch in source.batches(algorithm, run.step):
+            source.feedback(batch, algorithm.update(batch, phase=phase, global_step=run.step, sync=False))
+            updates += 1
+    source.close()
+    return [tensor.clone() for tensor in chain(algorithm.parameters(), algorithm.buffers())]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_a_constant_schedule_is_the_value_itself_or_is_refused_with_the_reason(algo: str) -> None:
+    wrong: dict[str, str] = {}
+    plain: dict[str, list[Tensor]] = {}
+    for name in floats_of(algo):
+        value, setting = other_value(algo, name), SETTING.get(name, {})
+        setting = {key: part for key, part in setting.items() if key in SPECS[algo].params.model_fields}
+        try:
+            scheduled = learned(algo, {**setting, f"{name}_schedule": {"type": "constant", "start": value}})
+        except UserError as error:
+            if f"{algo} cannot move {name} during a run; " not in str(error):
+                wrong[name] = str(error)
+            continue
+        key = repr(setting)
+        if key not in plain:
+            plain[key] = learned(algo, setting)
+        if same(scheduled, plain[key]):
+            wrong[name] = "the schedule does nothing"
+        elif not same(scheduled, learned(algo, {**setting, name: value})):
+            wrong[name] = "the schedule does something else than the value"
+    assert wrong == {}
+
+
+REFUSALS = [  # algorithm, other settings, a schedule's key, and what the sentence says
+    ("c51_dqn", {}, "v_min", "cannot move v_min during a run; the atoms are placed once"),
+    ("rainbow_dqn", {}, "v_max", "cannot move v_max during a run; the atoms are placed once"),
+    ("d4pg", {}, "v_max", "cannot move v_max during a run; the atoms are placed once"),
+    ("sac", {}, "alpha", "cannot move alpha during a run; it is 'auto', which tunes it"),
+    ("mopo", {}, "alpha", "cannot move alpha during a run; it is 'auto', which tunes it"),
+    ("rlpd", {"alpha": 0.1}, "target_entropy", "; alpha is 0.1, and only 'auto' reads it"),
+    ("sac", {"alpha": 0.1}, "alpha", None),
+    ("prioritized_dqn", {}, "prioritized_alpha", "; the priorities in the buffer depend on it"),
+    ("prioritized_dqn", {}, "prioritized_beta_end", "; it is a part of prioritized_beta's own schedule"),
+    ("dqn", {}, "epsilon_start", "; it is a part of epsilon's own schedule"),
+    ("rlpd", {}, "offline_batch_ratio", "; batches are divided once, when the run is built"),
+    ("mbpo", {}, "synthetic_batch_ratio", "; batches are divided once, when the run is built"),
+    ("bc", {}, "gamma", "; it learns from recorded actions and discounts nothing"),
+    ("bc", {}, "heldout_fraction", "; the data is divided once, when the run is built"),
+    ("trpo", {}, "vf_coef", "; policy and critic have steps of their own, without it"),
+    ("appo", {}, "kl_target", "; target_policy is false, and nothing else reads it"),
+    ("appo", {"target_policy": True}, "kl_coef", "; it is where a weight starts that then adapts to kl_target"),
+    ("appo", {"target_policy": True}, "kl_target", None),
+    ("dqn", {}, "n_step", "n_step_schedule: n_step is a whole number, which stays as it is during a run."),
+    ("appo", {}, "minibatch_size", "minibatch_size_schedule: minibatch_size is a whole number"),
+    ("dqn", {}, "hidden_sizes", "'hidden_sizes_schedule' schedules no number; known:"),
+    ("dqn", {}, "gama", "schedules no number; did you mean 'gamma'"),
+]
+
+
+@pytest.mark.parametrize(("algo", "settings", "name", "sentence"), REFUSALS)
+def test_what_cannot_move_is_refused_in_a_sentence(
+    algo: str, settings: dict[str, Any], name: str, sentence: str | None, tmp_path: Path
+) -> None:
+    config = tiny(algo, tmp_path, kwargs={**settings, f"{name}_schedule": {"start": 0.5, "end": 0.6}})
+    if sentence is None:
+        open_session(config).source.close()
+        return
+    with pytest.raises(UserError) as refused:
+        open_session(config)
+    assert f"{name}_schedule" in str(refused.value)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("alpha", -0.1), ("max_grad_norm", 0.0), ("gamma", -0.1)])
+def test_a_schedule_stays_within_the_bounds_of_its_number(name: str, value: float, tmp_path: Path) -> None:
+    schedule = {f"{name}_schedule": {"start": 0.5, "end": value}}
+    with pytest.raises(UserError, match=rf"{name}_schedule: {name} would be {value}; it should be greater than"):
+        open_session(tiny("sac", tmp_path, kwargs={"alpha": 0.2, **schedule}))
+
+
+def test_both_rates_of_trpo_are_one_number(tmp_path: Path) -> None:
+    schedule = {"start": 0.5, "end": 0.6}
+    kwargs = {"learning_rate_schedule": schedule, "value_learning_rate_schedule": schedule}
+    with pytest.raises(UserError, match="value_learning_rate_schedule moves the same number"):
+        open_session(tiny("trpo", tmp_path, kwargs=kwargs))
+
+
+def test_a_common_rate_that_nobody_follows_is_refused(tmp_path: Path) -> None:
+    rates = {f"{part}_learning_rate": 1e-4 for part in ("world_model", "actor", "critic")}
+    kwargs = {**rates, "learning_rate_schedule": {"start": 0.5, "end": 0.6}}
+    with pytest.raises(UserError, match="critic_learning_rate are given and go before it"):
+        open_session(tiny("dreamer", tmp_path, kwargs=kwargs))
+
+
+class Discounts(Callback):
+    """Notes learner's and buffer's gamma, and that of the rows sampled, at every turn."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, ...]] = []
+
+    def on_update(self, run: Run) -> None:
+        source: Any = run.session.source
+        if len(source.buffer):
+            learner: Any = run.session.algorithm
+            self.seen.append((learner.gamma, source.buffer.gamma, float(source.sample()["discounts"].max())))
+
+
+@pytest.mark.parametrize(("algo", "env_id"), [("dqn", "CartPole-v1"), ("rlpd", "Pendulum-v1")])
+def test_gamma_moves_in_the_buffer_and_in_prior_data(algo: str, env_id: str, tmp_path: Path) -> None:
+    looks, kwargs = Discounts(), {"gamma_schedule": {"start": 0.9, "end": 0.5}, "offline_batch_ratio": 1.0}
+    kwargs = {name: value for name, value in kwargs.items() if algo == "rlpd" or name != "offline_batch_ratio"}
+    result = train(tiny(algo, tmp_path, env_id=env_id, kwargs=kwargs), callbacks=[looks], console=False)
+    assert result.metrics["gamma"] == 0.5
+    assert [learner for learner, _, _ in looks.seen] == [buffer for _, buffer, _ in looks.seen]
+    assert [rows for _, _, rows in looks.seen] == pytest.approx([buffer for _, buffer, _ in looks.seen])
+    assert looks.seen[0][0] > 0.88
+    assert looks.seen[-1][0] < 0.53
+
+
+def test_a_scheduled_temperature_reaches_its_end(tmp_path: Path) -> None:
+    kwargs = {"alpha": 0.2, "alpha_schedule": {"type": "cosine", "start": 0.5, "end": 0.125}}
+    result = train(tiny("sac", tmp_path, kwargs=kwargs), console=False)
+    assert result.metrics["alpha"] == 0.125
+    learner: Any = result.policy.algorithm
+    assert 0.125 < learner.alpha < 0.2  # of the last update
+
+
+def test_gamma_moves_the_scale_of_rewards_too(tmp_path: Path) -> None:
+    wrapped = {"wrappers": {"normalize_reward": True}}
+    moments: list[list[float]] = []
+    for kwargs in ({}, {"gamma": 0.5}, {"gamma_schedule": {"type": "constant", "start": 0.5}}):
+        result = train(tiny("ppo", tmp_path, env_kwargs=wrapped, kwargs=kwargs), console=False)
+        learner: Any = result.policy.algorithm
+        moments.append(learner.reward_scale.moments.tolist())
+    assert moments[1] == moments[2] != moments[0]
