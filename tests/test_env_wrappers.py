@@ -17,6 +17,7 @@ from rl_training.envs.factory import make_env, probe_spaces, read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.params import read_params
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
@@ -143,6 +144,13 @@ def test_an_environment_that_breaks_later_is_named_and_nothing_else_is_printed(
     assert "doctor --env env_zoo:FailsInStep" in str(error.value)
     assert "the simulator broke" in str(error.value.__cause__)  # for --debug
     assert "simulator" not in capfd.readouterr().err
+
+
+def test_an_environment_that_breaks_in_an_evaluation_is_named_too(tmp_path: Path) -> None:
+    policy = train(config("env_zoo:Walk", output_dir=str(tmp_path))).policy
+    evaluator = Evaluator(read_recipe("env_zoo:FailsInStep", {}), policy.spaces, seed=0)
+    with pytest.raises(EnvironmentFailure, match="raised RuntimeError: the simulator broke"):
+        evaluator.evaluate(policy.algorithm, 1)
 
 
 @pytest.mark.parametrize("fault", ["obs", "reward", "final_obs", "first_obs"])

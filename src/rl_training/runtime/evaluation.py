@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.envs.episodes import episode_seed
 from rl_training.envs.factory import Env, EnvRecipe, make_env
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.runtime.acting import ActingSession
 
 EVALUATION_STREAM = 2**31  # an environment index that no training environment has
@@ -70,10 +71,11 @@ def run_episodes(
     current = list(range(len(envs)))  # the episode that each environment is in; `episodes` or more: none
     obs: list[Any] = []
     masks: list[Array] = []
-    for i, env in enumerate(envs):
-        row, info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, i))
-        obs.append(row)
-        masks.append(read_action_mask(info, spaces))
+    with failures_named(spaces.env_id):
+        for i, env in enumerate(envs):
+            row, info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, i))
+            obs.append(row)
+            masks.append(read_action_mask(info, spaces))
     started, is_first = len(envs), np.ones(len(envs), dtype=bool)
     while any(episode < episodes for episode in current):
         encoded = spaces.encode(np.stack(obs))
@@ -85,18 +87,30 @@ def run_episodes(
             if episode >= episodes:
                 continue
             action = mapped[i].item() if spaces.action_kind == "discrete" else mapped[i]
-            obs[i], reward, terminated, truncated, info = env.step(action)
-            returns[episode] += float(reward)
-            lengths[episode] += 1
-            if terminated or truncated:
-                current[i], started, is_first[i] = started, started + 1, True
-                if current[i] < episodes:
-                    obs[i], info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, current[i]))
+            with failures_named(spaces.env_id):
+                obs[i], reward, terminated, truncated, info = env.step(action)
+                returns[episode] += float(reward)
+                lengths[episode] += 1
+                if terminated or truncated:
+                    current[i], started, is_first[i] = started, started + 1, True
+                    if current[i] < episodes:
+                        obs[i], info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, current[i]))
             if spaces.has_action_mask:
                 masks[i] = read_action_mask(info, spaces)
             if on_step is not None:
                 on_step(i)
     return EvaluationResult(returns, lengths)
+
+
+@contextmanager
+def failures_named(env_id: str) -> Iterator[None]:
+    """What an environment raises, with its name; a missing package is told where it is asked for."""
+    try:
+        yield
+    except (UserError, gym.error.DependencyNotInstalled):
+        raise
+    except Exception as error:
+        raise EnvironmentFailure.raised(env_id, type(error).__name__, str(error)) from error
 
 
 def record_video(
