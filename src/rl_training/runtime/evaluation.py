@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -62,9 +62,8 @@ class Evaluator:
 
 
 def run_episodes(
-    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True,
-    on_step: Callable[[int], None] | None = None,
-) -> EvaluationResult:  # fmt: skip
+    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True
+) -> EvaluationResult:
     """`episodes` whole episodes over these environments, each environment taking the next one when it ends one."""
     actor = ActingSession(algorithm, len(envs), seed, deterministic=deterministic)
     returns, lengths = [0.0] * episodes, [0] * episodes
@@ -82,12 +81,12 @@ def run_episodes(
         actions = actor.act(encoded, np.stack(masks) if spaces.has_action_mask else None, is_first)
         mapped = spaces.map_actions(actions)
         is_first = np.zeros(len(envs), dtype=bool)
-        for i, env in enumerate(envs):
-            episode = current[i]
-            if episode >= episodes:
-                continue
-            action = mapped[i].item() if spaces.action_kind == "discrete" else mapped[i]
-            with failures_named(spaces.env_id):
+        with failures_named(spaces.env_id):
+            for i, env in enumerate(envs):
+                episode = current[i]
+                if episode >= episodes:
+                    continue
+                action = mapped[i].item() if spaces.action_kind == "discrete" else mapped[i]
                 obs[i], reward, terminated, truncated, info = env.step(action)
                 returns[episode] += float(reward)
                 lengths[episode] += 1
@@ -95,10 +94,8 @@ def run_episodes(
                     current[i], started, is_first[i] = started, started + 1, True
                     if current[i] < episodes:
                         obs[i], info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, current[i]))
-            if spaces.has_action_mask:
-                masks[i] = read_action_mask(info, spaces)
-            if on_step is not None:
-                on_step(i)
+                if spaces.has_action_mask:
+                    masks[i] = read_action_mask(info, spaces)
     return EvaluationResult(returns, lengths)
 
 

@@ -12,7 +12,6 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.model_rollouts import ModelParams, ModelReplaySource, build_learner
 from rl_training.runtime.replay import ReplayParams
 from rl_training.runtime.run import Callback
-from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
@@ -32,11 +31,6 @@ class MBPOParams(ModelParams, ReplayParams):
                 f"n_step is {self.n_step} and prioritized {self.prioritized}; with a model they must be 1 and false"
             )
         return self
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """Also how a batch is divided, and SAC's."""
-        divided = {"synthetic_batch_ratio": "batches are divided once, when the run is built"}
-        return super().fixed_numbers() | fixed_temperature(self.alpha) | divided
 
 
 def build(params: MBPOParams, spaces: EnvSpaces) -> MBPO:

@@ -25,8 +25,9 @@ from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.runtime.dataset import check_same_data
 from rl_training.runtime.params import WIDEST, Params
 from rl_training.runtime.prior_data import describe_origin, find_dataset
-from rl_training.runtime.replay import ReplaySource
+from rl_training.runtime.replay import DIVIDED_ONCE, ReplaySource
 from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 
@@ -80,6 +81,11 @@ class ModelParams(StrictModel):
             widths = list(self.model_hidden_sizes)
             raise ValueError(f"model_hidden_sizes is {widths}; every width must be from 1 to {WIDEST}")
         return self
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also how a batch is divided, and SAC's."""
+        inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited | fixed_temperature(self.alpha) | {"synthetic_batch_ratio": DIVIDED_ONCE}
 
     def check_new_run(self) -> None:
         """Refuse a buffer of imagined transitions that would keep only the ends of a round's rollouts."""

@@ -13,7 +13,6 @@ from rl_training.runtime.model_rollouts import ModelDatasetSource, ModelParams, 
 from rl_training.runtime.params import Activation, Params
 from rl_training.runtime.prior_data import DatasetKind, DatasetParams
 from rl_training.runtime.run import Callback
-from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
@@ -36,11 +35,6 @@ class MOPOParams(ModelParams, DatasetParams, Params):
     penalty_coef: float = Field(
         1.0, ge=0, description="Reward lost per unit of the model's largest predicted deviation; 0 is MBPO offline."
     )
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """Also how a batch is divided, and SAC's."""
-        divided = {"synthetic_batch_ratio": "batches are divided once, when the run is built"}
-        return super().fixed_numbers() | fixed_temperature(self.alpha) | divided
 
 
 def build(params: MOPOParams, spaces: EnvSpaces) -> MOPO:

@@ -18,7 +18,9 @@ from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Activation, Params, Schedule
 from rl_training.runtime.spec import Collected, SourceContext
 
+# Why no schedule moves a number: the ends of sentences.
 FIXED_ATOMS = "the atoms are placed once, when the learner is built"
+DIVIDED_ONCE = "batches are divided once, when the run is built"
 
 
 class ReplayParams(Params):

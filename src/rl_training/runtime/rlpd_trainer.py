@@ -11,6 +11,7 @@ from rl_training.algorithms.rlpd import RLPD
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.runtime.prior_data import PriorDataParams, PriorReplaySource
+from rl_training.runtime.replay import DIVIDED_ONCE
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.sac_trainer import fixed_temperature
@@ -44,8 +45,7 @@ class RLPDParams(PriorDataParams):
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also how a batch is divided, and SAC's."""
-        divided = {"offline_batch_ratio": "batches are divided once, when the run is built"}
-        return super().fixed_numbers() | fixed_temperature(self.alpha) | divided
+        return super().fixed_numbers() | fixed_temperature(self.alpha) | {"offline_batch_ratio": DIVIDED_ONCE}
 
 
 def build(params: RLPDParams, spaces: EnvSpaces) -> RLPD:
