@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from rl_training.errors import UserError, did_you_mean
-from rl_training.validation import StrictModel, check_plain, validate
+from rl_training.validation import READ, StrictModel, check_plain, validate
 
 MOST_PROCESSES = 1024
 Presets = files("rl_training").joinpath("assets/configs")
@@ -52,6 +52,26 @@ class TrainConfig(StrictModel):
     env_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the environment, plus max_episode_steps and wrappers."
     )
+    _named: tuple[str, ...] | None = PrivateAttr(None)
+
+    def model_post_init(self, context: Any) -> None:
+        """What was read is not named by the user, until `naming` says so; what Python code makes is."""
+        self._named = () if context is READ else None
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Modules and environments that the user named, so that their functions may be called; a file names none."""
+        return (self.env_id,) if self._named is None else self._named
+
+    def naming(self, *names: str) -> TrainConfig:
+        """The same config, in which the user named these modules or environments too."""
+        config = self.model_copy()
+        config._named = (*self.named, *names)
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        """Configs are equal whoever wrote them."""
+        return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     @model_validator(mode="after")
     def _check_choices(self) -> TrainConfig:
@@ -77,7 +97,8 @@ def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainCo
     if isinstance(source, TrainConfig):
         return source
     if isinstance(source, Mapping):
-        return validate(TrainConfig, source, "config")
+        config = validate(TrainConfig, source, "config")
+        return config.naming(config.env_id)  # a mapping is the user's own code
     return validate(TrainConfig, read_yaml(source), str(source))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.engines import choose_vectorization, make_engine
-from rl_training.envs.factory import Env, EnvRecipe, probe_spaces, read_recipe
+from rl_training.envs.factory import EnvRecipe, UserEnv, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
@@ -36,12 +36,12 @@ class Session:
 
 
 def open_session(
-    config: TrainConfig, *, env: Callable[..., Env] | None = None, restored: Mapping[str, Any] | None = None
+    config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None
 ) -> Session:
     """Check the config against algorithm and environment and build both; `restored` is a checkpoint to go on from."""
     spec = get_algorithm_spec(config.algo)
     params = read_params(spec.params, config.algo_kwargs)
-    recipe = read_recipe(config.env_id, config.env_kwargs, env)
+    recipe = read_recipe(config.env_id, config.env_kwargs, config.named if env is None else env)
     spaces = probe_spaces(recipe)
     spec.check_support(spaces)
     if restored is None:
@@ -72,8 +72,8 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
         raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
 
 
-def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces) -> TrainConfig:
-    """The config with every `auto` decided and every default spelled out."""
+def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None) -> TrainConfig:
+    """The config with every `auto` decided (threads where the spaces are known) and every default spelled out."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,7 +81,7 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
         raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} GPUs here.")
-    threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
+    threads = config.threads if config.threads != "auto" or spaces is None else choose_threads(params, spaces)
     return config.model_copy(
         update={
             "device": device,
