@@ -63,11 +63,11 @@ def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str
 
 def read_value(setting: str, text: str) -> Any:
     """A value as YAML reads it, but `1e-3` is a number."""
-    import yaml
+    from rl_training.experiment.config import parse_yaml
 
     try:
-        return _read_exponents(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return _read_exponents(parse_yaml(text))
+    except Exception:
         raise UserError(f"--set {setting!r}: the value is not valid YAML; quote it.") from None
 
 

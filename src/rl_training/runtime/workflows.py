@@ -162,7 +162,7 @@ def load_algorithm(
     params = read_params(spec.params, config.algo_kwargs)
     spaces = read_spaces(path, tree["spaces"])
     spec.check_support(spaces, learns=False)
-    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=device)
+    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=device, stored=tree["algorithm"])
     load_weights(path, algorithm, tree["algorithm"])
     threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
     return algorithm, spaces, config.model_copy(update={"threads": threads})
@@ -321,6 +321,8 @@ def resume_training(
         notes += [f"warning: {sentence}" for sentence in load_source(path, session, tree["source"])]
         run_dir, note = choose_run_dir(session.config, Path(path), state.step, elsewhere="output_dir" in wanted)
         notes += note
+        if "output_dir" not in wanted and run_dir != Path(path).resolve().parent.parent:
+            session.config = session.config.model_copy(update={"output_dir": str(run_dir.parent)})
     except BaseException:
         session.source.close()
         raise
