@@ -70,14 +70,6 @@ def test_max_episode_steps_is_the_time_limit(env_id: str) -> None:
     assert run_to_end(make_env(read_recipe(env_id, {"max_episode_steps": 2}))) == 2
 
 
-def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a console command, whose module path does not hold the working directory."""
-    (tmp_path / "zoo_next_door.py").write_text("from env_zoo import Walk as Mine\n")
-    monkeypatch.setattr("sys.path", [entry for entry in __import__("sys").path if entry])
-    monkeypatch.chdir(tmp_path)
-    assert make_env(read_recipe("zoo_next_door:Mine", {})).reset()[0].shape == (2,)
-
-
 @pytest.mark.parametrize(
     ("env_id", "env_kwargs", "sentence"),
     [

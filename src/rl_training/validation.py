@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from rl_training.errors import UserError, did_you_mean
 
 Model = TypeVar("Model", bound="StrictModel")
+READ = {"read": True}  # pydantic's context of what `validate` makes: a file may have said it, not the user's code
 LARGEST = 2**63
 LARGEST_TREE = 10_000  # values; a few lines of YAML aliases can stand for billions
 _shorten = reprlib.Repr()
@@ -82,7 +83,7 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
     if odd := [key for key in data if not isinstance(key, str)]:
         raise UserError(f"{where}: the key {_show(odd[0])} is not a word.")
     try:
-        return model.model_validate(dict(data))
+        return model.model_validate(dict(data), context=READ)
     except ValidationError as error:
         problems = [_Problem.locate(found, model, data) for found in error.errors(include_url=False)]
         raise UserError(f"{where}: {_first_problem(problems, model, also_known)}") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rl_training.envs.factory import Env
+from rl_training.envs.factory import UserEnv
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import save_checkpoint
 from rl_training.experiment.config import TrainConfig, load_config
@@ -24,6 +24,7 @@ from rl_training.runtime.workflows import (
     resume_training,
     train,
 )
+from rl_training.validation import validate
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
 
@@ -59,19 +60,20 @@ class ManagedAlgorithm:
     algo: ClassVar[str] = ""
 
     def __init__(
-        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: Callable[..., Env] | None = None
+        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: UserEnv | None = None
     ) -> None:
-        if env is not None and not callable(env):
+        if env is not None and not (callable(env) or isinstance(env, str)):
             raise UserError(f"env is a {type(env).__name__}; it must be a callable that makes one, such as a class.")
         if isinstance(config, Mapping):
             config = {"algo": self.algo, **config}
             if env is not None:
                 name = getattr(env, "__name__", "")
-                config.setdefault("env_id", name if name.isidentifier() else "custom")
+                name = env if isinstance(env, str) else name if name.isidentifier() else "custom"
+                config.setdefault("env_id", name)
         self.config = load_config(config)
         if self.config.algo != self.algo:
             raise UserError(f"algo is {self.config.algo!r}; {type(self).__name__} needs {self.algo!r}.")
-        self.env = env
+        self.env: UserEnv = self.config.named if env is None else env
         self._checkpoint: Path | None = None
         self._policy: TrainedPolicy | None = None
 
@@ -110,9 +112,9 @@ class ManagedAlgorithm:
         return save_checkpoint(path, tree)
 
     @classmethod
-    def load(cls: type[Self], path: str | Path, *, env: Callable[..., Env] | None = None) -> Self:
+    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None) -> Self:
         """The algorithm in a file that `save` or a run wrote."""
-        managed = cls(load_config(read_checkpoint(path)["config"]), env=env)
+        managed = cls(validate(TrainConfig, read_checkpoint(path)["config"], str(path)), env=env)
         managed._checkpoint = Path(path)
         managed._policy = load_policy(path)
         return managed

@@ -11,7 +11,6 @@ from rl_training.cli.options import (
     ImportOption,
     SetOption,
     Text,
-    import_modules,
     option,
     whole_number,
 )
@@ -38,8 +37,7 @@ def bench(
     from rl_training.cli.overrides import build_config
     from rl_training.cli.screen import make_console
 
-    import_modules(modules)
-    built = build_config(config, algo, env, settings)
+    built = build_config(config, algo, env, settings, modules)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
         limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_training.cli.options import AlgoOption, ConfigOption, EnvOption, ImportOption, SetOption, import_modules, option
+from rl_training.cli.options import AlgoOption, ConfigOption, EnvOption, ImportOption, SetOption, option
 
 
 def list_algorithms() -> None:
@@ -44,7 +44,7 @@ def show_config(
     schema: Annotated[bool, option("Print the JSON schema; --algo adds its hyper-parameters.", "--schema")] = False,
     presets: Annotated[bool, option("List the packaged presets.", "--list")] = False,
 ) -> None:
-    """Print a config as a run would resolve it, every default spelled out, as YAML."""
+    """Print a config as a run would resolve it, every default spelled out, as YAML; nothing in it is called."""
     from rl_training.experiment.config import dump_yaml, list_presets
 
     if presets:
@@ -55,8 +55,7 @@ def show_config(
         return
     from rl_training.cli.overrides import build_config
 
-    import_modules(modules)
-    typer.echo(dump_yaml(resolve_config(build_config(config, algo, env, settings))), nl=False)
+    typer.echo(dump_yaml(resolve_config(build_config(config, algo, env, settings, modules))), nl=False)
 
 
 def _algorithm_of(config: str | None, algo: str | None) -> str | None:
@@ -66,18 +65,15 @@ def _algorithm_of(config: str | None, algo: str | None) -> str | None:
 
 
 def resolve_config(config: Any) -> dict[str, Any]:
-    """The config checked against its algorithm and environment, as a run writes it to its config.yaml."""
-    from rl_training.envs.factory import probe_spaces, read_recipe
+    """The config checked against its algorithm, as a run would resolve it; no environment is made to look at."""
+    from rl_training.envs.factory import read_recipe
     from rl_training.runtime.params import read_params
     from rl_training.runtime.session import resolve
     from rl_training.runtime.spec import get_algorithm_spec
 
-    spec = get_algorithm_spec(config.algo)
-    params = read_params(spec.params, config.algo_kwargs)
+    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
     recipe = read_recipe(config.env_id, config.env_kwargs)
-    spaces = probe_spaces(recipe)
-    spec.check_support(spaces)
-    return resolve(config, params, recipe, spaces).model_dump(mode="json")
+    return resolve(config, params, recipe).model_dump(mode="json")
 
 
 def config_schema(algo: str | None) -> dict[str, Any]:

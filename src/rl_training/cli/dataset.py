@@ -15,7 +15,7 @@ from rl_training.cli.options import (
     StochasticOption,
     Text,
     find_checkpoint,
-    import_modules,
+    name_environment,
     option,
     whole_number,
 )
@@ -61,7 +61,7 @@ def collect(
     steps = None if num_steps is None else whole_number("--num-steps", num_steps, least=1)
     first = None if seed is None else whole_number("--seed", seed)
     target = check_output("--output", output)
-    import_modules(modules)
+    named = name_environment(env, modules)
     from rl_training.runtime import recording
 
     if checkpoint is None:
@@ -71,9 +71,9 @@ def collect(
         dataset = newest(recording.read_replay_buffer(find_checkpoint(checkpoint)), steps)
     else:
         path = find_checkpoint(checkpoint)
-        dataset = recording.record_policy(path, steps or 1, seed=first, deterministic=not stochastic)
+        dataset = recording.record_policy(path, steps or 1, seed=first, deterministic=not stochastic, env=named)
     save(dataset, target)
-    print_saved(dataset, target, modules)
+    print_saved(dataset, target, env, modules)
 
 
 def check_choice(
@@ -85,8 +85,8 @@ def check_choice(
         raise UserError(f"collect takes --checkpoint P, or --env ID --random; {both}.")
     if random and env is None:
         raise UserError("--random needs --env, the environment to act in.")
-    if not random and env is not None:
-        raise UserError("--env is for --random; a checkpoint has its own environment.")
+    if from_replay and not random and env is not None:
+        raise UserError("--env has no meaning with --from-replay; no environment is stepped.")
     if random and (from_replay or stochastic):
         raise UserError(f"{'--from-replay' if from_replay else '--stochastic'} needs --checkpoint instead of --random.")
     if from_replay and (stochastic or seed is not None):
@@ -124,11 +124,11 @@ def save(dataset: TransitionDataset, target: str) -> None:
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from None
 
 
-def print_saved(dataset: TransitionDataset, target: str, modules: list[str] | None) -> None:
+def print_saved(dataset: TransitionDataset, target: str, env: str | None, modules: list[str] | None) -> None:
     """What was recorded, and what to do with it."""
-    from rl_training.cli.screen import make_console, print_facts, repeat_imports
+    from rl_training.cli.screen import make_console, print_facts, repeat_names
 
-    console, env, path = make_console(), dataset.metadata.get("env_id"), shlex.quote(target)
+    console, path = make_console(), shlex.quote(target)
     returns = dataset.episode_returns
     print_facts(console, [
         ("transitions", f"{len(dataset):,} in {len(returns):,} episode{'s' if len(returns) != 1 else ''}"),
@@ -136,7 +136,7 @@ def print_saved(dataset: TransitionDataset, target: str, modules: list[str] | No
         ("file", plain(path)),
     ])  # fmt: skip
     console.print("\nnext")
-    options = f"--path {path} --env {shlex.quote(str(env))}{repeat_imports(modules)}"
+    options = f"--path {path}{repeat_names(env or str(dataset.metadata.get('env_id')), modules)}"
     console.print(f"  rl-training dataset check {plain(options)}", soft_wrap=True)
 
 
@@ -150,7 +150,7 @@ def check(
     """Show what a data set holds and what is wrong with it; exit code 1 when something is."""
     if (path is None) == (dataset_id is None):
         raise UserError("check takes one of --path F.npz and --dataset-id ID.")
-    import_modules(modules)
+    name_environment(env, modules)
     import numpy as np
 
     from rl_training.cli.screen import make_console
@@ -260,7 +260,7 @@ def convert(
         raise UserError("--env is for writing a Minari data set; one that is read names its environment.")
     if target.endswith(".npz"):
         check_output("TARGET", target)
-    import_modules(modules)
+    name_environment(env, modules)
     from rl_training.data.loading import load_transition_dataset
     from rl_training.data.minari_io import write_minari
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rl_training.cli.options import AlgoOption, EnvOption, ImportOption, SetOption, StepsOption, import_modules
+from rl_training.cli.options import AlgoOption, EnvOption, ImportOption, SetOption, StepsOption, name_environment
 from rl_training.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def doctor(
 
     console = make_console()
     if env is not None:
-        import_modules(modules)
+        name_environment(env, modules)
         _check_environment(console, env, algo, settings or [], total_timesteps)
         return
     if algo is not None or settings or total_timesteps:
@@ -94,11 +94,11 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
         if outside := [setting for setting in settings if not setting.startswith("env_kwargs.")]:
             raise UserError(f"--set {outside[0]!r} is not of the environment; add --algo NAME, or set env_kwargs.KEY.")
         config, spec, data = None, None, apply_settings({"env_id": env}, settings)
-        recipe = read_recipe(env, data.get("env_kwargs", {}))
+        recipe = read_recipe(env, data.get("env_kwargs", {}), env)
     else:
         spec = get_algorithm_spec(algo)
         config = build_config(None, algo, env, settings, total_timesteps=budget)
-        recipe = read_recipe(config.env_id, config.env_kwargs)
+        recipe = read_recipe(config.env_id, config.env_kwargs, config.named)
     spaces = probe_spaces(recipe)
     console.print(f"[bold]{env}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
     found = [_show(console, check) for check in checks.check_environment(recipe, spaces, spec)]

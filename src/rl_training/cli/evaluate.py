@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rl_training.cli.options import (
     CheckpointOption,
     ImportOption,
+    OwnEnvOption,
     StochasticOption,
     Text,
     find_checkpoint,
-    import_modules,
+    name_environment,
     option,
     whole_number,
 )
@@ -32,6 +33,7 @@ def evaluate(
     render: Annotated[bool, option("Show the episodes in a window.", "--render")] = False,
     record_video: Annotated[Text, option("Write one video per episode.", metavar="DIR")] = None,
     imagine: Annotated[bool, option("Draw what the world model expects, beside the checkpoint.", "--imagine")] = False,
+    env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:
     """Evaluate a checkpoint in environments of its own."""
@@ -39,7 +41,7 @@ def evaluate(
     first = None if seed is None else whole_number("--seed", seed)
     if render and record_video is not None:
         raise UserError("--render and --record-video were both given; give one of them.")
-    import_modules(modules)
+    named = name_environment(env, modules)
     from rl_training.cli.screen import make_console
     from rl_training.runtime.workflows import evaluate_checkpoint
 
@@ -48,10 +50,10 @@ def evaluate(
     if imagine:
         from rl_training.runtime.imagination import draw_imagination
 
-        pictures = draw_imagination(path, Path(path).resolve().parent, seed=first)
+        pictures = draw_imagination(path, Path(path).resolve().parent, seed=first, env=named)
     metrics = evaluate_checkpoint(
         path, num_episodes=episodes, deterministic=not stochastic, seed=first, record_video_dir=record_video,
-        render=render,
+        render=render, env=named,
     )  # fmt: skip
     kind = "sampled" if stochastic else "deterministic"
     print_evaluation(make_console(), path, metrics, kind, record_video, pictures)

@@ -23,7 +23,8 @@ def option(text: str, *names: str, metavar: str | None = None) -> Any:
 
 ConfigOption = Annotated[Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C")]
 AlgoOption = Annotated[Text, option("Algorithm, with its defaults (see `list`).", "--algo", metavar="NAME")]
-EnvOption = Annotated[Text, option("Gymnasium id, or module:Class.", "--env", metavar="ID")]
+EnvOption = Annotated[Text, option("Gymnasium id, or module:name of a class or function.", "--env", metavar="ID")]
+OwnEnvOption = Annotated[Text, option("Your own name for the checkpoint's environment.", "--env", metavar="ID")]
 ImportOption = Annotated[Texts, option("Import a module that registers environments.", "--import", metavar="MODULE")]
 SetOption = Annotated[
     Texts, option("Set a config field or a hyper-parameter: learning_rate=1e-3.", "--set", metavar="KEY=VALUE")
@@ -34,11 +35,24 @@ OutputOption = Annotated[Text, option("Folder in which the run's own folder is m
 StochasticOption = Annotated[bool, option("Sample actions instead of taking the best.", "--stochastic")]
 
 
-def import_modules(names: Iterable[str] | None) -> None:
-    """Import the modules of `--import`; the working directory is searched first, as `python -m` does."""
+def name_environment(env: str | None, modules: Iterable[str] | None) -> Any:
+    """What the user says of the environment with `--env` and `--import`, as `env=` takes it; imports the modules."""
+    names = tuple(modules or ())
+    if names or ":" in (env or ""):
+        search_working_directory()
+    import_modules(names)
+    return names if env is None else env
+
+
+def search_working_directory() -> None:
+    """Let imports find the user's own modules there, after all others: a stray yaml.py must not stand in for PyYAML."""
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    for name in names or ():
+        sys.path.append(os.getcwd())
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the modules of `--import`."""
+    for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:

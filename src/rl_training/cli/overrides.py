@@ -15,9 +15,11 @@ _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def build_config(
-    config: str | None, algo: str | None, env: str | None, settings: Iterable[str] | None = None, **fields: Any
-) -> TrainConfig:
-    """The validated config of a command; `fields` that are None were not given."""
+    config: str | None, algo: str | None, env: str | None, settings: Iterable[str] | None = None,
+    modules: Iterable[str] | None = None, **fields: Any,
+) -> TrainConfig:  # fmt: skip
+    """The validated config of a command, which names what its options name; `fields` that are None were not given."""
+    from rl_training.cli.options import name_environment
     from rl_training.experiment.config import TrainConfig
     from rl_training.validation import validate
 
@@ -26,7 +28,10 @@ def build_config(
     changed = apply_settings(data, settings or ())
     changed.update(given)
     where = config or f"{algo} on {env}"
-    return validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
+    built = validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
+    named = built.env_id if config is None or built.env_id != data.get("env_id") else None
+    name_environment(named, modules)
+    return built.naming(*(modules or ()), *([] if named is None else [named]))
 
 
 def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:
@@ -58,11 +63,11 @@ def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str
 
 def read_value(setting: str, text: str) -> Any:
     """A value as YAML reads it, but `1e-3` is a number."""
-    import yaml
+    from rl_training.experiment.config import parse_yaml
 
     try:
-        return _read_exponents(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return _read_exponents(parse_yaml(text))
+    except Exception:
         raise UserError(f"--set {setting!r}: the value is not valid YAML; quote it.") from None
 
 

@@ -57,11 +57,14 @@ def _read_array(name: str, path: str) -> Any:
     import numpy as np
 
     try:
-        return np.load(path, allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a header may claim any size
     except OSError as error:
         raise UserError(f"{name} {path} cannot be read: {error.strerror or 'not a .npy file'}.") from None
-    except (ValueError, EOFError):
-        raise UserError(f"{name} {path} is not a .npy file of numbers.") from None
+    except Exception:  # a damaged file can fail in any way
+        array = None
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{name} {path} is not a .npy file of numbers.")
+    return array
 
 
 def _as_tuples(observation: Any, space: Any) -> Any:

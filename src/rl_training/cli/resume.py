@@ -8,10 +8,11 @@ from rl_training.cli.options import (
     CheckpointOption,
     ImportOption,
     OutputOption,
+    OwnEnvOption,
     SetOption,
     StepsOption,
     find_checkpoint,
-    import_modules,
+    name_environment,
     option,
     whole_number,
 )
@@ -23,16 +24,17 @@ def resume(
     output_dir: OutputOption = None,
     settings: SetOption = None,
     force: Annotated[bool, option("Allow changes other than of the budget.", "--force")] = False,
+    env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:
     """Go on from a checkpoint, exactly where the run stopped.
 
     The budget may change (schedules stretch with it); any other change needs --force.
     """
-    from rl_training.cli.screen import make_console, print_run
+    from rl_training.cli.screen import make_console, print_run, repeat_names
 
     budget = None if total_timesteps is None else whole_number("--total-timesteps", total_timesteps, least=1)
-    import_modules(modules)
+    named = name_environment(env, modules)
     path = find_checkpoint(checkpoint)
     from rl_training.runtime.run import Callback, Run
     from rl_training.runtime.workflows import resume_training
@@ -48,11 +50,11 @@ def resume(
     watch = Watch()
     result = resume_training(
         path, total_timesteps=budget, output_dir=output_dir, changes=read_changes(path, settings), force=force,
-        callbacks=[watch], console=True,
+        env=named, callbacks=[watch], console=True,
     )  # fmt: skip
     trained = result.metrics["global_step"] - watch.first_step
     title = f"{watch.title}, resumed at step {watch.first_step:,}"
-    print_run(make_console(), result, title, trained=trained, modules=modules)
+    print_run(make_console(), result, title, repeat_names(env, modules), trained=trained)
 
 
 def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:

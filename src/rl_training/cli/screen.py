@@ -55,10 +55,9 @@ def describe_return(metrics: dict[str, Any]) -> str:
 
 
 def print_run(
-    console: Console, result: TrainResult, title: str, *, trained: int | None = None,
-    modules: Iterable[str] | None = None,
-) -> None:  # fmt: skip
-    """The summary of one run and the commands to run next, which need the same `--import` modules."""
+    console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
+) -> None:
+    """The summary of one run and the commands to run next, which need the same `names` (`repeat_names`)."""
     from rl_training.experiment.logging import format_duration
 
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
@@ -76,20 +75,21 @@ def print_run(
         ("checkpoint", quote(result.checkpoint_path)),
         ("best", quote(best) if best.is_file() else ""),
     ])  # fmt: skip
-    print_next(console, result, repeat_imports(modules))
+    print_next(console, result, names)
 
 
-def print_next(console: Console, result: TrainResult, imports: str) -> None:
+def print_next(console: Console, result: TrainResult, names: str) -> None:
     """The commands that go on from here."""
-    given = f"--checkpoint {quote(result.checkpoint_path)}{imports}"
+    given = f"--checkpoint {quote(result.checkpoint_path)}{names}"
     console.print("\nnext")
     console.print(f"  rl-training eval {given} --num-episodes 20", soft_wrap=True)
     console.print(f"  rl-training resume {given} {larger_budget(result.metrics)}".rstrip(), soft_wrap=True)
 
 
-def repeat_imports(modules: Iterable[str] | None) -> str:
-    """The `--import` options of this command for the next one."""
-    return "".join(f" --import {shlex.quote(name)}" for name in modules or ())
+def repeat_names(env: str | None, modules: Iterable[str] | None) -> str:
+    """The `--env` and `--import` that the next command needs, since a file alone calls no function of the user's."""
+    named = "" if env is None else f" --env {shlex.quote(env)}"
+    return named + "".join(f" --import {shlex.quote(name)}" for name in modules or ())
 
 
 def larger_budget(metrics: dict[str, Any]) -> str:

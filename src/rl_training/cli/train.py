@@ -13,7 +13,6 @@ from rl_training.cli.options import (
     SetOption,
     StepsOption,
     Text,
-    import_modules,
     option,
     whole_number,
 )
@@ -46,11 +45,11 @@ def train(
 
     if seed is not None and seeds is not None:
         raise UserError("--seed and --seeds were both given; give one of them.")
-    import_modules(modules)
     built = [
         build_config(
-            config, algo, env, settings, output_dir=output_dir, total_timesteps=total_timesteps, num_envs=num_envs,
-            eval_episodes=eval_episodes, seed=one_seed, execution_backend=execution_backend, device=device,
+            config, algo, env, settings, modules, output_dir=output_dir, total_timesteps=total_timesteps,
+            num_envs=num_envs, eval_episodes=eval_episodes, seed=one_seed, execution_backend=execution_backend,
+            device=device,
         )
         for one_seed in ([seed] if seeds is None else read_seeds(seeds))
     ]
@@ -67,7 +66,7 @@ def read_seeds(text: str) -> list[int]:
 
 def run_all(configs: list[TrainConfig], *, several: bool, modules: list[str] | None = None) -> None:
     """Run each config in turn and print what came out; a signal ends the series after the run that it stopped."""
-    from rl_training.cli.screen import make_console, print_run, print_seeds
+    from rl_training.cli.screen import make_console, print_run, print_seeds, repeat_names
     from rl_training.runtime import workflows
 
     console, runs = make_console(), []
@@ -76,7 +75,8 @@ def run_all(configs: list[TrainConfig], *, several: bool, modules: list[str] | N
         result = workflows.train(config, console=True)
         runs.append((config.seed, result))
         if not several:
-            print_run(console, result, title, modules=modules)
+            named = config.env_id if ":" in config.env_id and config.env_id in config.named else None
+            print_run(console, result, title, repeat_names(named, modules))
         if result.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             break
     if several:

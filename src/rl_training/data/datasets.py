@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from rl_training.data.checking import check_dataset
-from rl_training.data.memory import Array
+from rl_training.data.memory import Array, available_memory, format_bytes
 from rl_training.data.replay import ReplayBuffer
 from rl_training.errors import UserError
 
+MOST_EXPANSION, SMALL = 100, 2**28  # a file may expand this many times, or to this many bytes
 REQUIRED = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated")
 # D4RL's names for the same arrays.
 _ALIASES = {
@@ -73,7 +75,7 @@ class TransitionDataset:
         missing = [name for name in REQUIRED if name not in named]
         if missing:
             raise UserError(f"{source} holds no {', '.join(missing)}; a data set needs {', '.join(REQUIRED)}.")
-        for name in REQUIRED:
+        for name in {*REQUIRED, "behavior_logprobs"} & set(named):
             if named[name].dtype.kind not in "biuf" or named[name].ndim < 1:
                 raise UserError(f"{name} in {source} is {named[name].dtype} {named[name].shape}, not rows of numbers.")
         flat = {name: _flat(named[name], name, source) for name in ("rewards", "terminated", "truncated")}
@@ -88,9 +90,11 @@ class TransitionDataset:
         text = arrays.pop("metadata_json", None)
         try:
             metadata = {} if text is None else json.loads(str(text))
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise UserError(f"metadata_json in {path} is not JSON.") from None
-        return cls.from_arrays(arrays, str(path), **metadata)
+        if not isinstance(metadata, dict):
+            raise UserError(f"metadata_json in {path} is a {type(metadata).__name__}; it must be a mapping of names.")
+        return replace(cls.from_arrays(arrays, str(path)), metadata=metadata)
 
     @classmethod
     def from_replay(cls, buffer: ReplayBuffer, **metadata: Any) -> TransitionDataset:
@@ -194,20 +198,44 @@ class TransitionDataset:
 
 
 def read_npz(path: str | Path) -> dict[str, Array]:
-    """Every array of an npz file; a missing, damaged or pickled one is refused with one sentence."""
+    """Every array of an npz file; a missing, damaged, pickled or exploding one is refused with one sentence."""
     try:
-        loaded = np.load(path, allow_pickle=False)
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         if isinstance(loaded, np.lib.npyio.NpzFile):
             with loaded as archive:
+                refuse_too_large(path, sum(_claimed_bytes(archive.zip, name) for name in archive.zip.namelist()))
                 return {name: archive[name] for name in archive.files}
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give the path of an npz file.") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        # numpy takes every file of another kind for a pickle
+    except Exception as error:  # a damaged zip can fail in any way, and numpy takes every other file for a pickle
         pickled = "Object arrays" in str(error)
         reason = "it holds pickled objects, which could run code" if pickled else "damaged, or of another kind"
         raise UserError(f"{path} cannot be read as npz ({reason}).") from None
     raise UserError(f"{path} is a single array, not an npz file of named ones.")
+
+
+def _claimed_bytes(archive: zipfile.ZipFile, name: str) -> int:
+    """Bytes that reading an array would take, by the zip's directory and by its own header."""
+    with archive.open(name) as member:
+        version = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(member)
+    return max(archive.getinfo(name).file_size, math.prod(shape) * dtype.itemsize)
+
+
+def refuse_too_large(path: str | Path, claimed: int, share: float = 1.0) -> None:
+    """Refuse data far larger than its file, and data of which memory cannot hold that share, before it is read."""
+    held, free = os.path.getsize(path), available_memory()
+    if claimed > max(SMALL, MOST_EXPANSION * held):
+        raise UserError(
+            f"{path} has {format_bytes(held)} and would expand to {format_bytes(claimed)}; "
+            f"more than {MOST_EXPANSION} times its size, above {format_bytes(SMALL)}, is refused."
+        )
+    if free is not None and share * claimed > free:
+        needed = format_bytes(share * claimed)
+        raise UserError(f"{path} needs {needed} of memory, but only {format_bytes(free)} are free.")
 
 
 def _flat(array: Array, name: str, source: str) -> Array:

@@ -17,8 +17,9 @@ def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
 
     try:
         return gymnasium.make(env_id, **(env_kwargs or {}))
-    except (gymnasium.error.Error, ImportError) as error:
-        raise UserError(f"{env_id} cannot be made: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # an id or arguments that a file names can fail in any way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{env_id} cannot be made: {reason}") from None
 
 
 def make_random_dataset(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_training.data.datasets import TransitionDataset
+from rl_training.data.datasets import TransitionDataset, refuse_too_large
 from rl_training.data.generated import open_env
 from rl_training.data.memory import Array
 from rl_training.errors import UserError
@@ -52,15 +54,59 @@ def read_minari(
     Observations of spaces other than Box are flattened as Gymnasium does; an episode without an end mark is truncated.
     """
     minari = _minari()
-    with _datasets_in(folder):
-        try:
+    try:
+        with _datasets_in(folder):
+            _check_metadata(dataset_id)
             source = minari.load_dataset(dataset_id)
-        except FileNotFoundError:
-            raise UserError(f"{dataset_id} is not a local Minari data set; run: minari download {dataset_id}") from None
-        except ImportError:  # the storage format's own package
-            raise UserError(_MISSING) from None
-        except ValueError as error:
-            raise UserError(f"{dataset_id} cannot be opened by Minari: {str(error).splitlines()[0]}") from None
+        return _read_episodes(source, dataset_id, size)
+    except UserError:
+        raise
+    except ImportError:  # the storage format's own package
+        raise UserError(_MISSING) from None
+    except FileNotFoundError:
+        raise UserError(f"{dataset_id} is not a local Minari data set; run: minari download {dataset_id}") from None
+    except Exception as error:  # what is damaged can fail in any way
+        reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+        raise UserError(f"{dataset_id} cannot be read by Minari: {type(error).__name__}: {reason}.") from None
+
+
+def _check_metadata(dataset_id: str) -> None:
+    """Refuse what Minari would act on unseen: without its spaces it makes the environment that the file describes."""
+    from minari.storage import get_dataset_path
+
+    folder = Path(get_dataset_path(dataset_id)) / "data"
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    text = (folder / "metadata.json").read_text(encoding="utf-8")
+    metadata = json.loads(text)
+    if missing := [name for name in ("observation_space", "action_space") if not isinstance(metadata.get(name), str)]:
+        raise UserError(f"the Minari data set {dataset_id} has no {missing[0]} in its metadata.json; it must have one.")
+    sizes = [part for name in ("observation_space", "action_space") for part in _shapes(json.loads(metadata[name]))]
+    if max([metadata["total_episodes"] - _bytes_in(folder), *(math.prod(shape) - len(text) for shape in sizes)]) > 0:
+        raise UserError(f"the metadata.json of the Minari data set {dataset_id} claims more than the data set holds.")
+
+
+def _shapes(space: Any) -> Iterator[list[int]]:
+    """Every shape in a serialised space."""
+    for name, part in space.items() if isinstance(space, dict) else enumerate(space if isinstance(space, list) else ()):
+        if name == "shape":
+            yield part
+        else:
+            yield from _shapes(part)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _read_episodes(source: Any, dataset_id: str, size: int | None) -> TransitionDataset:
+    from gymnasium import spaces
+
+    file = Path(source.storage.data_path) / "main_data.hdf5"
+    if file.is_file():
+        width = 0 if isinstance(source.observation_space, spaces.Box) else spaces.flatdim(source.observation_space)
+        claimed, steps = _claimed_bytes(file), max(1, source.total_steps)
+        refuse_too_large(file, claimed + 8 * width * steps, share=min(1.0, (size or steps) / steps))
     parts, rows = [], 0
     for episode in source.iterate_episodes():
         parts.append(_read_episode(episode, source.observation_space, source.action_space))
@@ -74,6 +120,16 @@ def read_minari(
     env = getattr(source, "env_spec", None)
     metadata = {"dataset_id": dataset_id, "env_id": None if env is None else env.id}
     return TransitionDataset.from_arrays(arrays, dataset_id, **metadata)
+
+
+def _claimed_bytes(file: Path) -> int:
+    """Bytes of every array in an HDF5 file, as their shapes say."""
+    import h5py
+
+    sizes: list[int] = []
+    with h5py.File(file) as opened:
+        opened.visititems(lambda _, part: sizes.append(part.nbytes) if isinstance(part, h5py.Dataset) else None)
+    return sum(sizes)
 
 
 def _read_episode(episode: Any, observation_space: Any, action_space: Any) -> dict[str, Array]:

@@ -1,11 +1,13 @@
-"""How one environment is made: by id, by `module:Class`, or by a callable, with Gymnasium's own wrappers around it."""
+"""How one environment is made: by id, by `module:Class`, or by a callable, with Gymnasium's own wrappers around it.
+
+A name may come from a file, and a file must not run code: what it names is called only if it is an Env class. A
+function is called where the user named it, which whoever reads the recipe says.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,9 @@ from rl_training.errors import UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
 
 Env = gym.Env[Any, Any]
+# The user's own word on the environment: an id in place of the config's, a callable that makes it, or names
+# (`module`, `module:name`) whose functions a config may call.
+UserEnv = str | Callable[..., Env] | tuple[str, ...]
 
 
 class PixelOptions(StrictModel):
@@ -65,6 +70,12 @@ class EnvRecipe:
     max_episode_steps: int | None = None
     wrappers: WrapperOptions = field(default_factory=WrapperOptions)
     maker: Callable[..., Env] | None = None
+    named_by_user: bool = False  # else `env_id` may come from a file
+
+    @property
+    def user_env(self) -> UserEnv:
+        """What the user said of this environment, for another recipe of it."""
+        return self.maker or ((self.env_id,) if self.named_by_user else ())
 
     @property
     def is_plain(self) -> bool:
@@ -84,15 +95,18 @@ class EnvRecipe:
         return bool(options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward)
 
 
-def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], maker: Callable[..., Env] | None = None) -> EnvRecipe:
-    """The recipe in a config's `env_id` and `env_kwargs`."""
+def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None = None) -> EnvRecipe:
+    """The recipe in a config's `env_id` and `env_kwargs`, with what the user says of it."""
+    maker = env if callable(env) else None
+    env_id, names = (env, (env,)) if isinstance(env, str) else (env_id, env if isinstance(env, tuple) else ())
+    named = env_id in names or env_id.partition(":")[0] in names
     kwargs = dict(env_kwargs)
     limit = kwargs.pop("max_episode_steps", None)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"env_kwargs.max_episode_steps is {limit!r}; it must be a whole number of at least 1.")
     wrappers = kwargs.pop("wrappers", None)
     options = validate(WrapperOptions, {} if wrappers is None else wrappers, "env_kwargs.wrappers")
-    return EnvRecipe(env_id if maker is not None else _with_version(env_id), kwargs, limit, options, maker)
+    return EnvRecipe(env_id if maker is not None else _with_version(env_id), kwargs, limit, options, maker, named)
 
 
 def _with_version(env_id: str) -> str:
@@ -130,7 +144,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
     maker = recipe.maker
     try:
         if maker is None and _looks_like_entry_point(recipe.env_id):
-            maker = _import_entry_point(recipe.env_id)
+            maker = _import_entry_point(recipe.env_id, recipe.named_by_user)
         if maker is None:
             _register_on_demand(recipe.env_id)
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
@@ -182,17 +196,21 @@ def _looks_like_entry_point(env_id: str) -> bool:
     return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
 
 
-def _import_entry_point(env_id: str) -> Callable[..., Env] | None:
+def _import_entry_point(env_id: str, named_by_user: bool) -> Callable[..., Env]:
     module_name, _, name = env_id.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # a console command does not look in the folder where it is called
+    hint = "" if named_by_user else f"; a module of this folder needs --import {module_name}"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"env_id {env_id!r}: the module {module_name!r} cannot be imported ({error}).") from None
+        raise UserError(f"env_id {env_id!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
     maker = getattr(module, name, None)
     if not callable(maker):
         raise UserError(f"env_id {env_id!r}: {module_name} has no class or function {name!r}.")
+    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, gym.Env)):
+        raise UserError(
+            f"env_id {env_id!r} comes from a file and is not a gymnasium.Env class, so it is not called; if you trust "
+            f"it, name it yourself: --env {env_id} or --import {module_name}, in Python env={env_id!r}."
+        )
     return maker
 
 

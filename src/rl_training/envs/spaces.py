@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from rl_training.errors import UserError
 
 Array = NDArray[Any]
+MOST_FACTORS = 2**20  # of an action; a MultiBinary of a few bytes can claim any number
 SMALLEST_SIDE = 3  # of an image; what is smaller has nothing for a convolution and is read as a vector
 
 
@@ -304,8 +306,8 @@ def _read_action(env_id: str, space: gs.Space[Any]) -> tuple[str, tuple[int, ...
         return "discrete", (int(space.n),)
     if isinstance(space, gs.MultiDiscrete):
         return "multi_discrete", tuple(int(n) for n in np.ravel(space.nvec))
-    if isinstance(space, gs.MultiBinary):
-        return "multi_binary", (2,) * int(np.prod(space.shape))
+    if isinstance(space, gs.MultiBinary) and math.prod(space.shape) <= MOST_FACTORS:
+        return "multi_binary", (2,) * math.prod(space.shape)
     if isinstance(space, gs.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all():
         return "continuous", (1,) * int(np.prod(space.shape))
     reason = "has infinite bounds; rescale it with gymnasium.wrappers.RescaleAction" if isinstance(space, gs.Box) else (

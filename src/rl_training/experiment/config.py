@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from rl_training.errors import UserError, did_you_mean
-from rl_training.validation import StrictModel, check_plain, validate
+from rl_training.validation import LARGEST_TREE, READ, StrictModel, check_plain, validate
 
 MOST_PROCESSES = 1024
+LARGEST_TEXT = 200_000  # characters of a config
 Presets = files("rl_training").joinpath("assets/configs")
 
 
@@ -52,6 +54,26 @@ class TrainConfig(StrictModel):
     env_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the environment, plus max_episode_steps and wrappers."
     )
+    _named: tuple[str, ...] | None = PrivateAttr(None)
+
+    def model_post_init(self, context: Any) -> None:
+        """What was read is not named by the user, until `naming` says so; what Python code makes is."""
+        self._named = () if context is READ else None
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Modules and environments that the user named, so that their functions may be called; a file names none."""
+        return (self.env_id,) if self._named is None else self._named
+
+    def naming(self, *names: str) -> TrainConfig:
+        """The same config, in which the user named these modules or environments too."""
+        config = self.model_copy()
+        config._named = (*self.named, *names)
+        return config
+
+    def __eq__(self, other: object) -> bool:
+        """Configs are equal whoever wrote them."""
+        return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     @model_validator(mode="after")
     def _check_choices(self) -> TrainConfig:
@@ -77,7 +99,8 @@ def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainCo
     if isinstance(source, TrainConfig):
         return source
     if isinstance(source, Mapping):
-        return validate(TrainConfig, source, "config")
+        config = validate(TrainConfig, source, "config")
+        return config.naming(config.env_id)  # a mapping is the user's own code
     return validate(TrainConfig, read_yaml(source), str(source))
 
 
@@ -85,14 +108,13 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file, or in the packaged preset of that name when there is no such file."""
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else _preset_text(str(source))
-        data = yaml.safe_load(text)
+        if path.is_file() and path.stat().st_size > LARGEST_TEXT:
+            raise UserError(f"{source} is larger than {LARGEST_TEXT:,} bytes; a config is a short YAML file.")
+        data = parse_yaml(path.read_text(encoding="utf-8") if path.is_file() else _preset_text(str(source)))
+    except UserError:
+        raise
     except UnicodeDecodeError:
         raise UserError(f"{source} is not a text file; a config is YAML.") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{source} cannot be read: {str(error).splitlines()[0]}.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1})" if mark is not None else ""
@@ -100,9 +122,40 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
         raise UserError(f"{source} is not valid YAML{place}: {reason}.") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply; a config is a flat YAML mapping.") from None
+    except Exception as error:  # a value that is not what its tag says can fail in any way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{source} cannot be read: {reason}.") from None
     if not isinstance(data, dict):
         raise UserError(f"{source} must hold a mapping of names to values, not {type(data).__name__}.")
     return data
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain data in a YAML text; a key that stands twice and aliases that stand for too much are errors."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        _count_values(node, {})
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count_values(node: Any, counted: dict[int, int]) -> int:
+    """Values under a node with every alias and merge written out, which is what reading it would cost."""
+    if id(node) in counted:
+        return counted[id(node)]
+    counted[id(node)] = LARGEST_TREE  # until it is known; an alias inside itself is endless
+    parts = node.value if isinstance(node, yaml.CollectionNode) else []
+    if isinstance(node, yaml.MappingNode):
+        names = Counter(key.value for key, _ in parts if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise yaml.MarkedYAMLError(problem=f"the key {twice[0][:60]!r} stands twice", problem_mark=node.start_mark)
+        parts = [part for pair in parts for part in pair]
+    counted[id(node)] = 1 + sum(_count_values(part, counted) for part in parts)
+    if counted[id(node)] > LARGEST_TREE:
+        raise yaml.MarkedYAMLError(problem=f"it holds more than {LARGEST_TREE} values", problem_mark=node.start_mark)
+    return counted[id(node)]
 
 
 def list_presets() -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_training.envs.factory import Env
+from rl_training.envs.factory import UserEnv
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.experiment.registry import get_algorithm_spec
 from rl_training.runtime.params import read_params
@@ -20,7 +20,7 @@ class Experiment:
     """One checked config."""
 
     config: TrainConfig
-    env: Callable[..., Env] | None = None
+    env: UserEnv | None = None
 
     def train(self, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None) -> TrainResult:
         """A run from the start."""
@@ -28,14 +28,14 @@ class Experiment:
 
     def resume(self, checkpoint: str | Path, **changes: Any) -> TrainResult:
         """Go on from a checkpoint; arguments as `resume_training` takes them."""
-        return resume_training(checkpoint, env=self.env, **changes)
+        return resume_training(checkpoint, env=self.config.named if self.env is None else self.env, **changes)
 
 
 class DefaultExperimentManager:
     """Checks a config against the registry and hands out the experiment."""
 
     def setup(
-        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: Callable[..., Env] | None = None
+        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: UserEnv | None = None
     ) -> Experiment:
         """The experiment of a config, a mapping, a file or a preset; wrong names and bounds are refused here."""
         loaded = load_config(config)

@@ -81,7 +81,7 @@ def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> T
     refuse_missing("expert_checkpoint", params.expert_checkpoint, "a checkpoint that a run wrote")
     threads = torch.get_num_threads()
     steps = params.expert_dataset_size or RECORDED_STEPS
-    dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.maker)
+    dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.user_env)
     torch.set_num_threads(threads)  # those of this run, not of the expert's
     return fit_dataset(dataset, recipe, spaces)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array
 from rl_training.data import TransitionDataset
-from rl_training.envs.factory import Env
+from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.recording import play_policy
@@ -62,7 +61,7 @@ def open_loop(algorithm: Any, obs: Tensor, actions: Tensor, warm_up: int) -> Ten
 
 def open_loop_errors(
     path: PathLike, *, warm_up: int = 10, horizon: int = 50, windows: int = 50, seed: int | None = None,
-    env: Callable[..., Env] | None = None,
+    env: UserEnv | None = None,
 ) -> OpenLoopErrors:  # fmt: skip
     """Errors of a checkpoint's world model against the horizon, over windows of its own (sampled) policy's play."""
     algorithm, spaces, played = play_windows(path, warm_up + horizon, windows, seed=seed, env=env)
@@ -75,7 +74,7 @@ def open_loop_errors(
 
 
 def play_windows(
-    path: PathLike, length: int, count: int, *, seed: int | None = None, env: Callable[..., Env] | None = None
+    path: PathLike, length: int, count: int, *, seed: int | None = None, env: UserEnv | None = None
 ) -> tuple[Algorithm, EnvSpaces, Windows]:
     """The learner in a checkpoint, and `count` windows of `length` steps inside episodes of its policy."""
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
@@ -109,7 +108,7 @@ def cut_windows(dataset: TransitionDataset, starts: Array, length: int) -> Windo
 
 def draw_imagination(
     path: PathLike, folder: PathLike, *, warm_up: int = 10, horizon: int = 50, seed: int | None = None,
-    env: Callable[..., Env] | None = None,
+    env: UserEnv | None = None,
 ) -> list[Path]:  # fmt: skip
     """Pictures of one window, imagined against real: a strip and a GIF of frames, or curves of a vector."""
     try:

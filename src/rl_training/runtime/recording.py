@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from rl_training.algorithms.base import Algorithm, Array
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import Env, EnvRecipe, make_env, probe_spaces, read_recipe
+from rl_training.envs.factory import Env, EnvRecipe, UserEnv, make_env, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces, read_action_mask
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
@@ -30,7 +30,7 @@ RECORDING_STREAM = 2**31 + 1  # an environment index that neither training nor e
 
 def record_random(env_id: str, num_steps: int, seed: int) -> TransitionDataset:
     """Steps at random, the same ones that `dataset_kind: random` makes from this size and seed."""
-    recipe = read_recipe(env_id, {})
+    recipe = read_recipe(env_id, {}, env_id)
     check_room(num_steps, probe_spaces(recipe))
     return load_transition_dataset(
         "random", env_id=env_id, size=num_steps, seed=seed, make_env=lambda: make_env(recipe)
@@ -39,7 +39,7 @@ def record_random(env_id: str, num_steps: int, seed: int) -> TransitionDataset:
 
 def record_policy(
     path: PathLike, num_steps: int, *, seed: int | None = None, deterministic: bool = True,
-    env: Callable[..., Env] | None = None,
+    env: UserEnv | None = None,
 ) -> TransitionDataset:  # fmt: skip
     """Steps of a checkpoint's policy in an environment as it trained in; the same seed (the run's) records the same."""
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
@@ -49,7 +49,7 @@ def record_policy(
 
 def play_policy(
     algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig, num_steps: int, *, seed: int | None,
-    deterministic: bool, env: Callable[..., Env] | None = None,
+    deterministic: bool, env: UserEnv | None = None,
 ) -> TransitionDataset:  # fmt: skip
     """What `record_policy` records, by the learner, spaces and config that `load_algorithm` gives."""
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
@@ -169,7 +169,7 @@ def recipe_of(dataset: TransitionDataset, env_id: str | None) -> EnvRecipe | Non
     name = env_id or own
     if not isinstance(name, str):
         return None
-    return read_recipe(name, kwargs if isinstance(kwargs, Mapping) and name == own else {})
+    return read_recipe(name, kwargs if isinstance(kwargs, Mapping) and name == own else {}, env_id)
 
 
 def spaces_of(recipe: EnvRecipe) -> dict[str, Any]:

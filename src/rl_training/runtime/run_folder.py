@@ -48,10 +48,15 @@ def choose_run_dir(config: TrainConfig, checkpoint: Path, step: int, *, elsewher
     """Where a run resumed at `step` goes on, and what is to be said about it.
 
     In the folder that it began in, unless that has gone on without it or `elsewhere` is asked for; a new folder has
-    the rows of metrics up to there, which the logger cuts at the step.
+    the rows of metrics up to there, which the logger cuts at the step. Unless `elsewhere` is asked for, a new folder
+    lies next to the run's own, or next to a checkpoint outside of one: a checkpoint does not say where to write.
     """
     begun_in = checkpoint.resolve().parent.parent
-    if not is_run_dir_of(begun_in, checkpoint):
+    is_own = is_run_dir_of(begun_in, checkpoint)
+    if not elsewhere:
+        beside = begun_in.parent if is_own else checkpoint.resolve().parent
+        config = config.model_copy(update={"output_dir": str(beside)})
+    if not is_own:
         return make_run_dir(config, "resumed"), []
     notes = []
     if not elsewhere:

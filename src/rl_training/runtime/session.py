@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.engines import choose_vectorization, make_engine
-from rl_training.envs.factory import Env, EnvRecipe, probe_spaces, read_recipe
+from rl_training.envs.factory import EnvRecipe, UserEnv, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
@@ -36,12 +37,12 @@ class Session:
 
 
 def open_session(
-    config: TrainConfig, *, env: Callable[..., Env] | None = None, restored: Mapping[str, Any] | None = None
+    config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None
 ) -> Session:
     """Check the config against algorithm and environment and build both; `restored` is a checkpoint to go on from."""
     spec = get_algorithm_spec(config.algo)
     params = read_params(spec.params, config.algo_kwargs)
-    recipe = read_recipe(config.env_id, config.env_kwargs, env)
+    recipe = read_recipe(config.env_id, config.env_kwargs, config.named if env is None else env)
     spaces = probe_spaces(recipe)
     spec.check_support(spaces)
     if restored is None:
@@ -52,7 +53,8 @@ def open_session(
     config = resolve(config, params, recipe, spaces)
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
-    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device)
+    stored = None if restored is None else restored["algorithm"]
+    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device, stored=stored)
     engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
     try:
         stepper = Stepper(engine, spaces, config.num_envs)
@@ -72,8 +74,8 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
         raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
 
 
-def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces) -> TrainConfig:
-    """The config with every `auto` decided and every default spelled out."""
+def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None) -> TrainConfig:
+    """The config with every `auto` decided (threads where the spaces are known) and every default spelled out."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,7 +83,7 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
         raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} GPUs here.")
-    threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
+    threads = config.threads if config.threads != "auto" or spaces is None else choose_threads(params, spaces)
     return config.model_copy(
         update={
             "device": device,
@@ -100,11 +102,17 @@ def choose_threads(params: Params, spaces: EnvSpaces) -> int:
     return 1 if small else min(8, cores)
 
 
-def build_algorithm(spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, seed: int, device: str) -> Algorithm:
-    """The algorithm with weights that depend on the seed alone, and without touching torch's global generator."""
+def build_algorithm(
+    spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, seed: int, device: str,
+    stored: Mapping[str, Any] | None = None,
+) -> Algorithm:  # fmt: skip
+    """The algorithm with weights that depend on the seed alone, and without touching torch's global generator.
+
+    `stored` is the state that will be put into it: what is much larger than that is refused before it is made.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with torch.device("cpu"):
+        with torch.device("cpu"), SizeLimit(stored):
             algorithm = spec.build(params, spaces)
         if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere
             # a generator is of its device, a learner's inside another one too
@@ -114,6 +122,39 @@ def build_algorithm(spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, s
             algorithm.load_state_dict(weights, strict=False)
     algorithm.seed(seed)
     return algorithm
+
+
+class SizeLimit(TorchFunctionMode):
+    """Counts the numbers that torch makes inside it, and refuses more than a checkpoint's state (None: any) holds."""
+
+    FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint,
+                           torch.eye, torch.arange, torch.linspace))  # fmt: skip
+    SPARE = 2**20  # numbers that are made and not stored
+
+    def __init__(self, stored: Mapping[str, Any] | None) -> None:
+        super().__init__()
+        self.held = None if stored is None else count_numbers(stored)
+        self.made = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function's own result, unless it would be one too many."""
+        kwargs = kwargs or {}
+        if self.held is not None and func in self.FACTORIES:
+            plain = {name: value for name, value in kwargs.items() if name not in ("device", "generator", "out")}
+            self.made += func(*args, **plain, device="meta").numel()
+            if self.made > self.held + self.SPARE:
+                raise UserError(
+                    f"the checkpoint does not fit its own config: it holds {self.held:,} numbers, and the networks "
+                    "that its config and spaces describe have more."
+                )
+        return func(*args, **kwargs)
+
+
+def count_numbers(state: Any) -> int:
+    """Entries of all tensors in a state."""
+    if isinstance(state, Mapping):
+        return sum(map(count_numbers, state.values()))
+    return state.numel() if isinstance(state, torch.Tensor) else 0
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.envs.factory import Env, probe_spaces, read_recipe
+from rl_training.envs.factory import UserEnv, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
@@ -75,7 +75,7 @@ def plain_action(action: Any) -> Any:
 
 
 def train(
-    config: TrainConfig, *, env: Callable[..., Env] | None = None, callbacks: Iterable[Callback] | None = None,
+    config: TrainConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
     """One run from the start."""
@@ -162,7 +162,7 @@ def load_algorithm(
     params = read_params(spec.params, config.algo_kwargs)
     spaces = read_spaces(path, tree["spaces"])
     spec.check_support(spaces, learns=False)
-    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=device)
+    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=device, stored=tree["algorithm"])
     load_weights(path, algorithm, tree["algorithm"])
     threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
     return algorithm, spaces, config.model_copy(update={"threads": threads})
@@ -257,7 +257,7 @@ def predict_checkpoint(path: PathLike, obs: Any, *, deterministic: bool = True, 
 
 def evaluate_checkpoint(
     path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
-    env: Callable[..., Env] | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
+    env: UserEnv | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
     render: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of whole episodes with a checkpoint's policy, per-episode returns and lengths among them."""
@@ -286,7 +286,7 @@ def evaluate_checkpoint(
 
 def resume_training(
     path: PathLike, *, total_timesteps: int | None = None, output_dir: PathLike | None = None,
-    changes: Mapping[str, Any] | None = None, force: bool = False, env: Callable[..., Env] | None = None,
+    changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,
     callbacks: Iterable[Callback] | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
     """Go on from a checkpoint, in its own run folder or a new one under `output_dir`.
@@ -321,6 +321,8 @@ def resume_training(
         notes += [f"warning: {sentence}" for sentence in load_source(path, session, tree["source"])]
         run_dir, note = choose_run_dir(session.config, Path(path), state.step, elsewhere="output_dir" in wanted)
         notes += note
+        if "output_dir" not in wanted and run_dir != Path(path).resolve().parent.parent:
+            session.config = session.config.model_copy(update={"output_dir": str(run_dir.parent)})
     except BaseException:
         session.source.close()
         raise
@@ -350,7 +352,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     if isinstance(wanted.get("algo_kwargs"), Mapping):
         model = get_algorithm_spec(stored.algo).params
         merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
-    config = validate(TrainConfig, merged, "resume")
+    config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
     old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
     refused = [key for key in changed if key not in BUDGET_KEYS]
