@@ -23,13 +23,14 @@ from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import change_params, dump_params, read_params
 from rl_training.runtime.random_play import compare_restored
 from rl_training.runtime.run import SCHEMA, Callback, Run, RunState
-from rl_training.runtime.run_folder import choose_run_dir, make_run_dir, write_run_files
+from rl_training.runtime.run_folder import choose_run_dir, is_run_dir_of, make_run_dir, write_run_files
 from rl_training.runtime.session import Session, build_algorithm, check_same_spaces, choose_threads, open_session
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.validation import validate
 
 PathLike = str | Path
-BUDGET_KEYS = {"total_timesteps", "max_seconds", "output_dir", "algo_kwargs.max_updates"}
+BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
+FREE_KEYS = BUDGET_KEYS | {"output_dir", "algo_kwargs.replay_folder"}
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,7 @@ def resume_training(
 ) -> TrainResult:  # fmt: skip
     """Go on from a checkpoint, in its own run folder or a new one under `output_dir`.
 
-    The budget may change (schedules stretch); any other key in `changes` needs `force`.
+    The budget may change (schedules stretch), and where files go; any other key in `changes` needs `force`.
     """
     told = read_callbacks(callbacks)
     tree = read_checkpoint(path)
@@ -302,6 +303,9 @@ def resume_training(
     if output_dir is not None:
         wanted["output_dir"] = str(output_dir)
     config, notes = change_config(stored, wanted, force=force)
+    if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
+        config, note = keep_replay_at_home(config, Path(path))
+        notes += note
     if config.total_timesteps != stored.total_timesteps and config.total_timesteps < state.step:
         raise UserError(
             f"total_timesteps is {config.total_timesteps}, but {path} is at step {state.step} already; "
@@ -323,7 +327,19 @@ def resume_training(
     except BaseException:
         session.source.close()
         raise
+    del tree  # a replay buffer's worth of memory
     return execute(session, run_dir, told, console, restored=state, notes=notes)
+
+
+def keep_replay_at_home(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, list[str]]:
+    """A mapped buffer's files in the run's own folder: a checkpoint must not decide where a resume writes."""
+    named = config.algo_kwargs.get("replay_folder")
+    begun_in = checkpoint.resolve().parent.parent
+    home = str(begun_in if is_run_dir_of(begun_in, checkpoint) else checkpoint.resolve().parent)
+    if named in (None, home):
+        return config, []
+    note = f"the replay buffer is mapped to files in {home}; --set replay_folder={named} puts them where they were"
+    return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "replay_folder": home}}), [note]
 
 
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
@@ -372,7 +388,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     config = validate(TrainConfig, merged, "resume")
     old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
-    refused = [key for key in changed if key not in BUDGET_KEYS]
+    refused = [key for key in changed if key not in FREE_KEYS]
     if refused and not force:
         what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
         raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")
