@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_training.envs.engines import Engine, Step
+from rl_training.envs.episodes import differences
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import EnvironmentFailure
 
@@ -19,6 +20,7 @@ class Episode(NamedTuple):
     length: int
 
 
+MOST_NAMED = 5  # differences in a sentence
 NO_REWARDS: Array = np.zeros(0, dtype=np.float32)
 
 
@@ -99,9 +101,22 @@ class Stepper:
         self.is_first = np.array(state["is_first"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
         self._started = True
-        if np.array_equal(self.obs, state["obs"]):
+        seen, hidden = self.find_differences(state)
+        named = list(dict.fromkeys([*seen, *hidden]))
+        if not named:
             return []
-        return [f"{self.spaces.env_id} did not replay to the stored observation, so this resume is not exact."]
+        what, sure = " and ".join(named[:MOST_NAMED]), "is not" if seen else "may not be"
+        return [f"{self.spaces.env_id} did not replay to the stored {what}, so this resume {sure} exact."]
+
+    def find_differences(self, stored: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """What is not as it was when `stored` was taken: what a learner sees, and attributes of environments."""
+        seen = [] if np.array_equal(self.obs, stored["obs"]) else ["observation"]
+        hidden: list[str] = []
+        episodes = (state.get("episodes", []) for state in (stored["engine"], self.engine.state_dict()))
+        for pair in zip(*episodes, strict=True):
+            parts, attributes = differences(*pair)
+            seen, hidden = seen + parts, hidden + attributes
+        return seen, hidden
 
     def close(self) -> None:
         """Close the environments."""

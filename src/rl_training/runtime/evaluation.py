@@ -41,24 +41,23 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Keeps its environments between evaluations of one run."""
+    """Evaluates in new environments every time: some keep a history, and a result may depend on weights and seed only.
+
+    So a resumed run evaluates as the uninterrupted one does.
+    """
 
     def __init__(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> None:
         self.recipe, self.spaces, self.seed = recipe, spaces, seed
-        self.envs: list[Env] = []
 
     def evaluate(self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True) -> EvaluationResult:
         """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only."""
-        count = min(episodes, MOST_SIDE_BY_SIDE)
-        while len(self.envs) < count:
-            self.envs.append(make_env(self.recipe, evaluation=True))
-        return run_episodes(self.envs[:count], self.spaces, algorithm, episodes, self.seed, deterministic=deterministic)
-
-    def close(self) -> None:
-        """Close the environments."""
-        for env in self.envs:
-            env.close()
-        self.envs = []
+        envs: list[Env] = []
+        try:
+            envs += (make_env(self.recipe, evaluation=True) for _ in range(min(episodes, MOST_SIDE_BY_SIDE)))
+            return run_episodes(envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic)
+        finally:
+            for env in envs:
+                env.close()
 
 
 def run_episodes(

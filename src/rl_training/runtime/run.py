@@ -354,7 +354,6 @@ class Run:
     def close(self) -> None:
         """Close files and environments."""
         self.logger.close()
-        self.evaluator.close()
         self.session.source.close()
 
     @contextmanager

@@ -21,14 +21,16 @@ from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator, record_video, watch
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import change_params, dump_params, read_params
+from rl_training.runtime.random_play import compare_restored
 from rl_training.runtime.run import SCHEMA, Callback, Run, RunState
-from rl_training.runtime.run_folder import choose_run_dir, make_run_dir, write_run_files
+from rl_training.runtime.run_folder import choose_run_dir, is_run_dir_of, make_run_dir, write_run_files
 from rl_training.runtime.session import Session, build_algorithm, check_same_spaces, choose_threads, open_session
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.validation import validate
 
 PathLike = str | Path
-BUDGET_KEYS = {"total_timesteps", "max_seconds", "output_dir", "algo_kwargs.max_updates"}
+BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
+FREE_KEYS = BUDGET_KEYS | {"output_dir", "algo_kwargs.replay_folder"}
 
 
 @dataclass(frozen=True)
@@ -278,9 +280,7 @@ def evaluate_checkpoint(
     elif render:
         result = watch(recipe, spaces, algorithm, episodes, seed, deterministic=deterministic)
     else:
-        evaluator = Evaluator(recipe, spaces, seed)
-        result = evaluator.evaluate(algorithm, episodes, deterministic=deterministic)
-        evaluator.close()
+        result = Evaluator(recipe, spaces, seed).evaluate(algorithm, episodes, deterministic=deterministic)
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
 
 
@@ -291,7 +291,7 @@ def resume_training(
 ) -> TrainResult:  # fmt: skip
     """Go on from a checkpoint, in its own run folder or a new one under `output_dir`.
 
-    The budget may change (schedules stretch); any other key in `changes` needs `force`.
+    The budget may change (schedules stretch), and where files go; any other key in `changes` needs `force`.
     """
     told = read_callbacks(callbacks)
     tree = read_checkpoint(path)
@@ -303,6 +303,9 @@ def resume_training(
     if output_dir is not None:
         wanted["output_dir"] = str(output_dir)
     config, notes = change_config(stored, wanted, force=force)
+    if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
+        config, note = keep_replay_at_home(config, Path(path))
+        notes += note
     if config.total_timesteps != stored.total_timesteps and config.total_timesteps < state.step:
         raise UserError(
             f"total_timesteps is {config.total_timesteps}, but {path} is at step {state.step} already; "
@@ -326,7 +329,19 @@ def resume_training(
     except BaseException:
         session.source.close()
         raise
+    del tree  # a replay buffer's worth of memory
     return execute(session, run_dir, told, console, restored=state, notes=notes)
+
+
+def keep_replay_at_home(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, list[str]]:
+    """A mapped buffer's files in the run's own folder: a checkpoint must not decide where a resume writes."""
+    named = config.algo_kwargs.get("replay_folder")
+    begun_in = checkpoint.resolve().parent.parent
+    home = str(begun_in if is_run_dir_of(begun_in, checkpoint) else checkpoint.resolve().parent)
+    if named in (None, home):
+        return config, []
+    note = f"the replay buffer is mapped to files in {home}; --set replay_folder={named} puts them where they were"
+    return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "replay_folder": home}}), [note]
 
 
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
@@ -342,7 +357,27 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
         raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
     if problem:
         raise UserError(f"{path}: its source cannot be brought back: {problem}.")
-    return sentences
+    return sentences or find_history(session, state)
+
+
+def find_history(session: Session, state: dict[str, Any]) -> list[str]:
+    """A sentence where the environments had episodes before and random play shows that something carries over.
+
+    A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone.
+    """
+    episodes = state.get("stepper", {}).get("engine", {}).get("episodes", [])
+    if not any(episode["episode"] > 0 for episode in episodes):
+        return []
+    try:
+        seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, before=330, after=100)
+    except Exception:  # of environments made only to look at them; the run's own tell what is wrong
+        return []
+    if not seen:
+        return []
+    return [
+        f"{session.spaces.env_id} did not replay to the stored {seen[0]} in a trial with random actions, because "
+        "something carries over from one episode to the next, so this resume is not exact."
+    ]
 
 
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
@@ -355,7 +390,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
     old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
-    refused = [key for key in changed if key not in BUDGET_KEYS]
+    refused = [key for key in changed if key not in FREE_KEYS]
     if refused and not force:
         what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
         raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")
