@@ -53,7 +53,7 @@ def open_session(
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device)
-    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
+    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization, config.worker_timeout)
     try:
         stepper = Stepper(engine, spaces, config.num_envs)
         source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
