@@ -57,7 +57,7 @@ def _guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterato
         found = check()
         yield from [found] if isinstance(found, Check) else found
     except (EnvironmentFailure, UserError) as error:
-        yield Check(name, FAIL, str(error).partition("; mend")[0], "Fix this first.")
+        yield Check(name, FAIL, str(error).partition("; fix")[0], "Fix this first.")
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         yield Check(name, FAIL, f"the environment raised {type(error).__name__}: {reason}", "Fix what it raises first.")

@@ -56,8 +56,9 @@ class Evaluator:
             envs += (make_env(self.recipe, evaluation=True) for _ in range(min(episodes, MOST_SIDE_BY_SIDE)))
             return run_episodes(envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic)
         finally:
-            for env in envs:
-                env.close()
+            with failures_named(self.spaces.env_id):
+                for env in envs:
+                    env.close()
 
 
 def run_episodes(
@@ -76,7 +77,7 @@ def run_episodes(
             masks.append(read_action_mask(info, spaces))
     started, is_first = len(envs), np.ones(len(envs), dtype=bool)
     while any(episode < episodes for episode in current):
-        encoded = spaces.encode(np.stack(obs))
+        encoded = spaces.encode_rows(obs)
         actions = actor.act(encoded, np.stack(masks) if spaces.has_action_mask else None, is_first)
         mapped = spaces.map_actions(actions)
         is_first = np.zeros(len(envs), dtype=bool)
@@ -105,7 +106,7 @@ def failures_named(env_id: str) -> Iterator[None]:
         yield
     except (UserError, gym.error.DependencyNotInstalled):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvironmentFailure.raised(env_id, type(error).__name__, str(error)) from error
 
 

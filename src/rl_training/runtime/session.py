@@ -55,7 +55,7 @@ def open_session(
     keep_freed_memory()
     stored = None if restored is None else restored["algorithm"]
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device, stored=stored)
-    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
+    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization, config.worker_timeout)
     try:
         stepper = Stepper(engine, spaces, config.num_envs)
         source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
