@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -38,7 +39,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         self._packed: list[NDArray[Any]] = []
         self._recent: list[Any] = []
         self._return: Any = 0.0
-        self._info: dict[str, Any] = {}
+        self._info: Any = {}
         self._at_first = hidden_state(env)
         self._emulator = getattr(env.unwrapped, "ale", None)
 
@@ -77,9 +78,12 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         hidden = hidden_state(self.env)
         return {
             "episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset,
-            "return": float(np.sum(self._return)), "mask": checksum(self._info.get("action_mask")),
+            "return": float(np.sum(self._return)), "mask": checksum(self._mask()),
             "hidden": {name: value for name, value in hidden.items() if value != self._at_first.get(name)},
         }  # fmt: skip
+
+    def _mask(self) -> Any:
+        return self._info.get("action_mask") if isinstance(self._info, Mapping) else None
 
     def restore_episode(self, states: list[dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
         """Replay this environment's entry of `states`; returns the observation and info that it ends at."""

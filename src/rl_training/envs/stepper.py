@@ -35,6 +35,7 @@ class Stepper:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
         self._started = False
+        self.interruption: BaseException | None = None  # raised instead of the next step
         self._map = spaces.map_actions
         self._sees_floats = spaces.obs_kind == "vector"
 
@@ -52,6 +53,8 @@ class Stepper:
 
     def step(self, actions: Array) -> tuple[Step, list[Episode]]:
         """Apply a policy's actions `[N, ...]`; returns what happened and the episodes that ended."""
+        if self.interruption is not None:
+            raise self.interruption
         step = self.engine.step(self._map(actions))
         self._check_finite(step.obs, step.rewards, step.final_obs)
         self.obs, self.masks = step.obs, step.masks
@@ -117,6 +120,10 @@ class Stepper:
             parts, attributes = differences(*pair)
             seen, hidden = seen + parts, hidden + attributes
         return seen, hidden
+
+    def abandon(self) -> None:
+        """Give up the episodes under way: the state is empty from now on, and new ones start."""
+        self._started = False
 
     def close(self) -> None:
         """Close the environments."""

@@ -295,6 +295,7 @@ class CheckpointFolder:
         if keep is not None and keep < 0:
             raise ValueError(f"keep must be >= 0, got {keep}")
         self.folder, self.keep, self.durable = Path(folder), keep, durable
+        self._written: list[Path] = []  # step files of this process: no clock can make them look old
         remove_stale_temporaries(self.folder)
 
     @property
@@ -309,7 +310,9 @@ class CheckpointFolder:
     def steps(self) -> list[Path]:
         """The step files in the order of writing: a run resumed from further back counts from a lower number."""
         named = [path for path in self.folder.glob("step_*.ckpt") if re.fullmatch(r"step_\d+", path.stem)]
-        return sorted(named, key=lambda path: (path.stat().st_mtime_ns, int(path.stem[5:])))
+        earlier = [path for path in named if path not in self._written]
+        earlier.sort(key=lambda path: (path.stat().st_mtime_ns, int(path.stem[5:])))
+        return earlier + [path for path in self._written if path in named]
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.ckpt"
@@ -329,6 +332,8 @@ class CheckpointFolder:
         written = save_checkpoint(self.path(first), tree, durable=self.durable)
         for name in others:
             _duplicate(written, self.path(name), durable=self.durable)
+        now = [self.path(name) for name in dict.fromkeys(names) if name.startswith("step_")]
+        self._written = [path for path in self._written if path not in now] + now
         steps = self.steps
         for path in steps[: max(0, len(steps) - self.keep)] if self.keep is not None else []:
             path.unlink(missing_ok=True)
@@ -351,16 +356,17 @@ def _duplicate(source: Path, target: Path, *, durable: bool) -> None:
 
 
 def remove_stale_temporaries(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove what killed writers of this machine left in `folder`; returns what was removed."""
-    pattern = re.compile(rf"\..+\.{_host()}-(\d{{1,9}})-\d+\.tmp")
+    """Remove what killed writers left in `folder`, which no other host may be writing to; returns what was removed."""
+    pattern = re.compile(r"\..+\.(\w+)-(\d{1,9})-\d+\.tmp")
     matches = [(path, pattern.fullmatch(path.name)) for path in Path(folder).glob(".*.tmp")]
-    stale = [path for path, match in matches if match and not _is_alive(int(match[1]))]
+    stale = [path for path, match in matches if match and not (match[1] == _host() and is_alive(int(match[2])))]
     for path in stale:
         path.unlink(missing_ok=True)
     return stale
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether a process of this host runs."""
     if os.name == "nt":  # there os.kill(pid, 0) is a Ctrl-C, not a question
         return True
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,15 +46,19 @@ class Evaluator:
     So a resumed run evaluates as the uninterrupted one does.
     """
 
-    def __init__(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> None:
-        self.recipe, self.spaces, self.seed = recipe, spaces, seed
+    def __init__(
+        self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, check: Callable[[], None] | None = None
+    ) -> None:
+        self.recipe, self.spaces, self.seed, self.check = recipe, spaces, seed, check
 
     def evaluate(self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True) -> EvaluationResult:
         """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only."""
         envs: list[Env] = []
         try:
             envs += (make_env(self.recipe, evaluation=True) for _ in range(min(episodes, MOST_SIDE_BY_SIDE)))
-            return run_episodes(envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic)
+            return run_episodes(
+                envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic, check=self.check
+            )
         finally:
             with failures_named(self.spaces.env_id):
                 for env in envs:
@@ -62,9 +66,13 @@ class Evaluator:
 
 
 def run_episodes(
-    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True
-) -> EvaluationResult:
-    """`episodes` whole episodes over these environments, each environment taking the next one when it ends one."""
+    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True,
+    check: Callable[[], None] | None = None,
+) -> EvaluationResult:  # fmt: skip
+    """`episodes` whole episodes over these environments, each environment taking the next one when it ends one.
+
+    `check` is called before every step and may raise.
+    """
     actor = ActingSession(algorithm, len(envs), seed, deterministic=deterministic)
     returns, lengths = [0.0] * episodes, [0] * episodes
     current = list(range(len(envs)))  # the episode that each environment is in; `episodes` or more: none
@@ -77,6 +85,8 @@ def run_episodes(
             masks.append(read_action_mask(info, spaces))
     started, is_first = len(envs), np.ones(len(envs), dtype=bool)
     while any(episode < episodes for episode in current):
+        if check is not None:
+            check()
         encoded = spaces.encode_rows(obs)
         actions = actor.act(encoded, np.stack(masks) if spaces.has_action_mask else None, is_first)
         mapped = spaces.map_actions(actions)
