@@ -129,14 +129,18 @@ def gate_config(gate: Gate, seed: int, output_dir: str = "runs") -> TrainConfig:
 
 
 def config_hash(gate: Gate) -> str:
-    """Of the job's config with every default spelled out: what a record must have been made with to count."""
+    """Of the job's config: what a record must have been made with to count."""
+    return hash_config(gate_config(gate, seed=0), gate.eval_episodes)
+
+
+def hash_config(config: TrainConfig, eval_episodes: int) -> str:
+    """Of a config with every default spelled out, and of how it is evaluated."""
     from rl_training.runtime.params import dump_params, read_params
     from rl_training.runtime.spec import get_algorithm_spec
 
-    config = gate_config(gate, seed=0)
     plain = config.model_dump(mode="json", exclude=UNHASHED)
     plain["algo_kwargs"] = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
-    text = json.dumps([plain, gate.eval_episodes], sort_keys=True)
+    text = json.dumps([plain, eval_episodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
