@@ -41,7 +41,8 @@ BEST_SHARE = 0.8  # of the seeds: how many best checkpoints must be at the bar
 WORST_SLACK = 0.1  # of |bar|: how far below the bar the worst seed may be
 LAST_EPISODES = 10  # of training: what the rule `training` averages
 TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
-UNHASHED = {"seed", "output_dir", "tags", "benchmark"}  # of a config: what does not change what is learned
+# of a config: what does not change what is learned
+UNHASHED = {"seed", "output_dir", "tags", "benchmark", "worker_timeout"}
 BAD = ("fail", "stale", "incomplete")
 
 Record = dict[str, Any]
