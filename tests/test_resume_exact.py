@@ -96,14 +96,18 @@ def test_a_resume_elsewhere_leaves_the_first_run_alone(tmp_path: Path) -> None:
     )
 
 
-def test_a_checkpoint_beside_somebodys_config_is_resumed_in_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpoint_next_to_somebodys_config_is_resumed_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     halfway = train(tiny("ppo", tmp_path / "runs"), callbacks=[StopAt(64)], console=False)
     project = tmp_path / "project"
     (project / "models").mkdir(parents=True)
     (project / "config.yaml").write_text("mine: true\n")
     (project / "models" / "policy.ckpt").write_bytes(halfway.checkpoint_path.read_bytes())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     resumed = resume_training(project / "models" / "policy.ckpt", console=False)
-    assert resumed.run_dir.parent == tmp_path / "runs"
+    assert resumed.run_dir.resolve().parent == tmp_path / "here" / "runs"  # not where the checkpoint says
     assert sorted(path.name for path in project.rglob("*")) == ["config.yaml", "models", "policy.ckpt"]
     assert (project / "config.yaml").read_text() == "mine: true\n"
 

@@ -448,29 +448,3 @@ def test_a_finished_or_empty_budget_is_whole(tmp_path: Path, total_steps: int) -
 )
 def test_durations_read_as_hours_minutes_seconds(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
-
-
-# ---- cost ------------------------------------------------------------------------------------------------------------
-
-
-def best_microseconds(call: Any, calls: int, rounds: int = 5) -> float:
-    """The quickest of several rounds: what the code costs, whatever else the machine does."""
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for number in range(calls):
-            call(number)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds) / calls * 1e6
-
-
-def test_a_row_of_twelve_metrics_is_cheap(tmp_path: Path) -> None:
-    metrics = {f"metric_number_{number}": 1.2345 * number for number in range(12)}
-    with make(tmp_path) as logger:
-        assert best_microseconds(lambda step: logger.log(step, metrics), 300) < 100
-
-
-def test_progress_that_is_not_due_is_cheap(tmp_path: Path) -> None:
-    logger = make(tmp_path, console=True, stream=io.StringIO())
-    losses = {"loss": 1.0}
-    assert best_microseconds(lambda step: logger.progress(step, 1.0, 1.0, losses), 3000) < 2

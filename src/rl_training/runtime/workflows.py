@@ -227,7 +227,7 @@ def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str,
         extra = state.get(name)
         if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
             continue
-        if extra.get("device") not in (None, own["device"]):
+        if isinstance(extra.get("device"), str) and extra["device"] != own["device"]:
             changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
     return {**state, **changed}
 
@@ -321,8 +321,8 @@ def resume_training(
             held.enter_context(locked(in_place))
         session, state, notes = restore_session(path, wanted, force=force, env=env)
         if in_place is None and "output_dir" not in wanted:  # a checkpoint does not say where to write
-            home = Path(path).resolve().parent if begun_in is None else begun_in.parent
-            session.config = session.config.model_copy(update={"output_dir": str(home)})
+            home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
+            session.config = session.config.model_copy(update={"output_dir": home})
             if begun_in is not None:
                 branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
                 notes.append(branch)
