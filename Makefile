@@ -7,7 +7,7 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 DEMO = runs/demo
 JOBS ?= 2
 
-.PHONY: help demo test test-slow lint types docs results bench clean
+.PHONY: help demo test test-slow lint types docs results results-defaults bench clean
 
 help:
 	@echo "make demo       train IMPALA on CartPole-v1 until it is solved, evaluate it, draw its curve"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint       ruff                make types      mypy"
 	@echo "make docs       write the generated pages and type stubs"
 	@echo "make results    run the learning gates that are not recorded, then draw docs/results.md"
+	@echo "make results-defaults  our defaults next to Stable-Baselines3's, where nothing was tuned (hours)"
 	@echo "make bench      every benchmark in benchmarks/, beside Stable-Baselines3 where it has the same;"
 	@echo "                beside Tianshou too with TIANSHOU=FOLDER (benchmarks/README.md)"
 
@@ -68,6 +69,10 @@ docs: $(VENV)/.installed
 results: $(VENV)/.installed
 	$(BIN)/python scripts/run_gates.py --jobs $(JOBS)
 	$(BIN)/python scripts/render_results.py
+
+results-defaults: $(VENV)/.installed-bench
+	$(BIN)/python scripts/compare_defaults.py sb3 ours --jobs $(JOBS)
+	$(BIN)/python scripts/compare_defaults.py --table
 
 bench: $(VENV)/.installed-bench
 	@set -e; for file in benchmarks/bench_*.py benchmarks/compare_sb3.py; do echo "== $$file"; $(BIN)/python $$file; done

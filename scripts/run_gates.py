@@ -41,7 +41,8 @@ BEST_SHARE = 0.8  # of the seeds: how many best checkpoints must be at the bar
 WORST_SLACK = 0.1  # of |bar|: how far below the bar the worst seed may be
 LAST_EPISODES = 10  # of training: what the rule `training` averages
 TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
-UNHASHED = {"seed", "output_dir", "tags", "benchmark"}  # of a config: what does not change what is learned
+# of a config: what does not change what is learned
+UNHASHED = {"seed", "output_dir", "tags", "benchmark", "worker_timeout"}
 BAD = ("fail", "stale", "incomplete")
 
 Record = dict[str, Any]
@@ -129,14 +130,18 @@ def gate_config(gate: Gate, seed: int, output_dir: str = "runs") -> TrainConfig:
 
 
 def config_hash(gate: Gate) -> str:
-    """Of the job's config with every default spelled out: what a record must have been made with to count."""
+    """Of the job's config: what a record must have been made with to count."""
+    return hash_config(gate_config(gate, seed=0), gate.eval_episodes)
+
+
+def hash_config(config: TrainConfig, eval_episodes: int) -> str:
+    """Of a config with every default spelled out, and of how it is evaluated."""
     from rl_training.runtime.params import dump_params, read_params
     from rl_training.runtime.spec import get_algorithm_spec
 
-    config = gate_config(gate, seed=0)
     plain = config.model_dump(mode="json", exclude=UNHASHED)
     plain["algo_kwargs"] = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
-    text = json.dumps([plain, gate.eval_episodes], sort_keys=True)
+    text = json.dumps([plain, eval_episodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -225,6 +225,68 @@ class NotReplayable(Walk):
         return super().step(action)
 
 
+class ScalesByHistory(Walk):
+    """Rewards over the number of episodes that this instance has begun; observations tell nothing of it."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.begun = getattr(self, "begun", 0) + 1
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward / self.begun, terminated, truncated, info
+
+
+class MasksByHistory(ScalesByHistory):
+    """What is legal depends on the number of episodes; the rewards do not."""
+
+    action_space = gs.Discrete(5)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, 1.0, terminated, truncated, info
+
+    def info(self) -> dict[str, Any]:
+        return {"action_mask": (np.arange(5) != self.begun % 5).astype(np.int8)}
+
+
+class OwnGenerator(Walk):
+    """Draws from a generator of its own that no seed reaches, and looks at the draw in its tenth step only."""
+
+    def __init__(self, length: int = 30) -> None:
+        super().__init__(length)
+        self.own = np.random.default_rng()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        drawn = self.own.normal()
+        self.position += drawn if self.t == 10 else 0.0
+        return super().step(action)
+
+
+class KeepsHistory(Walk):
+    """As a physics engine that is not rebuilt: what earlier episodes did moves the walk, from step `since` on.
+
+    It lies where no attribute shows it, as in a library's memory.
+    """
+
+    def __init__(self, length: int = 9, since: int = 3) -> None:
+        super().__init__(length)
+        self.since = since
+        steps = 0
+
+        def count() -> int:
+            nonlocal steps
+            steps += 1
+            return steps
+
+        self.count = count
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        counted = self.count()
+        self.position += 0.001 * counted if self.t >= self.since else 0.0
+        return super().step(action)
+
+
 class FailsInReset(Walk):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         raise RuntimeError("the simulator is not there.\nSecond line.")

@@ -421,11 +421,11 @@ def test_two_threads_may_write_the_same_file(tmp_path: Path) -> None:
 
 def test_stale_temporaries_of_dead_processes_only_are_removed(tmp_path: Path) -> None:
     host = checkpointing._host()
-    dead = tmp_path / f".latest.ckpt.{host}-{DEAD_PROCESS}-5.tmp"
-    others = [f".latest.ckpt.{host}-{os.getpid()}-5.tmp", f".a.other0host-{DEAD_PROCESS}-5.tmp", ".b.tmp", "a.ckpt"]
-    for path in [dead, *(tmp_path / name for name in others)]:
+    stale = [tmp_path / f".a.other0host-{os.getpid()}-5.tmp", tmp_path / f".latest.ckpt.{host}-{DEAD_PROCESS}-5.tmp"]
+    others = [f".latest.ckpt.{host}-{os.getpid()}-5.tmp", ".b.tmp", "a.ckpt"]
+    for path in [*stale, *(tmp_path / name for name in others)]:
         path.write_text("")
-    assert remove_stale_temporaries(tmp_path) == [dead]
+    assert sorted(remove_stale_temporaries(tmp_path)) == stale
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
     assert remove_stale_temporaries(tmp_path / "nowhere") == []
 
@@ -457,6 +457,19 @@ def test_a_run_resumed_from_further_back_keeps_what_it_writes(tmp_path: Path) ->
         os.utime(path, ns=(order * 10**9, order * 10**9))
     folder.save_step(600, {})
     assert names(tmp_path) == ["step_500.ckpt", "step_600.ckpt"]
+
+
+def test_a_clock_that_was_set_back_deletes_nothing_new(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2, durable=False)
+    for step in (100, 200):
+        folder.save_step(step, {})
+        os.utime(folder.path(f"step_{step}"), (4e9, 4e9))  # in 2096
+    later = CheckpointFolder(tmp_path, keep=2, durable=False)  # another process, after the clock was set back
+    later.save_step(300, {})
+    assert names(tmp_path) == ["step_200.ckpt", "step_300.ckpt"]
+    later.save_step(400, {})
+    later.save_step(300, {})
+    assert later.steps == [later.path("step_400"), later.path("step_300")]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(0, 0), (1, 1), (None, 4)])

@@ -39,8 +39,8 @@ class Walk(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self.resets += 1
-        self.at = self.np_random.normal() + (self.resets if self.history else 0.0)
+        self.resets += self.history
+        self.at = self.np_random.normal() + self.resets
         return self._look(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -95,6 +95,41 @@ def test_reward_normalisation_is_recommended_only_where_the_algorithm_has_it() -
     fix = check(get_algorithm_spec("dqn"), size=500.0)["episodes"].fix
     assert "normalize_reward" not in fix
     assert "dqn" in fix
+
+
+class Tally(Walk):
+    """Its rewards depend on the episodes before, its observations do not."""
+
+    tallies = True
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.episodes = getattr(self, "episodes", 0) + 1
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward + 0.1 * self.episodes * self.tallies, terminated, truncated, info
+
+
+class OnlyCounts(Tally):
+    """Counts its episodes, and nothing depends on it yet."""
+
+    tallies = False
+
+
+@pytest.mark.parametrize(
+    ("maker", "part"),
+    [
+        (Tally, "another return"),
+        (lambda: gym.wrappers.NormalizeReward(Walk()), "another return"),
+        (OnlyCounts, "OnlyCounts.episodes did not come back"),
+    ],
+)
+def test_what_carries_over_in_rewards_or_attributes_is_found(maker: Any, part: str) -> None:
+    recipe = read_recipe("tally", {}, lambda **_: maker())
+    found = doctor.check_replay(recipe, probe_spaces(recipe), 0)
+    assert found.status == "warn"
+    assert part in found.detail
 
 
 def test_history_across_episodes_is_not_mistaken_for_randomness() -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -319,17 +320,72 @@ def test_an_environment_that_does_not_replay_is_named() -> None:
         record(stepper, 2)
         sentences = other.load_state_dict(stepper.state_dict())
         assert len(sentences) == 1
-        assert "env_zoo:NotReplayable did not replay" in sentences[0]
+        assert "env_zoo:NotReplayable did not replay to the stored observation and return and " in sentences[0]
         positions = [env.unwrapped.position for env in other.engine.envs]  # type: ignore[attr-defined]
         assert np.array_equal(other.obs[:, 0], np.asarray(positions, dtype=np.float32))
         record(other, 5)
 
 
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("ScalesByHistory", "return and ScalesByHistory.begun, so this resume is not exact"),
+        ("MasksByHistory", "action mask and MasksByHistory.begun, so this resume is not exact"),
+        ("OwnGenerator", "OwnGenerator.own, so this resume may not be exact"),
+    ],
+)
+def test_what_no_observation_shows_is_named_too(name: str, what: str, vectorization: str) -> None:
+    with opened(f"env_zoo:{name}", vectorization) as stepper, opened(f"env_zoo:{name}", vectorization) as other:
+        record(stepper, 7)  # between two ends
+        sentences = other.load_state_dict(stepper.state_dict())
+        assert sentences == [f"env_zoo:{name} did not replay to the stored {what}."]
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_gymnasiums_reward_normalisation_is_told_wherever_the_stop_falls(steps: int) -> None:
+    def maker(**_: Any) -> gym.Env[Any, Any]:
+        return gym.wrappers.NormalizeReward(env_zoo.AlwaysTruncates())
+
+    recipe = read_recipe("normalised", {}, maker)
+    spaces = probe_spaces(recipe)
+    one, other = (Stepper(make_engine(recipe, spaces, 1, 0, "sync"), spaces, 1) for _ in range(2))
+    one.start()
+    for _ in range(steps):
+        one.step(np.zeros(1, dtype=np.int64))
+    said = other.load_state_dict(one.state_dict())
+    assert bool(said) == (steps >= 5), "its first episode replays exactly, a later one never does"
+
+
+def test_a_state_from_before_returns_were_stored_is_read() -> None:
+    with opened("env_zoo:ScalesByHistory") as stepper, opened("env_zoo:ScalesByHistory") as other:
+        record(stepper, 7)
+        state = stepper.state_dict()
+        for episode in state["engine"]["episodes"]:
+            for name in ("return", "mask", "hidden"):
+                del episode[name]
+        assert other.load_state_dict(state) == []
+
+
 def test_an_environment_that_ends_while_it_replays_starts_afresh() -> None:
     with opened("env_zoo:Walk", length=9) as stepper, opened("env_zoo:Walk", length=2) as other:
         record(stepper, 3, seed=4)
-        assert other.load_state_dict(stepper.state_dict()) != []
+        assert "length of the episode" in other.load_state_dict(stepper.state_dict())[0]
         record(other, 5)
+
+
+def test_what_no_step_changes_is_not_compared() -> None:
+    class Named(env_zoo.AlwaysTruncates):
+        def __init__(self) -> None:
+            super().__init__(length=9)
+            self.folder = f"/somewhere/{id(self)}"  # differs between instances, and means nothing
+
+    one, other = (ReplayableEpisodes(Named(), 0, 0) for _ in range(2))
+    one.reset()
+    one.step(1)
+    other.restore_episode([one.episode_state()])
+    assert one.env.unwrapped.folder != other.env.unwrapped.folder  # type: ignore[attr-defined]
+    assert episodes.differences(one.episode_state(), other.episode_state()) == ([], [])
 
 
 def test_another_engine_or_number_of_environments_starts_afresh() -> None:

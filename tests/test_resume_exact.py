@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,33 @@ def test_the_last_evaluation_is_what_evaluating_the_checkpoint_gives(tmp_path: P
     assert evaluate_checkpoint(result.checkpoint_path)["eval_return_mean"] == result.metrics["eval_return_mean"]
     (row,) = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if row["kind"] == "eval"]
     assert evaluate_checkpoint(result.checkpoint_path)["eval_returns"] == row["eval_returns"]
+
+
+def test_evaluations_in_an_environment_with_history_are_the_same_after_a_resume(tmp_path: Path) -> None:
+    """The training environment is another one, whose history cannot come back, and which says so."""
+    config = tiny("bc", tmp_path, env_id="env_zoo:KeepsHistory", eval_episodes=3, kwargs=EVALUATED)
+    assert_same_run(train(config, console=False), stop_and_resume(config, 50, 90))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "env_kwargs", "what"),
+    [
+        ("ScalesByHistory", {}, "return and ScalesByHistory.begun, so this resume is not exact"),
+        ("KeepsHistory", {"since": 7}, "in a trial with random actions"),
+    ],
+)
+def test_an_inexact_resume_says_so_everywhere(
+    tmp_path: Path, env_id: str, env_kwargs: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen, in the manifest, and as a warning of Python's."""
+    config = tiny("ppo", tmp_path, env_id=f"env_zoo:{env_id}", env_kwargs=env_kwargs, kwargs={"num_steps": 13})
+    halfway = train(config, callbacks=[StopAt(50)], console=False)
+    capsys.readouterr()
+    resume_training(halfway.checkpoint_path, callbacks=[StopAt(60)], console=True)
+    assert what in " ".join(capsys.readouterr().err.split())
+    assert what in " ".join(json.loads((halfway.run_dir / "manifest.json").read_text())["messages"])
+    with pytest.warns(UserWarning, match=f"{env_id} did not replay to the stored .*{what}"):
+        resume_training(halfway.checkpoint_path, console=False)
 
 
 # ---- the full matrix -------------------------------------------------------------------------------------------------

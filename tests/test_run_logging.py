@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from rl_training.errors import UserError
+from rl_training.experiment import logging
 from rl_training.experiment.logging import RunLogger, format_duration, read_metrics
 
 
@@ -217,6 +220,82 @@ def test_events_reach_the_file_every_few_seconds(tmp_path: Path) -> None:
     logger.log(2, {"loss": 0.0})
     assert read_scalars(tmp_path) == {"train/loss": [(1, 0.0), (2, 0.0)]}
     logger.close()
+
+
+# ---- what cannot be written ------------------------------------------------------------------------------------------
+
+
+def test_rows_and_events_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is there once and whole afterwards; a full disk takes a part of a row before it refuses the rest."""
+    full = False
+
+    class Disk:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.file = open(*arguments, **options)  # noqa: SIM115
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def write(self, data: Any) -> int:
+            if full and len(data) < 50:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return int(self.file.write(data[:20] if full else data))
+
+    monkeypatch.setattr(logging, "open", Disk, raising=False)
+    screen = io.StringIO()
+    logger = make(tmp_path, console=True, stream=screen)
+    for step in range(5):
+        full = step in (1, 2, 3)
+        logger.log(step, {"loss": float(step), "a": 1.0})
+        logger._events.flush()  # type: ignore[union-attr]
+    logger.close()
+    assert screen.getvalue().count("cannot be written (No space left on device); training goes on") == 2  # one per file
+    assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert read_scalars(tmp_path)["train/loss"] == [(step, float(step)) for step in range(5)]
+
+
+def test_what_was_never_written_is_said_at_the_end(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    logger = make(tmp_path, console=True, stream=screen, tensorboard=False)
+    logger._rows._file.close()
+    logger._rows._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    logger.log(1, {"loss": 1.0})
+    logger.log(2, {"loss": 1.0})
+    logger.close()
+    logger.close()
+    assert screen.getvalue().count(f"2 records could not be written to {tmp_path / 'metrics.jsonl'}") == 1
+
+
+def test_a_deleted_folder_begins_again(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    logger = make(tmp_path / "run", console=True, stream=screen)
+    logger.log(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    logger.log(2, {"loss": 2.0})
+    logger.close()
+    assert "metrics.jsonl was deleted; a new one begins" in screen.getvalue()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [2]
+
+
+def test_a_folder_without_room_for_events_still_gets_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if "tfevents" in path.name:
+            raise OSError(errno.EACCES, "Permission denied")
+        return open(path, *arguments, **options)
+
+    monkeypatch.setattr(logging, "open", refuse, raising=False)
+    with make(tmp_path, console=True, stream=io.StringIO()) as logger:
+        logger.log(1, {"loss": 1.0})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_signal_in_the_middle_of_a_line_breaks_nothing(tmp_path: Path) -> None:
+    class Busy(io.StringIO):
+        def write(self, text: str) -> int:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+    with make(tmp_path, console=True, stream=Busy()) as logger:
+        logger.message("stopping after this update")
 
 
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:

@@ -26,19 +26,21 @@ class EnvironmentFailure(RuntimeError):
         super().__init__(_one_line(message))
 
     @classmethod
+    def of(cls, env_id: str, what: str) -> EnvironmentFailure:
+        """The environment did `what`."""
+        look = f"fix the environment (rl-training doctor --env {env_id} steps it alone)."
+        return cls(f"the environment {env_id} {what}; {look}")
+
+    @classmethod
     def raised(cls, env_id: str, kind: str, message: str) -> EnvironmentFailure:
         """The environment raised an exception of that kind."""
         reason = (message.strip().splitlines() or ["no message"])[0].rstrip(".")
-        return cls(f"the environment {env_id} raised {kind}: {reason}; {_look_at(env_id)}")
+        return cls.of(env_id, f"called sys.exit({reason})" if kind == "SystemExit" else f"raised {kind}: {reason}")
 
     @classmethod
     def not_finite(cls, env_id: str, what: str) -> EnvironmentFailure:
         """The environment gave `what` with a NaN or an infinity in it."""
-        return cls(f"the environment {env_id} gave {what} with a NaN or an infinity in it; {_look_at(env_id)}")
-
-
-def _look_at(env_id: str) -> str:
-    return f"mend the environment (rl-training doctor --env {env_id} steps it alone)."
+        return cls.of(env_id, f"gave {what} with a NaN or an infinity in it")
 
 
 def _one_line(message: str) -> str:

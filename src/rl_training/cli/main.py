@@ -5,6 +5,7 @@ Everything heavy is imported inside the command functions, so that `--help` answ
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -86,4 +87,6 @@ app.add_typer(dataset.app, name="dataset", cls=CommandGroup)
 
 def main() -> None:
     """The console entry point."""
+    if sys.stderr is not None:
+        faulthandler.enable()  # an environment or library that crashes the process is seen on the way out
     app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from rl_training.cli.options import (
@@ -58,7 +59,7 @@ def resume(
 
 
 def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:
-    """The config fields that `--set` changes, whole, as `resume_training` takes them."""
+    """What `--set` changes, as `resume_training` takes it; of `algo_kwargs` what is set, though it be as it was."""
     if not settings:
         return {}
     from rl_training.cli.overrides import apply_settings
@@ -66,4 +67,11 @@ def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:
 
     stored = read_checkpoint(path)["config"]
     changed = apply_settings(stored, settings)
-    return {name: value for name, value in changed.items() if stored.get(name) != value}
+    changes = {name: value for name, value in changed.items() if stored.get(name) != value}
+    params, before = (data.get("algo_kwargs") or {} for data in (changed, stored))
+    changes["algo_kwargs"] = {
+        name: value
+        for name, value in params.items()
+        if before.get(name) != value or any(re.match(rf"(algo_kwargs\.)?{name}\s*=", text.strip()) for text in settings)
+    }
+    return changes

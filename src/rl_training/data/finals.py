@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl_training.data.memory import Array, ArraySpec, map_array
+from rl_training.data.mapped import MappedFolder
+from rl_training.data.memory import Array, ArraySpec
 
 
 class FinalObservations:
     """A pool with one slot per episode end still in the ring; it starts small, grows by half, and reuses free slots."""
 
-    def __init__(self, obs: ArraySpec, mask_size: int, folder: str | Path | None, capacity: int) -> None:
+    def __init__(self, obs: ArraySpec, mask_size: int, folder: MappedFolder | None, capacity: int) -> None:
         self._shape, self._dtype = obs.shape[2:], obs.dtype
-        self._folder = None if folder is None else Path(folder)
+        self._folder = folder
         self._generation = 0
         self.obs = self._new(max(16, capacity // 256))
         self.masks: Array | None = np.ones((len(self.obs), mask_size), dtype=bool) if mask_size else None
@@ -50,14 +50,14 @@ class FinalObservations:
         if self._folder is None:
             return np.zeros((count, *self._shape), dtype=self._dtype)
         self._generation += 1
-        return map_array(self._folder / f"finals_{self._generation}.npy", ArraySpec((count, *self._shape), self._dtype))
+        return self._folder.make_array(f"finals_{self._generation}", (count, *self._shape), self._dtype)
 
     def _grow(self, at_least: int) -> None:
         old, count = self.obs, max(at_least, len(self.obs) + len(self.obs) // 2)
         self.obs = self._new(count)
         self.obs[: len(old)] = old
         if self._folder is not None:
-            (self._folder / f"finals_{self._generation - 1}.npy").unlink()
+            self._folder.remove(f"finals_{self._generation - 1}")
         if self.masks is not None:
             masks = np.ones((count, self.masks.shape[1]), dtype=bool)
             masks[: len(old)] = self.masks

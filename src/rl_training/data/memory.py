@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rl_training.data.mapped import MappedFolder
 from rl_training.errors import UserError
 
 Array = NDArray[Any]
@@ -122,21 +123,23 @@ def explain_bytes(specs: Mapping[str, ArraySpec]) -> str:
     return f"{format_bytes(sum(spec.nbytes for spec in specs.values()))} = {' + '.join(shown)} + others {others}"
 
 
-def allocate(specs: Mapping[str, ArraySpec], folder: str | Path | None, what: str) -> dict[str, Array]:
-    """Zeroed arrays, in memory or mapped to `<folder>/<name>.npy`; refused with the arithmetic when they cannot fit."""
+def allocate(specs: Mapping[str, ArraySpec], folder: MappedFolder | None, what: str) -> dict[str, Array]:
+    """Zeroed arrays, in memory or in files of `folder`; refused with the arithmetic when they cannot fit."""
     need = sum(spec.nbytes for spec in specs.values())
     if folder is None:
         _refuse_too_large(need, available_memory(), "of memory", specs, what)
         return {name: np.zeros(spec.shape, spec.dtype) for name, spec in specs.items()}
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    _refuse_too_large(need, shutil.disk_usage(path).free, f"on the disk of {path}", specs, what)
-    return {name: map_array(path / f"{name}.npy", spec) for name, spec in specs.items()}
-
-
-def map_array(path: Path, spec: ArraySpec) -> Array:
-    """A zeroed array whose memory is the file `path` (a sparse one, so that it grows as it is written)."""
-    return np.lib.format.open_memmap(path, mode="w+", dtype=spec.dtype, shape=spec.shape)
+    try:
+        _refuse_too_large(need, shutil.disk_usage(folder.path).free, f"on the disk of {folder.path}", specs, what)
+        return {name: folder.make_array(name, spec.shape, spec.dtype) for name, spec in specs.items()}
+    except BaseException as error:
+        folder.close()
+        if not isinstance(error, OSError):
+            raise
+        raise UserError(
+            f"{what} needs {explain_bytes(specs)}, which cannot be reserved in {folder.path.parent} "
+            f"({error.strerror}); make room there, or lower buffer_capacity."
+        ) from None
 
 
 def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[str, ArraySpec], what: str) -> None:

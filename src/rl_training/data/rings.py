@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from rl_training.data.finals import FinalObservations
+from rl_training.data.mapped import MappedFolder
 from rl_training.data.memory import (
     Array,
+    ArraySpec,
     DType,
     allocate,
     check_same_layout,
     filled_parts,
+    format_bytes,
     replay_specs,
     restore_parts,
     rows_per_env,
@@ -30,8 +33,13 @@ class EnvRings:
     `_heads` are the rows to write next, `_sizes` how many rows before them can be sampled.
     """
 
-    def __init__(self, capacity: int, num_envs: int, arrays: dict[str, Array], first: int = 0) -> None:
-        self.rows_per_env, self.num_envs, self._arrays = rows_per_env(capacity, num_envs), num_envs, arrays
+    def __init__(
+        self, capacity: int, num_envs: int, specs: Mapping[str, ArraySpec], folder: str | Path | None, what: str,
+        first: int = 0,
+    ) -> None:  # fmt: skip
+        self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
+        self.folder = None if folder is None else MappedFolder(folder)
+        self._arrays = allocate(specs, self.folder, f"a {what} of {capacity} steps")
         self._env = np.arange(num_envs)
         self._heads = np.full(num_envs, first, dtype=np.int64)
         self._sizes = np.zeros(num_envs, dtype=np.int64)
@@ -48,6 +56,15 @@ class EnvRings:
     def nbytes(self) -> int:
         """Bytes of all arrays as they are now."""
         return sum(array.nbytes for array in self._arrays.values())
+
+    def describe_size(self) -> str:
+        """`7.19 GB`, and where, if not in memory."""
+        return format_bytes(self.nbytes) + ("" if self.folder is None else f" reserved in {self.folder.path}")
+
+    def close(self) -> None:
+        """Remove the mapped files, if there are any; the arrays can be read on."""
+        if self.folder is not None:
+            self.folder.close()
 
     def _filled_state(self, filled: int) -> dict[str, Any]:
         """The first `filled` rows of the arrays, as views, and where the rings stand."""
@@ -76,9 +93,9 @@ class TransitionRings(EnvRings):
             capacity, num_envs, obs_shape=obs_shape, obs_dtype=obs_dtype, action_shape=action_shape,
             continuous=continuous, action_dtype=action_dtype, frame_stack=frame_stack, mask_size=mask_size,
         )  # fmt: skip
-        arrays = allocate(specs, folder, f"a replay buffer of {capacity} steps")
         # Rings start after the room for the first frame's history.
-        super().__init__(capacity, num_envs, arrays, first=frame_stack - 1)
+        super().__init__(capacity, num_envs, specs, folder, "replay buffer", first=frame_stack - 1)
+        arrays = self._arrays
         self.obs_shape, self.frame_stack = tuple(obs_shape), frame_stack
         self._slots = len(arrays["rewards"])
         self._length = self._slots * num_envs  # of the flat arrays
@@ -88,7 +105,7 @@ class TransitionRings(EnvRings):
         self._ages, self._masks = flat.get("ages"), flat.get("masks")
         self._final_slots = flat["final_slots"]  # of the rows where an episode ended, else -1
         self._final_slots.fill(-1)
-        self._finals = FinalObservations(specs["obs"], mask_size, folder, self.capacity)
+        self._finals = FinalObservations(specs["obs"], mask_size, self.folder, self.capacity)
         self._channels = self._obs.shape[1] if frame_stack > 1 else 0
         self._lockstep, self._started, self._wrapped, self._steps_checked = True, False, False, 0
 

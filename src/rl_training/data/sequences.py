@@ -15,7 +15,6 @@ from rl_training.data.memory import (
     ArraySpec,
     DType,
     action_dtype_of,
-    allocate,
     check_same_layout,
     numpy_dtype,
     rows_per_env,
@@ -67,7 +66,7 @@ class RecurrentReplayBuffer(EnvRings):
             raise UserError(
                 f"sequence_length is {sequence_length}, but buffer_capacity leaves {rows} rows for each environment."
             )
-        super().__init__(capacity, num_envs, allocate(specs, folder, f"a sequence buffer of {capacity} steps"))
+        super().__init__(capacity, num_envs, specs, folder, "sequence buffer")
         self.sequence_length, self.device = sequence_length, torch.device(device)
         self._flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._arrays.items()}
 

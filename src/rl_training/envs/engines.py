@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import signal
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
-from gymnasium.vector.async_vector_env import AsyncState
 
 from rl_training.envs.episodes import ReplayableEpisodes
 from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
+
+STEP = pickle.dumps(("step", ()))
 
 
 class Step(NamedTuple):
@@ -63,12 +65,13 @@ class SyncEngine:
         self.envs, self.spaces = envs, spaces
         self._as_list = spaces.action_kind == "discrete"
         self._has_mask = spaces.has_action_mask
+        self._broken = False
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations and masks."""
         try:
             starts = [env.reset() for env in self.envs]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failure(error) from error
         return self._encode_all(starts)
 
@@ -89,22 +92,23 @@ class SyncEngine:
                     terminated[i], truncated[i] = ended, cut
                     finals[i] = rows[i]
                     rows[i], infos[i] = env.reset()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._failure(error) from error
-        obs = self.spaces.encode(np.array(rows))  # a quarter of the time of np.stack
+        obs = self.spaces.encode_rows(rows)
         final_obs = None
         if finals:
             final_obs = obs.copy()
-            final_obs[list(finals)] = self.spaces.encode(np.array(list(finals.values())))
+            final_obs[list(finals)] = self.spaces.encode_rows(list(finals.values()))
         masks = _stack_masks(infos, self.spaces) if self._has_mask else None
         return Step(obs, rewards, terminated, truncated, final_obs, masks)
 
-    def _failure(self, error: Exception) -> EnvironmentFailure:
+    def _failure(self, error: BaseException) -> EnvironmentFailure:
+        self._broken = True
         return EnvironmentFailure.raised(self.spaces.env_id, type(error).__name__, str(error))
 
     def _encode_all(self, starts: list[tuple[Any, dict[str, Any]]]) -> tuple[Array, Array | None]:
         rows, infos = zip(*starts, strict=True)
-        return self.spaces.encode(np.array(rows)), _stack_masks(infos, self.spaces) if self._has_mask else None
+        return self.spaces.encode_rows(rows), _stack_masks(infos, self.spaces) if self._has_mask else None
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""
@@ -115,76 +119,71 @@ class SyncEngine:
         return self._encode_all([env.restore_episode(state["episodes"]) for env in self.envs])
 
     def close(self) -> None:
-        """Close every environment."""
-        for env in self.envs:
-            env.close()
-
-
-class _QuietWorkers(AsyncVectorEnv):
-    """Gymnasium's processes, but what one raises arrives as one exception, its traceback as the cause, unprinted."""
-
-    def __init__(self, makers: Sequence[Callable[[], ReplayableEpisodes]], env_id: str) -> None:
-        self.env_id = env_id
-        super().__init__(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-
-    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        failures = [self.error_queue.get() for success in successes if not success]
-        if not failures:
-            return
-        for index, *_ in failures:
-            self.parent_pipes[index].close()
-            self.parent_pipes[index] = None  # type: ignore[call-overload]
-        self._state = AsyncState.DEFAULT
-        _, kind, message, trace = failures[-1]
-        raise EnvironmentFailure.raised(self.env_id, kind.__name__, str(message)) from RuntimeError(trace)
+        """Close every environment; what one raises then is told, unless it broke before and that was."""
+        envs, self.envs, failures = self.envs, [], []
+        for env in envs:
+            try:
+                env.close()
+            except (Exception, SystemExit) as error:
+                failures.append(error)
+        if failures and not self._broken:
+            raise self._failure(failures[0]) from failures[0]
 
 
 class AsyncEngine:
-    """One process per environment, observations through shared memory (Gymnasium's AsyncVectorEnv)."""
+    """One worker process per environment; actions, observations, rewards, ends and masks go through shared memory."""
 
     resets_next_step = False
     state_format = "episodes"
 
-    def __init__(self, makers: Sequence[Callable[[], ReplayableEpisodes]], spaces: EnvSpaces) -> None:
+    def __init__(self, makers: Sequence[Callable[[], ReplayableEpisodes]], spaces: EnvSpaces, timeout: float) -> None:
         self.spaces = spaces
-        self.vector = _QuietWorkers(makers, spaces.env_id)
+        count = len(makers)
+        self.rows = SharedRows(spaces, count)
+        given = pickle_registrations(), spaces.to_dict(), count, self.rows.descriptor
+        try:
+            remotes = [partial(RemoteEnvironment, maker, index, *given) for index, maker in enumerate(makers)]
+            self.workers = Workers(remotes, spaces.env_id, timeout, [self.rows.descriptor])
+        finally:
+            os.close(self.rows.descriptor)
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations and masks."""
-        obs, infos = self.vector.reset()
-        return self.spaces.encode(obs), self._masks(infos)
+        self.workers.call("reset")
+        return self._read(self.rows.obs), self._masks()
 
     def step(self, actions: Array) -> Step:
         """Step every environment; those that end are reset at once."""
-        obs, rewards, terminated, truncated, infos = self.vector.step(actions)
-        encoded = self.spaces.encode(obs)
-        final_obs = None
-        if (terminated | truncated).any():
-            ended = np.flatnonzero(terminated | truncated)
-            final_obs = encoded.copy()
-            final_obs[ended] = self.spaces.encode(np.stack([infos["final_obs"][i] for i in ended]))
-        return Step(encoded, rewards.astype(np.float32), terminated, truncated, final_obs, self._masks(infos))
+        rows = self.rows
+        rows.actions[:] = actions
+        self.workers.call_pickled(STEP)
+        obs, final_obs = self._read(rows.obs), None
+        terminated, truncated = rows.terminated.copy(), rows.truncated.copy()
+        ended = np.flatnonzero(terminated | truncated)
+        if len(ended):
+            final_obs = obs.copy()
+            final_obs[ended] = self.spaces.encode(rows.final_obs[ended])
+        return Step(obs, rows.rewards.copy(), terminated, truncated, final_obs, self._masks())
 
-    def _masks(self, infos: dict[str, Any]) -> Array | None:
-        if not self.spaces.has_action_mask:
-            return None
-        given = infos.get("_action_mask", np.zeros(self.vector.num_envs, dtype=bool))
-        rows = [{"action_mask": infos["action_mask"][i]} if given[i] else {} for i in range(self.vector.num_envs)]
-        return _stack_masks(rows, self.spaces)
+    def _read(self, rows: Array) -> Array:
+        return self.spaces.encode(rows.copy())
+
+    def _masks(self) -> Array | None:
+        return self.rows.masks.copy() if self.spaces.has_action_mask else None
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""
-        return {"episodes": list(self.vector.call("episode_state"))}
+        return {"episodes": self.workers.call("episode_state")}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Replay every current episode, each in its own process."""
-        rows, infos = zip(*self.vector.call("restore_episode", state["episodes"]), strict=True)
-        masks = _stack_masks(infos, self.spaces) if self.spaces.has_action_mask else None
-        return self.spaces.encode(np.array(rows)), masks
+        """Replay every current episode, each in its own process; a worker may take its time for each of the steps."""
+        longest = max(len(episode["actions"]) for episode in state["episodes"])
+        self.workers.call("restore_episode", state["episodes"], timeout=self.workers.timeout * (1 + longest))
+        return self._read(self.rows.obs), self._masks()
 
     def close(self) -> None:
         """End the processes."""
-        self.vector.close()
+        self.workers.close()
 
 
 class _Anything(gym.Space[Any]):
@@ -245,13 +244,6 @@ def _make_replayable(recipe: EnvRecipe, seed: int, index: int, evaluation: bool 
     return ReplayableEpisodes(make_env(recipe, evaluation=evaluation), seed, index)
 
 
-def _make_in_worker(maker: Callable[[], ReplayableEpisodes], parent: int) -> ReplayableEpisodes:
-    """The environment of a worker; Ctrl-C reaches every process of a terminal, and only the parent may act on it."""
-    if os.getpid() != parent:  # AsyncVectorEnv makes one in the parent too, to look at it
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return maker()
-
-
 def has_native_engine(recipe: EnvRecipe) -> bool:
     """Whether a vectorised implementation exists whose state can be saved and restored exactly."""
     spec = gym.registry.get(recipe.env_id)
@@ -272,8 +264,9 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
 
 
 def make_engine(
-    recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, *, evaluation: bool = False
-) -> Engine:
+    recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0,
+    *, evaluation: bool = False,
+) -> Engine:  # fmt: skip
     """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments."""
     if vectorization == "native":
         limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
@@ -281,5 +274,5 @@ def make_engine(
         return CartPoleEngine(vector.unwrapped, seed)
     makers = [partial(_make_replayable, recipe, seed, index, evaluation) for index in range(num_envs)]
     if vectorization == "async":
-        return AsyncEngine([partial(_make_in_worker, maker, os.getpid()) for maker in makers], spaces)
+        return AsyncEngine(makers, spaces, worker_timeout)
     return SyncEngine([maker() for maker in makers], spaces)

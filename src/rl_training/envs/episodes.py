@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_training.envs.hidden_state import checksum, hidden_state
 from rl_training.errors import UserError
 
 PACK_EVERY = 4096  # actions; a list of small arrays takes ten times the memory of one array
@@ -24,6 +26,9 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
     The environment's state is then a function of (episode seed, actions), which is all that a checkpoint holds. An
     Atari emulator reloads its game at a seeded reset (100 ms), so there only the first reset is seeded and the state
     of the emulator and of its generator just before each later reset stands in for the seed.
+
+    What the episode came to (its return, its action mask, checksums of the attributes that moved) is stored with it, so
+    that a replay that comes to something else is found out (`differences`).
     """
 
     def __init__(self, env: gym.Env[Any, Any], run_seed: int, index: int) -> None:
@@ -33,25 +38,32 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         self.before_reset: dict[str, Any] | None = None
         self._packed: list[NDArray[Any]] = []
         self._recent: list[Any] = []
+        self._return: Any = 0.0
+        self._info: Any = {}
+        self._at_first = hidden_state(env)
         self._emulator = getattr(env.unwrapped, "ale", None)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the next episode of the sequence; a seed given here is ignored."""
-        self._packed, self._recent = [], []
+        self._packed, self._recent, self._return = [], [], 0.0
         self.episode += 1
         if self._emulator is not None and self.episode > 0:
             self.before_reset = self._save_emulator()
-            return self.env.reset()
-        return self.env.reset(seed=episode_seed(self.run_seed, self.index, self.episode))
+            observation, self._info = self.env.reset()
+        else:
+            observation, self._info = self.env.reset(seed=episode_seed(self.run_seed, self.index, self.episode))
+        return observation, self._info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step and remember the action."""
+        """Step; remember the action, and add up the rewards as the environment gave them."""
         recent = self._recent
         recent.append(action)
         if len(recent) == PACK_EVERY:
             self._packed.append(np.asarray(recent))
             self._recent = []
         observation, reward, terminated, truncated, info = self.env.step(action)
+        self._return += reward
+        self._info = info
         if terminated or truncated:  # a copy, because an environment may write its next observation into the last one
             observation = np.array(observation)
         return observation, reward, terminated, truncated, info
@@ -62,8 +74,16 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return np.concatenate([*self._packed, *recent])
 
     def episode_state(self) -> dict[str, Any]:
-        """What is needed to bring this episode back."""
-        return {"episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset}
+        """What is needed to bring this episode back, and what it has come to."""
+        hidden = hidden_state(self.env)
+        return {
+            "episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset,
+            "return": float(np.sum(self._return)), "mask": checksum(self._mask()),
+            "hidden": {name: value for name, value in hidden.items() if value != self._at_first.get(name)},
+        }  # fmt: skip
+
+    def _mask(self) -> Any:
+        return self._info.get("action_mask") if isinstance(self._info, Mapping) else None
 
     def restore_episode(self, states: list[dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
         """Replay this environment's entry of `states`; returns the observation and info that it ends at."""
@@ -92,6 +112,19 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
             raise UserError("the checkpoint holds an Atari emulator's state; this environment has no emulator.")
         self._emulator.restoreSystemState(ale_py.ALEState(state["emulator"]))
         self.env.unwrapped.np_random.bit_generator.state = state["generator"]
+
+
+def differences(stored: dict[str, Any], replayed: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What a replayed episode's state has otherwise than the stored one: what a learner sees, and attributes.
+
+    A checkpoint from before these were stored has nothing to compare.
+    """
+    if stored["episode"] != replayed["episode"]:
+        return ["length of the episode"], []
+    names = {"return": "return", "mask": "action mask"}
+    seen = [name for key, name in names.items() if key in stored and stored[key] != replayed[key]]
+    before, after = stored.get("hidden", replayed["hidden"]), replayed["hidden"]
+    return seen, [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
 def _as_given(actions: NDArray[Any]) -> Any:

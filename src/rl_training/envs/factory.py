@@ -161,7 +161,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             f"{hint if hint.startswith('did') else 'no registered name is near.'} "
             "(an environment of your own: --import its module, or module:Class)"
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
@@ -186,7 +186,9 @@ def _register_on_demand(env_id: str) -> None:
         gym.register_envs(ale_py)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error})"
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
@@ -288,6 +290,6 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
 def _first_reset(env: Env, env_id: str) -> tuple[Any, dict[str, Any]]:
     try:
         observation, info = env.reset(seed=0)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"the environment {env_id} fails in reset: {_first_line(error)}.") from error
-    return observation, info
+    return observation, info or {}

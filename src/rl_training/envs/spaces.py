@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces as gs
 from numpy.typing import NDArray
 
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 
 Array = NDArray[Any]
 MOST_FACTORS = 2**20  # of an action; a MultiBinary of a few bytes can claim any number
@@ -132,6 +132,49 @@ class EnvSpaces:
         # rounded inwards, so that no float32 action lies outside the bounds of a float64 space
         low = np.where(low < space.low.ravel(), np.nextafter(low, np.float32(np.inf)), low)
         return low, np.where(high > space.high.ravel(), np.nextafter(high, np.float32(-np.inf)), high)
+
+    @cached_property
+    def row_space(self) -> gs.Box:
+        """The space of the observations that `make_env`'s environment gives: its own, or that flattened."""
+        space = self.observation_space
+        row = space if isinstance(space, gs.Box) else gs.flatten_space(space)
+        assert isinstance(row, gs.Box)
+        return row
+
+    def read_row(self, row: Any) -> Array:
+        """One observation as an array of the space's shape, or an EnvironmentFailure that says what it is instead."""
+        try:
+            array = np.asarray(row)
+        except ValueError:  # rows of different lengths
+            array = np.empty((), dtype=object)
+        space = self.row_space
+        if array.shape == space.shape and self._reads(array.dtype):
+            return array
+        if array.dtype.kind not in "biuf":
+            nothing = array.ndim == 0 and array.item() is None
+            found = "None" if nothing else f"a {type(row).__name__}"
+            what = f"gave {found} as an observation; its space says numbers of shape {space.shape}"
+        elif array.shape != space.shape:
+            what = f"gave an observation of shape {array.shape}; its space says {space.shape}"
+        else:
+            what = f"gave an observation of dtype {array.dtype}; its space says {space.dtype}"
+        raise EnvironmentFailure.of(self.env_id, what)
+
+    def _reads(self, dtype: np.dtype[Any]) -> bool:
+        """Whether such numbers can stand for the space's own: of another width, or whole where it has floats."""
+        own = self.row_space.dtype
+        return dtype == own or np.can_cast(dtype, own, "same_kind") or (dtype.kind in "biu" and own.kind in "biu")
+
+    def encode_rows(self, rows: Sequence[Any]) -> Array:
+        """`encode`, for observations that come from environments and are looked at first."""
+        try:
+            stacked = np.array(rows)  # a quarter of the time of np.stack
+            fits = stacked.shape[1:] == self.row_space.shape and self._reads(stacked.dtype)
+        except ValueError:
+            fits = False
+        if not fits:
+            stacked = np.stack([self.read_row(row) for row in rows])
+        return self.encode(stacked)
 
     def encode(self, observations: Array) -> Array:
         """Stacked observations `[N, ...]` as the algorithm sees them."""
@@ -352,9 +395,9 @@ def build_space(data: Mapping[str, Any]) -> gs.Space[Any]:
             return gs.Tuple([build_space(part) for part in data["parts"]])
 
 
-def read_action_mask(info: Mapping[str, Any], spaces: EnvSpaces) -> Array:
-    """The mask of legal actions `[action_dim]` in an environment's info; all legal where it gives none."""
-    mask = info.get("action_mask")
+def read_action_mask(info: Any, spaces: EnvSpaces) -> Array:
+    """The mask of legal actions `[action_dim]` in an environment's info; all legal where it gives none, or no info."""
+    mask = info.get("action_mask") if isinstance(info, Mapping) else None
     if mask is None:
         return np.ones(spaces.action_dim, dtype=bool)
     return flatten_mask(mask, spaces, "info['action_mask']").astype(bool)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_training.envs.engines import Engine, Step
+from rl_training.envs.episodes import differences
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import EnvironmentFailure
 
@@ -19,6 +20,7 @@ class Episode(NamedTuple):
     length: int
 
 
+MOST_NAMED = 5  # differences in a sentence
 NO_REWARDS: Array = np.zeros(0, dtype=np.float32)
 
 
@@ -33,6 +35,7 @@ class Stepper:
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
         self._started = False
+        self.interruption: BaseException | None = None  # raised instead of the next step
         self._map = spaces.map_actions
         self._sees_floats = spaces.obs_kind == "vector"
 
@@ -50,6 +53,8 @@ class Stepper:
 
     def step(self, actions: Array) -> tuple[Step, list[Episode]]:
         """Apply a policy's actions `[N, ...]`; returns what happened and the episodes that ended."""
+        if self.interruption is not None:
+            raise self.interruption
         step = self.engine.step(self._map(actions))
         self._check_finite(step.obs, step.rewards, step.final_obs)
         self.obs, self.masks = step.obs, step.masks
@@ -99,9 +104,26 @@ class Stepper:
         self.is_first = np.array(state["is_first"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
         self._started = True
-        if np.array_equal(self.obs, state["obs"]):
+        seen, hidden = self.find_differences(state)
+        named = list(dict.fromkeys([*seen, *hidden]))
+        if not named:
             return []
-        return [f"{self.spaces.env_id} did not replay to the stored observation, so this resume is not exact."]
+        what, sure = " and ".join(named[:MOST_NAMED]), "is not" if seen else "may not be"
+        return [f"{self.spaces.env_id} did not replay to the stored {what}, so this resume {sure} exact."]
+
+    def find_differences(self, stored: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """What is not as it was when `stored` was taken: what a learner sees, and attributes of environments."""
+        seen = [] if np.array_equal(self.obs, stored["obs"]) else ["observation"]
+        hidden: list[str] = []
+        episodes = (state.get("episodes", []) for state in (stored["engine"], self.engine.state_dict()))
+        for pair in zip(*episodes, strict=True):
+            parts, attributes = differences(*pair)
+            seen, hidden = seen + parts, hidden + attributes
+        return seen, hidden
+
+    def abandon(self) -> None:
+        """Give up the episodes under way: the state is empty from now on, and new ones start."""
+        self._started = False
 
     def close(self) -> None:
         """Close the environments."""

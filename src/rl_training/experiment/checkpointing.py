@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import mmap
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ import torch
 from rl_training.errors import UserError
 
 FORMAT_VERSION = 1
+MAPPED_BYTES = 1 << 30  # a file from this size on is not read into memory, but mapped: its replay may not fit there
+_LARGE_ARRAY = 1 << 20  # bytes; in a mapped file such an array stays there, read-only
 _MAGIC, _END_MAGIC = b"\x89RLT\r\n\x1a\n", b"\nRLTend\n"
 _HEADER, _TRAILER = struct.Struct("<8sI4x"), struct.Struct("<QI8s")
 # Neither objects (they need a pickle) nor records; numpy never parses a name that a file made up.
@@ -164,7 +167,10 @@ def _refuse(where: tuple[Any, ...], what: str) -> NoReturn:
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tree in `path`, verified to the last bit; its arrays are writable and share the one buffer that was read."""
+    """The tree in `path`, verified to the last bit; its arrays are writable and share the one buffer that was read.
+
+    Of a file of `MAPPED_BYTES` and more the large numpy arrays are read-only and stay in the file, the rest is copied.
+    """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path} is a directory; give a file such as the checkpoints/latest.ckpt of a run.")
@@ -209,7 +215,9 @@ def _check_ends(path: Path, file: BinaryIO, size: int) -> None:
     file.seek(0)
 
 
-def _read_whole(file: Any, size: int) -> bytearray:
+def _read_whole(file: Any, size: int) -> bytearray | mmap.mmap:
+    if size >= MAPPED_BYTES:
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     buffer = bytearray(size)
     view, done = memoryview(buffer), 0
     while done < size and (count := file.readinto(view[done:])):  # one call reads at most 2 GiB
@@ -224,7 +232,7 @@ def _damaged(path: Path, reason: str) -> UserError:
 class _Reader:
     """Rebuilds the tree over the buffer; raises anything at all when the index is not one that `_Writer` writes."""
 
-    def __init__(self, buffer: bytearray, index_start: int) -> None:
+    def __init__(self, buffer: bytearray | mmap.mmap, index_start: int) -> None:
         self._buffer, self._index_start, self._previous_end = buffer, index_start, _HEADER.size
 
     def read(self) -> dict[str, Any]:
@@ -260,6 +268,8 @@ class _Reader:
             raise ValueError("not within the data")
         self._previous_end = start + size
         raw = np.ndarray(size, np.uint8, buffer=self._buffer, offset=start)
+        if not raw.flags.writeable and (kind == "torch" or size < _LARGE_ARRAY):
+            raw = raw.copy()
         if kind == "torch":
             return torch.from_numpy(raw).view(dtype).reshape(shape)
         if kind == "bytes":
@@ -285,6 +295,7 @@ class CheckpointFolder:
         if keep is not None and keep < 0:
             raise ValueError(f"keep must be >= 0, got {keep}")
         self.folder, self.keep, self.durable = Path(folder), keep, durable
+        self._written: list[Path] = []  # step files of this process: no clock can make them look old
         remove_stale_temporaries(self.folder)
 
     @property
@@ -299,7 +310,9 @@ class CheckpointFolder:
     def steps(self) -> list[Path]:
         """The step files in the order of writing: a run resumed from further back counts from a lower number."""
         named = [path for path in self.folder.glob("step_*.ckpt") if re.fullmatch(r"step_\d+", path.stem)]
-        return sorted(named, key=lambda path: (path.stat().st_mtime_ns, int(path.stem[5:])))
+        earlier = [path for path in named if path not in self._written]
+        earlier.sort(key=lambda path: (path.stat().st_mtime_ns, int(path.stem[5:])))
+        return earlier + [path for path in self._written if path in named]
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.ckpt"
@@ -319,6 +332,8 @@ class CheckpointFolder:
         written = save_checkpoint(self.path(first), tree, durable=self.durable)
         for name in others:
             _duplicate(written, self.path(name), durable=self.durable)
+        now = [self.path(name) for name in dict.fromkeys(names) if name.startswith("step_")]
+        self._written = [path for path in self._written if path not in now] + now
         steps = self.steps
         for path in steps[: max(0, len(steps) - self.keep)] if self.keep is not None else []:
             path.unlink(missing_ok=True)
@@ -341,16 +356,17 @@ def _duplicate(source: Path, target: Path, *, durable: bool) -> None:
 
 
 def remove_stale_temporaries(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove what killed writers of this machine left in `folder`; returns what was removed."""
-    pattern = re.compile(rf"\..+\.{_host()}-(\d{{1,9}})-\d+\.tmp")
+    """Remove what killed writers left in `folder`, which no other host may be writing to; returns what was removed."""
+    pattern = re.compile(r"\..+\.(\w+)-(\d{1,9})-\d+\.tmp")
     matches = [(path, pattern.fullmatch(path.name)) for path in Path(folder).glob(".*.tmp")]
-    stale = [path for path, match in matches if match and not _is_alive(int(match[1]))]
+    stale = [path for path, match in matches if match and not (match[1] == _host() and is_alive(int(match[2])))]
     for path in stale:
         path.unlink(missing_ok=True)
     return stale
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether a process of this host runs."""
     if os.name == "nt":  # there os.kill(pid, 0) is a Ctrl-C, not a question
         return True
     try:

@@ -42,6 +42,9 @@ class TrainConfig(StrictModel):
     vectorization: Literal["auto", "native", "sync", "async"] = Field(
         "auto", description="How environments are stepped: by their own vector code, in turn, or in processes."
     )
+    worker_timeout: float = Field(
+        300.0, gt=0, le=1e6, description="Seconds that an environment's process may take for a step, start or reset."
+    )
     accelerate: str = Field(
         "auto", description="auto or none, both without effect so far: Dreamer's captured update is its own `capture`."
     )

@@ -21,6 +21,7 @@ import numpy as np
 from rl_training.errors import UserError
 
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.25, 5.0
+_MOST_PENDING = 1 << 24  # bytes of rows or events that wait for a disk that takes no more
 _WARNING = "warning: "
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
@@ -32,7 +33,7 @@ class RunLogger:
 
     `append` continues the files of a run that is resumed: rows after `resume_step` are dropped, since they are going to
     be written again, and so are rows that were there only because the run ended (`last`) and a line that a kill left
-    half written.
+    half written. What cannot be written (a full disk) waits until it can, with one warning; a run does not end for it.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class RunLogger:
         self.path = folder / "metrics.jsonl"
         elapsed = _trim_rows(self.path, resume_step) if append and self.path.exists() else 0.0
         self._clock, self._start = clock, clock() - elapsed
-        self._rows = open(self.path, "a" if append else "w", buffering=1, encoding="ascii")  # noqa: SIM115
-        purge_from = resume_step + 1 if append and resume_step is not None else None
-        self._events = _EventFile(folder, clock, purge_from) if tensorboard else None
         self._stream = (stream or sys.stderr) if console else None
         self._live = self._stream is not None and self._stream.isatty()
         self._total, self._line, self._due = total_steps, "", -math.inf if self._stream else math.inf
+        self._warned: set[str] = set()
+        self._rows = _Appender(self.path, self._warn, fresh=not append)
+        purge_from = resume_step + 1 if append and resume_step is not None else None
+        self._events = _EventFile(folder, clock, purge_from, self._warn) if tensorboard else None
 
     def __enter__(self) -> RunLogger:
         return self
@@ -71,9 +73,15 @@ class RunLogger:
             text = _encode_row(row)
         except ValueError:  # a value that is not finite, which JSON cannot say
             text = _encode_row({key: _spell(value) for key, value in row.items()})
-        self._rows.write(text + "\n")
+        self._rows.add(text.encode("ascii") + b"\n")
+        self._rows.flush()
         if self._events:
             self._events.add(step, kind, metrics)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:  # once each
+            self._warned.add(text)
+            self.message(f"{_WARNING}{text}")
 
     @property
     def progress_due(self) -> bool:
@@ -109,13 +117,13 @@ class RunLogger:
         self._print(f"{blank}{text}\n{self._line}")
 
     def close(self) -> None:
-        """Finish the files and the live line; closing twice is harmless."""
+        """Finish the files and the live line, and say what could not be written; closing twice is harmless."""
+        self._rows.close()
+        if self._events:
+            self._events.close()
         if self._line:
             self._print("\n")
         self._line, self._stream, self._due = "", None, math.inf
-        self._rows.close()
-        if self._events:
-            self._events.flush()
 
     def _describe(self, step: int, rate: float, return_mean: float | None, losses: Mapping[str, Any]) -> str:
         left = (self._total - step) / rate if rate > 0 else math.inf
@@ -140,6 +148,8 @@ class RunLogger:
             self._stream.flush()
         except (OSError, ValueError):  # a terminal that went away must not end a run
             self._stream, self._line, self._due = None, "", math.inf
+        except RuntimeError:  # the message of a signal in the middle of another one
+            return
 
 
 def format_duration(seconds: float) -> str:
@@ -198,6 +208,48 @@ def _unspell(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
+class _Appender:
+    """A file that grows by records; what the disk does not take waits for the next flush.
+
+    It is unbuffered, so that a worker process inherits no half-full buffer of it.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None], *, fresh: bool = True) -> None:
+        self._path, self._warn, self._mode = path, warn, "wb" if fresh else "ab"
+        self._file: Any = None
+        self._pending, self._unwritten = bytearray(), 0
+        self.flush()
+
+    def add(self, record: bytes) -> None:
+        self._unwritten += 1
+        if len(self._pending) < _MOST_PENDING:
+            self._pending += record
+
+    def flush(self) -> None:
+        try:
+            if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+                self._warn(f"{self._path} was deleted; a new one begins")
+                self._file.close()
+                self._file = None
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file, self._mode = open(self._path, self._mode, buffering=0), "ab"  # noqa: SIM115
+            while self._pending:
+                del self._pending[: self._file.write(self._pending)]
+            self._unwritten = 0
+        except OSError as error:
+            self._warn(f"{self._path} cannot be written ({error.strerror or error}); training goes on")
+
+    def close(self) -> None:
+        if self._pending:
+            self.flush()
+        if self._pending:
+            self._warn(f"{self._unwritten} records could not be written to {self._path}")
+        if self._file is not None:
+            self._file.close()
+        self._file, self._pending = None, bytearray()
+
+
 class _EventFile:
     """A TensorBoard event file of scalars: TFRecords of `Event` messages, encoded here.
 
@@ -208,10 +260,12 @@ class _EventFile:
     _numbers = itertools.count()
     _flush_seconds = 5.0
 
-    def __init__(self, folder: Path, clock: Callable[[], float], purge_from: int | None) -> None:
+    def __init__(
+        self, folder: Path, clock: Callable[[], float], purge_from: int | None, warn: Callable[[str], None]
+    ) -> None:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
-        self._path, self._clock, self._due = folder / name, clock, clock() + self._flush_seconds
-        self._pending: list[bytes] = []
+        self._clock, self._due = clock, clock() + self._flush_seconds
+        self._file = _Appender(folder / name, warn)
         self._tags: dict[tuple[str, str], bytes] = {}
         self._checksum = _Checksum()
         self._append(b"\x1a" + _sized(b"brain.Event:2"))
@@ -226,11 +280,11 @@ class _EventFile:
             self.flush()
 
     def flush(self) -> None:
-        # Opened for each flush, so that no worker process inherits the file or a half-full buffer of it.
-        with open(self._path, "ab") as file:
-            file.write(b"".join(self._pending))
-        self._pending.clear()
+        self._file.flush()
         self._due = self._clock() + self._flush_seconds
+
+    def close(self) -> None:
+        self._file.close()
 
     def _scalar(self, kind: str, name: str, value: Any) -> bytes:
         start = self._tags.get((kind, name))
@@ -247,7 +301,7 @@ class _EventFile:
     def _append(self, fields: bytes) -> None:
         event = b"\x09" + struct.pack("<d", time.time()) + fields
         size = struct.pack("<Q", len(event))
-        self._pending += (size, self._checksum(size), event, self._checksum(event))
+        self._file.add(b"".join((size, self._checksum(size), event, self._checksum(event))))
 
 
 def _varint(number: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -41,30 +41,38 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Keeps its environments between evaluations of one run."""
+    """Evaluates in new environments every time: some keep a history, and a result may depend on weights and seed only.
 
-    def __init__(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> None:
-        self.recipe, self.spaces, self.seed = recipe, spaces, seed
-        self.envs: list[Env] = []
+    So a resumed run evaluates as the uninterrupted one does.
+    """
+
+    def __init__(
+        self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, check: Callable[[], None] | None = None
+    ) -> None:
+        self.recipe, self.spaces, self.seed, self.check = recipe, spaces, seed, check
 
     def evaluate(self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True) -> EvaluationResult:
         """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only."""
-        count = min(episodes, MOST_SIDE_BY_SIDE)
-        while len(self.envs) < count:
-            self.envs.append(make_env(self.recipe, evaluation=True))
-        return run_episodes(self.envs[:count], self.spaces, algorithm, episodes, self.seed, deterministic=deterministic)
-
-    def close(self) -> None:
-        """Close the environments."""
-        for env in self.envs:
-            env.close()
-        self.envs = []
+        envs: list[Env] = []
+        try:
+            envs += (make_env(self.recipe, evaluation=True) for _ in range(min(episodes, MOST_SIDE_BY_SIDE)))
+            return run_episodes(
+                envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic, check=self.check
+            )
+        finally:
+            with failures_named(self.spaces.env_id):
+                for env in envs:
+                    env.close()
 
 
 def run_episodes(
-    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True
-) -> EvaluationResult:
-    """`episodes` whole episodes over these environments, each environment taking the next one when it ends one."""
+    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True,
+    check: Callable[[], None] | None = None,
+) -> EvaluationResult:  # fmt: skip
+    """`episodes` whole episodes over these environments, each environment taking the next one when it ends one.
+
+    `check` is called before every step and may raise.
+    """
     actor = ActingSession(algorithm, len(envs), seed, deterministic=deterministic)
     returns, lengths = [0.0] * episodes, [0] * episodes
     current = list(range(len(envs)))  # the episode that each environment is in; `episodes` or more: none
@@ -77,7 +85,9 @@ def run_episodes(
             masks.append(read_action_mask(info, spaces))
     started, is_first = len(envs), np.ones(len(envs), dtype=bool)
     while any(episode < episodes for episode in current):
-        encoded = spaces.encode(np.stack(obs))
+        if check is not None:
+            check()
+        encoded = spaces.encode_rows(obs)
         actions = actor.act(encoded, np.stack(masks) if spaces.has_action_mask else None, is_first)
         mapped = spaces.map_actions(actions)
         is_first = np.zeros(len(envs), dtype=bool)
@@ -106,7 +116,7 @@ def failures_named(env_id: str) -> Iterator[None]:
         yield
     except (UserError, gym.error.DependencyNotInstalled):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvironmentFailure.raised(env_id, type(error).__name__, str(error)) from error
 
 

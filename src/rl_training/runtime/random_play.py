@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from rl_training.envs.engines import make_engine
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.envs.stepper import Stepper
+
+MOST_SECONDS = 2.0  # of one comparison
 
 
 def play(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, steps: int) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
@@ -56,3 +61,44 @@ def reuses_arrays(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> bool:
         return not np.array_equal(last, kept)
     finally:
         env.close()
+
+
+def make_stepper(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int, vectorization: str) -> Stepper:
+    """A stepper over new environments."""
+    return Stepper(make_engine(recipe, spaces, num_envs, seed, vectorization), spaces, num_envs)
+
+
+def compare_restored(
+    recipe: EnvRecipe, spaces: EnvSpaces, seed: int, before: int, after: int
+) -> tuple[list[str], list[str]]:
+    """Play `before` steps, restore a new copy from there, play `after` more in both, through every reset.
+
+    Returns what a learner would see differ, and attributes of the environment that do; nothing: a resume is exact.
+    """
+    original, copy = (make_stepper(recipe, spaces, seed, 1, "sync") for _ in range(2))
+    rng = np.random.default_rng(seed)
+    begun = time.perf_counter()
+    try:
+        original.start()
+        for _ in range(before):
+            original.step(sample_actions(spaces, rng, 1, original.masks))
+            if time.perf_counter() > begun + MOST_SECONDS:
+                break
+        stored = original.state_dict()
+        copy.load_state_dict(stored)
+        seen, hidden = copy.find_differences(stored)
+        for _ in range(after):
+            if seen or time.perf_counter() > begun + 2 * MOST_SECONDS:
+                break
+            actions = sample_actions(spaces, rng, 1, original.masks)
+            (one, _), (other, _) = original.step(actions), copy.step(actions)
+            pairs: dict[str, Any] = {
+                "observation": (one.obs, other.obs), "reward": (one.rewards, other.rewards),
+                "end of an episode": ((one.terminated, one.truncated), (other.terminated, other.truncated)),
+                "last observation": (one.final_obs, other.final_obs), "action mask": (one.masks, other.masks),
+            }  # fmt: skip
+            seen = [name for name, (a, b) in pairs.items() if not np.array_equal(a, b)]
+    finally:
+        original.close()
+        copy.close()
+    return seen, hidden

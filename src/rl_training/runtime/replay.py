@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, attribute_of
 from rl_training.algorithms.q_learning import random_actions
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
-from rl_training.data.memory import format_bytes
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Activation, Params, Schedule
@@ -41,7 +40,7 @@ class ReplayParams(Params):
     prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="First strength of the importance weights.")
     prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Last strength of the importance weights.")
     prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that none is never drawn.")
-    replay_folder: str | None = Field(None, description="Keep the buffer in files of this folder instead of memory.")
+    replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
 
     @model_validator(mode="after")
     def _batch_fits(self) -> ReplayParams:
@@ -96,8 +95,9 @@ class BufferedSource:
         return sentences
 
     def close(self) -> None:
-        """Close the environments."""
+        """Close the environments, and remove the buffer's files: the checkpoint holds what is in them."""
         self.stepper.close()
+        self.buffer.close()
 
 
 class ReplaySource(BufferedSource):
@@ -122,7 +122,7 @@ class ReplaySource(BufferedSource):
     def describe(self) -> str:
         """The buffer's size, for the start of a run."""
         kind = "prioritized replay" if self.params.prioritized else "replay"
-        return f"{kind} of {self.buffer.capacity:,} transitions: {format_bytes(self.buffer.nbytes)}"
+        return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}"
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
         """About `train_frequency` environment steps, at random until `learning_starts`."""

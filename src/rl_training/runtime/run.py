@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -19,20 +20,30 @@ from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.errors import did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
-from rl_training.runtime.evaluation import EvaluationResult, Evaluator
+from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.params import Schedule
-from rl_training.runtime.session import Session
+from rl_training.runtime.run_folder import write_run_files
+from rl_training.runtime.session import Session, describe_machine
 from rl_training.runtime.spec import Collected
 from rl_training.validation import StrictModel
 
 CHECKPOINT_SECONDS = 60.0
 MOST_SAVING = 19  # seconds of training per second of writing checkpoints, at least
+STOP_SECONDS = 10.0  # that the first signal leaves to the turn under way
 SCHEMA = 1
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class TrainingFailure(RuntimeError):
     """The run cannot go on (a NaN, for example); the last good checkpoint is kept."""
+
+
+class NotSaved(TrainingFailure):
+    """A checkpoint could not be written."""
+
+
+class Interruption(KeyboardInterrupt):
+    """A signal ends an evaluation, or a turn that takes too long, at a place where nothing is left half done."""
 
 
 class Callback:
@@ -66,6 +77,7 @@ class RunState(StrictModel):
     latest: dict[str, AnyFloat]
     collected_metrics: dict[str, AnyFloat]
     last_evaluation: dict[str, int | AnyFloat]
+    abandoned: bool = False  # saved in the middle of a turn: the environments' episodes are not part of it
 
 
 class Run:
@@ -73,12 +85,12 @@ class Run:
 
     def __init__(
         self, session: Session, run_dir: Path, *, callbacks: Iterable[Callback] = (), console: bool = False,
-        restored: RunState | None = None,
+        restored: RunState | None = None, messages: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.session, self.run_dir = session, run_dir
         self.config, self.params = session.config, session.params
         self.schedules: dict[str, Schedule] = {**session.params.built_in_schedules(), **session.params.schedules}
-        self.callbacks = list(callbacks)
+        self.callbacks, self.messages = list(callbacks), list(messages)
         self.step = 0
         self.updates = 0
         self.train_seconds = 0.0
@@ -89,6 +101,7 @@ class Run:
         self.last_evaluation: dict[str, Any] = {}
         self.best_return = -math.inf
         self.good_evaluations = 0
+        self.abandoned = False
         self.next_log = self.config.log_interval
         self.next_evaluation = self.params.eval_interval
         self.next_checkpoint = self.config.checkpoint_interval
@@ -99,9 +112,13 @@ class Run:
             run_dir, console=console, total_steps=self.config.total_timesteps, append=restored is not None,
             resume_step=self.step,
         )  # fmt: skip
-        self.evaluator = Evaluator(session.recipe, session.spaces, self.config.seed)
+        self.evaluator = Evaluator(session.recipe, session.spaces, self.config.seed, check=self._check_signal)
+        self._machine = describe_machine(self.config)
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
+        self._interruption: Interruption | None = None  # of the turn under way
+        self._in_turn = self._evaluating = self._at_once = False
+        self._saved: tuple[float, ...] | None = None
         self._begun = self._resumed_at = self._last_save = time.perf_counter()
         self._steps_at_start = self.step
         self._paused = self._save_seconds = 0.0
@@ -111,8 +128,12 @@ class Run:
 
     def start(self) -> None:
         """Write the first checkpoint, so that a kill at any later moment finds one."""
+        for message in self.messages:
+            self.logger.message(message)
+        write_run_files(self.run_dir, self.config, self.messages)
         self.save_checkpoint()
         self._tell("on_start")
+        self._evaluate_when_due()  # a signal ended the run in this evaluation
         self._begun = self._resumed_at = time.perf_counter()
         self._paused = 0.0
 
@@ -136,6 +157,7 @@ class Run:
 
     def apply_schedules(self) -> None:
         """Move every scheduled number to its value at this step, wherever it is read."""
+        self._in_turn = True
         algorithm, source = self.session.algorithm, self.session.source
         for name, value in self.scheduled_values().items():
             if algorithm.scheduled(name):
@@ -157,21 +179,23 @@ class Run:
             name, value = next(iter(result.metrics.items()))
             if not math.isfinite(value.item() if isinstance(value, Tensor) else value):
                 self._fail(name)
+        if self._interruption is not None:
+            raise self._interruption
 
     def tick(self) -> None:
         """Log, evaluate, checkpoint and stop early, each when it is due."""
+        self._in_turn = self.abandoned = False
         if self.updates >= self.next_log:
             self.next_log = self.updates - self.updates % self.config.log_interval + self.config.log_interval
             self.log_row()
         elif self.logger.progress_due:
             self._show_progress(read_metrics(self.latest))
-        if self.params.eval_interval and self.step >= self.next_evaluation:
-            self.next_evaluation += self.params.eval_interval * (
-                1 + (self.step - self.next_evaluation) // self.params.eval_interval
-            )
-            self.evaluate()
+        self._evaluate_when_due()
         if self._checkpoint_due():
-            self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
+            try:
+                self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
+            except NotSaved as error:
+                self.logger.message(f"warning: {error}; the next checkpoint is tried as usual")
         if self.callbacks:
             self._tell("on_update")
 
@@ -222,11 +246,34 @@ class Run:
             self._resumed_at = time.perf_counter()
             self._paused += self._resumed_at - begun
 
+    def _evaluate_when_due(self) -> None:
+        """Evaluate every `eval_interval` steps; an evaluation that did not happen stays due."""
+        interval, due = self.params.eval_interval, self.next_evaluation
+        if not interval or self.step < due:
+            return
+        self.next_evaluation += interval * (1 + (self.step - due) // interval)
+        try:
+            self.evaluate()
+        finally:
+            if self.config.eval_episodes and self._evaluated_step != self.step:
+                self.next_evaluation = due
+
     def evaluate(self, *, last: bool = False) -> dict[str, Any]:
-        """Evaluate now; keeps the best checkpoint and, unless `last` as in `log_row`, watches for early stopping."""
+        """Evaluate now; keeps the best checkpoint and, unless `last` as in `log_row`, watches for early stopping.
+
+        A signal ends it at once: then nothing is logged, and the result is empty.
+        """
         if not self.config.eval_episodes:
             return {}
-        result = self._play_evaluation()
+        self._evaluating = True
+        try:
+            with self.pause():
+                self._check_signal()
+                result = self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
+        except Interruption:
+            return {}
+        finally:
+            self._evaluating = False
         with self.pause():
             self.last_evaluation = metrics = result.metrics()
             self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
@@ -234,20 +281,22 @@ class Run:
             if not last:
                 self._watch_early_stopping({**self.progress_metrics(), **read_metrics(self.latest), **metrics})
             if metrics["eval_return_mean"] > self.best_return:
-                self.best_return = metrics["eval_return_mean"]
-                self._check_parameters()
-                self.checkpoints.save_best(self.checkpoint_tree(replay=False))
+                self._save_best(metrics["eval_return_mean"])
         self._tell("on_evaluation", metrics)
         return metrics
 
-    def _play_evaluation(self) -> EvaluationResult:
-        """The episodes; what was learned is kept when an environment raises here, or never ends and is interrupted."""
+    def _check_signal(self) -> None:
+        if self._signal is not None:
+            raise Interruption
+
+    def _save_best(self, best_return: float) -> None:
+        self._check_parameters()
+        before, self.best_return = self.best_return, best_return
         try:
-            with self.pause():
-                return self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
-        except BaseException:
-            self.save_checkpoint()
-            raise
+            self.checkpoints.save_best(self.checkpoint_tree(replay=False))
+        except OSError as error:
+            self.best_return = before
+            self.logger.message(f"warning: {self.checkpoints.best} could not be written ({error.strerror or error})")
 
     def _watch_early_stopping(self, metrics: dict[str, Any]) -> None:
         rule = self.params.early_stopping
@@ -274,13 +323,26 @@ class Run:
         if interval and self.step >= self.next_checkpoint:
             self.next_checkpoint += interval * (1 + (self.step - self.next_checkpoint) // interval)
         begun = time.perf_counter()
-        with self.pause():
-            self._check_parameters()
-            self.checkpoints.save_latest(self.checkpoint_tree(replay=self.config.replay_in_checkpoint))
-            if keep_step:
-                self.checkpoints.save_step(self.step, self.checkpoint_tree(replay=False))
-        self._last_save = self._resumed_at
-        self._save_seconds = self._last_save - begun
+        try:
+            with self.pause():
+                self._check_parameters()
+                if not (self.run_dir / "config.yaml").is_file():  # somebody deleted the folder
+                    write_run_files(self.run_dir, self.config, self.messages)
+                self.checkpoints.save_latest(self.checkpoint_tree(replay=self.config.replay_in_checkpoint))
+                self._saved = self._progress()
+                if keep_step:
+                    self.checkpoints.save_step(self.step, self.checkpoint_tree(replay=False))
+        except OSError as error:
+            newest = f"the newest is of step {self._saved[0]:.0f}" if self._saved else "there is none yet"
+            where = f"{self.checkpoints.folder} ({error.strerror or error})"
+            raise NotSaved(f"a checkpoint of step {self.step} cannot be written to {where}; {newest}") from error
+        finally:
+            self._last_save = self._resumed_at
+            self._save_seconds = self._last_save - begun
+
+    def _progress(self) -> tuple[float, ...]:
+        """What a checkpoint that is worth writing differs in from the one before."""
+        return self.step, self.updates, self.best_return
 
     def checkpoint_tree(self, *, replay: bool) -> dict[str, Any]:
         """Everything that resuming, evaluating and predicting need."""
@@ -295,6 +357,7 @@ class Run:
             "algorithm": dict(session.algorithm.state_dict()),
             "source": source,
             "run": self._state(),
+            "machine": self._machine,
         }
 
     def _state(self) -> dict[str, Any]:
@@ -330,15 +393,17 @@ class Run:
     # the end -------------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict[str, Any]:
-        """Evaluate, write the last checkpoint, and return the run's metrics."""
+        """Write the last checkpoint, evaluate, write what that changed, and return the run's metrics."""
         with self.pause():
             pass
         if self.latest and self._logged_update != self.updates:
             self.log_row(last=True)
-        interrupted = self.stop_reason in ("SIGINT", "SIGTERM")
-        if not interrupted and self._evaluated_step != self.step:
-            self.evaluate(last=True)
         self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
+        if self.stop_reason not in ("SIGINT", "SIGTERM") and self._evaluated_step != self.step:
+            if self.evaluate(last=True):
+                self.save_checkpoint()
+            elif self._signal is not None:
+                self.stop_reason = signal.Signals(self._signal).name
         self._tell("on_end")
         return {
             "global_step": self.step,
@@ -352,27 +417,118 @@ class Run:
         }
 
     def close(self) -> None:
-        """Close files and environments."""
+        """Close environments and files; everything is saved by now, so what an environment raises here is a warning."""
+        try:
+            self.session.source.close()
+        except Exception as error:
+            kind, env_id = type(error).__name__, self.config.env_id
+            self.logger.message(f"warning: the environment {env_id} raised {kind} when it was closed: {error}")
         self.logger.close()
-        self.evaluator.close()
-        self.session.source.close()
+
+    # stopping early ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask the run to stop after the current update; a second one stops it at once."""
+        """SIGINT and SIGTERM ask the run to stop; a second one stops it at once.
+
+        An evaluation ends at once. A turn of the loop is finished, so that resuming is exact, unless it takes more than
+        `STOP_SECONDS`: then it is abandoned after its update or inside the environment, whichever comes first.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def ask(number: int, frame: Any) -> None:
+        def ask(number: int, frame: FrameType | None) -> None:
             if self._signal is not None:
+                self._at_once = True
                 raise KeyboardInterrupt
             self._signal = number
-            self.logger.message("stopping after this update; a checkpoint will be written (again to stop at once)")
+            what = "this evaluation is dropped" if self._evaluating else "stopping after this update"
+            self.logger.message(f"{what}; a checkpoint will be written (again to stop at once)")
+            if self._evaluating and can_leave(frame):
+                raise Interruption
+            if hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
 
-        previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        def abandon(number: int, frame: FrameType | None) -> None:
+            if self._in_turn:
+                self._interruption = self.session.stepper.interruption = Interruption()
+                if can_leave(frame):
+                    raise self._interruption
+
+        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask}
+        if hasattr(signal, "setitimer"):
+            handlers[signal.SIGALRM] = abandon
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
+            if self._signal is not None and hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    @contextmanager
+    def abandonment(self) -> Iterator[None]:
+        """Leave the loop in the middle of a turn once a signal has asked for the end, whatever breaks the turn then."""
+        try:
+            yield
+        except (Exception, Interruption) as error:
+            if self._signal is None or not self._in_turn or not can_save_after(error):
+                raise
+            self._abandon_turn()
+            self.stop_reason = signal.Signals(self._signal).name
+
+    def _abandon_turn(self) -> None:
+        """Give up what the turn under way collected and did not store, and the environments' episodes."""
+        self._in_turn, self.abandoned = False, True
+        self.session.stepper.abandon()
+        self.logger.message(
+            "warning: the turn under way is abandoned: an unfinished rollout is dropped and episodes start over, so a "
+            "resume from here is not exact"
+        )
+
+    @contextmanager
+    def rescue(self) -> Iterator[None]:
+        """Save what was learned on the way out of a failure, and say where it is."""
+        try:
+            yield
+        except TrainingFailure:  # which keeps the last good checkpoint and says where it is
+            raise
+        except BaseException as error:
+            if self._progress() != self._saved and not self._at_once and can_save_after(error):
+                try:
+                    if self._in_turn:
+                        self._abandon_turn()
+                    self.save_checkpoint()
+                except Exception as failure:  # the first error is the one to tell
+                    self.logger.message(f"warning: step {self.step} could not be saved: {failure}")
+            if self._saved is not None and self._saved[0]:
+                latest = self.checkpoints.latest
+                note = f"step {self._saved[0]:,.0f} is saved: rl-training resume --checkpoint {latest}"
+                self.logger.message(note)
+                if isinstance(error, Exception) and hasattr(error, "add_note"):
+                    error.add_note(note)
+            raise
+
+
+def can_leave(frame: FrameType | None) -> bool:
+    """Whether an environment, its engine or an evaluation's own code runs: an exception there breaks no learner."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module in ("rl_training.envs.stepper", "rl_training.runtime.evaluation"):
+            return True
+        if module.startswith(("rl_training.runtime.", "rl_training.algorithms.")):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def can_save_after(error: BaseException) -> bool:
+    """Whether buffers are whole: not where a failure (out of memory, for example) came out of their own code."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").startswith("rl_training.data."):
+            return False
+        trace = trace.tb_next
+    return not isinstance(error, TrainingFailure)

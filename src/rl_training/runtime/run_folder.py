@@ -1,15 +1,19 @@
-"""A run's folder: made once, never reused, and what stands in it beside checkpoints and metrics."""
+"""A run's folder: made once, never reused, locked while a run is in it, and what is in it next to checkpoints."""
 
 from __future__ import annotations
 
+import filecmp
 import json
+import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,8 @@ import torch
 
 import rl_training
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint, write_text
+from rl_training.experiment.checkpointing import is_alive, remove_stale_temporaries, write_text
 from rl_training.experiment.config import TrainConfig, dump_yaml
-from rl_training.runtime.run import RunState
-from rl_training.validation import validate
 
 
 def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
@@ -44,55 +46,111 @@ def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
     raise UserError(f"output_dir {config.output_dir!r} holds a thousand runs named {name}; clean it up.")
 
 
-def choose_run_dir(config: TrainConfig, checkpoint: Path, step: int, *, elsewhere: bool) -> tuple[Path, list[str]]:
-    """Where a run resumed at `step` goes on, and what is to be said about it.
-
-    In the folder that it began in, unless that has gone on without it or `elsewhere` is asked for; a new folder has
-    the rows of metrics up to there, which the logger cuts at the step. Unless `elsewhere` is asked for, a new folder
-    lies next to the run's own, or next to a checkpoint outside of one: a checkpoint does not say where to write.
-    """
-    begun_in = checkpoint.resolve().parent.parent
-    is_own = is_run_dir_of(begun_in, checkpoint)
-    if not elsewhere:
-        beside = begun_in.parent if is_own else checkpoint.resolve().parent
-        config = config.model_copy(update={"output_dir": str(beside)})
-    if not is_own:
-        return make_run_dir(config, "resumed"), []
-    notes = []
-    if not elsewhere:
-        newest = newest_step(checkpoint)
-        if newest <= step:
-            return begun_in, []
-        notes = [f"{begun_in} has gone on to step {newest}, so this branch of it has a folder of its own."]
+def branch_run_dir(config: TrainConfig, begun_in: Path | None) -> Path:
+    """A new folder for a resumed run, with the rows of metrics of its first one, which the logger cuts at the step."""
     run_dir = make_run_dir(config, "resumed")
-    if (begun_in / "metrics.jsonl").is_file():
+    if begun_in is not None and (begun_in / "metrics.jsonl").is_file():
         shutil.copyfile(begun_in / "metrics.jsonl", run_dir / "metrics.jsonl")
-    return run_dir, notes
+    return run_dir
 
 
-def is_run_dir_of(folder: Path, checkpoint: Path) -> bool:
-    """Whether a checkpoint lies in a run's own `checkpoints/`; elsewhere a folder with a config.yaml is somebody's."""
-    in_place = checkpoint.resolve().parent.name == "checkpoints"
-    return in_place and (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
-
-
-def newest_step(checkpoint: Path) -> int:
-    """The step of the `latest.ckpt` beside a checkpoint; 0 where that is the checkpoint itself, or cannot be read."""
-    latest = checkpoint.resolve().with_name("latest.ckpt")
-    if latest == checkpoint.resolve():
-        return 0
+def run_dir_of(checkpoint: Path) -> Path | None:
+    """The run in whose own `checkpoints/` a checkpoint lies; elsewhere a folder with a config.yaml is somebody's."""
     try:
-        return validate(RunState, load_checkpoint(latest).get("run"), str(latest)).step
-    except UserError:
-        return 0
+        folder = checkpoint.resolve().parent
+        files = [folder.parent / name for name in ("config.yaml", "manifest.json")]
+        return folder.parent if folder.name == "checkpoints" and all(path.is_file() for path in files) else None
+    except (OSError, ValueError):  # a name that no file system has
+        return None
+
+
+def is_newest(checkpoint: Path) -> bool:
+    """Whether a checkpoint is the `latest.ckpt` next to it, under whatever name, or there is none."""
+    latest = checkpoint.resolve().with_name("latest.ckpt")
+    if not latest.is_file() or not checkpoint.is_file() or latest.samefile(checkpoint):
+        return True
+    return filecmp.cmp(checkpoint, latest, shallow=False)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder; a second one is told who is in it."""
+    path = run_dir / ".lock"
+    try:
+        descriptor = _take_lock(path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{run_dir} cannot be written to ({reason}); fix that, or give --output-dir.") from None
+    try:
+        remove_stale_temporaries(run_dir)
+        yield
+    finally:
+        with suppress(OSError):  # a file that nobody holds keeps nobody out
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take_lock(path: Path) -> int:
+    """A descriptor that holds the lock; as long as the file is removed by the last holder in between, try again."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if not _is_free(descriptor):
+                holder = _read_holder(descriptor)
+                who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
+                raise UserError(
+                    f"{path.parent} is in use by {who}, which trains in it; wait for its end or give --output-dir "
+                    f"(if it is gone, delete {path.name} there)."
+                )
+            if os.fstat(descriptor).st_nlink:
+                holder = {"process": os.getpid(), "host": socket.gethostname(), "started": now()}
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, json.dumps(holder).encode())
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Take the lock if nobody has it.
+
+    `flock` decides: it ends with its process, so the file that a killed run left locks nothing. Where the file system
+    has no locks the process in the file does, unless it was on this host and is gone.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        holder = _read_holder(descriptor)
+        return not holder or (holder.get("host") == socket.gethostname() and not is_alive(int(holder["process"])))
+
+
+def _read_holder(descriptor: int) -> dict[str, Any]:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    try:
+        holder = json.loads(os.read(descriptor, 1000))
+        return {**holder, "process": int(holder["process"])}
+    except (ValueError, KeyError, TypeError):  # empty, or not as we write it
+        return {}
+
+
+def now() -> str:
+    """The time as files tell it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def write_run_files(run_dir: Path, config: TrainConfig, messages: Iterable[str]) -> None:
     """`config.yaml`, resolved, and `manifest.json`: versions, platform, git state, seed, command, what was said."""
     import gymnasium
 
+    run_dir.mkdir(parents=True, exist_ok=True)
     write_text(run_dir / "config.yaml", dump_yaml(config.model_dump(mode="json")))
-
     manifest = {
         "rl_training": rl_training.__version__,
         "python": platform.python_version(),
@@ -103,7 +161,7 @@ def write_run_files(run_dir: Path, config: TrainConfig, messages: Iterable[str])
         "git": git_state(),
         "seed": config.seed,
         "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": now(),
         "messages": list(messages),
         "earlier": earlier_starts(run_dir / "manifest.json"),
     }

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import RecurrentReplayBuffer
-from rl_training.data.memory import format_bytes
 from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Params
 from rl_training.runtime.replay import BufferedSource, first_actions
@@ -26,7 +25,7 @@ class SequenceParams(Params):
     sequence_length: int = Field(64, ge=1, le=10**5, description="Consecutive steps of a window.")
     train_ratio: float = Field(32.0, gt=0, le=10**6, description="Replayed steps per environment step.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
-    replay_folder: str | None = Field(None, description="Keep the buffer in files of this folder instead of memory.")
+    replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
 
     @model_validator(mode="after")
     def _window_fits(self) -> SequenceParams:
@@ -59,7 +58,7 @@ class SequenceSource(BufferedSource):
 
     def describe(self) -> str:
         """The buffer's size, for the start of a run."""
-        return f"sequence replay of {self.buffer.capacity:,} steps: {format_bytes(self.buffer.nbytes)}"
+        return f"sequence replay of {self.buffer.capacity:,} steps: {self.buffer.describe_size()}"
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
         """One step of every environment, at random until `learning_starts`."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import gymnasium
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +36,7 @@ class Session:
     recipe: EnvRecipe
     spaces: EnvSpaces
     algorithm: Algorithm
+    stepper: Stepper
     source: Source
 
 
@@ -55,7 +59,7 @@ def open_session(
     keep_freed_memory()
     stored = None if restored is None else restored["algorithm"]
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device, stored=stored)
-    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization)
+    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization, config.worker_timeout)
     try:
         stepper = Stepper(engine, spaces, config.num_envs)
         source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
@@ -65,7 +69,29 @@ def open_session(
         if not isinstance(error, MemoryError):
             raise
         raise UserError(f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}.") from None
-    return Session(spec, config, params, recipe, spaces, algorithm, source)
+    return Session(spec, config, params, recipe, spaces, algorithm, stepper, source)
+
+
+def describe_machine(config: TrainConfig) -> dict[str, str]:
+    """What the arithmetic of a run depends on besides its config."""
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "gymnasium": gymnasium.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else "cpu",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """Leave torch's number of threads as it was."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check_early_stopping(config: TrainConfig, params: Params) -> None:

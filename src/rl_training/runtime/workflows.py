@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,24 @@ from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator, record_video, watch
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import change_params, dump_params, read_params
+from rl_training.runtime.random_play import compare_restored
 from rl_training.runtime.run import SCHEMA, Callback, Run, RunState
-from rl_training.runtime.run_folder import choose_run_dir, make_run_dir, write_run_files
-from rl_training.runtime.session import Session, build_algorithm, check_same_spaces, choose_threads, open_session
+from rl_training.runtime.run_folder import branch_run_dir, is_newest, locked, make_run_dir, run_dir_of
+from rl_training.runtime.session import (
+    Session,
+    build_algorithm,
+    check_same_spaces,
+    choose_threads,
+    describe_machine,
+    open_session,
+    threads_restored,
+)
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.validation import validate
 
 PathLike = str | Path
-BUDGET_KEYS = {"total_timesteps", "max_seconds", "output_dir", "algo_kwargs.max_updates"}
+BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
+FREE_KEYS = BUDGET_KEYS | {"output_dir", "algo_kwargs.replay_folder"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ def plain_action(action: Any) -> Any:
     return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
+@threads_restored()
 def train(
     config: TrainConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
@@ -86,7 +98,8 @@ def train(
     except UserError:
         session.source.close()
         raise
-    return execute(session, run_dir, told, console)
+    with locked(run_dir):
+        return execute(session, run_dir, told, console)
 
 
 def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
@@ -124,15 +137,17 @@ def execute(
         *warnings,
         *notes,
     ]
-    write_run_files(run_dir, resolved, messages)
     shows = sys.stderr.isatty() if console is None else console
-    run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored)
     try:
-        for message in messages:
-            run.logger.message(message)
-        with run.signals():
+        run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
+    except BaseException:
+        session.source.close()
+        raise
+    try:
+        with run.signals(), run.rescue():
             run.start()
-            run_loop(session.algorithm, session.source, run)
+            with run.abandonment():
+                run_loop(session.algorithm, session.source, run)
             metrics = run.finish()
     finally:
         run.close()
@@ -255,6 +270,7 @@ def predict_checkpoint(path: PathLike, obs: Any, *, deterministic: bool = True, 
     return load_policy(path).predict(obs, deterministic, action_mask=action_mask)
 
 
+@threads_restored()
 def evaluate_checkpoint(
     path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
     env: UserEnv | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
@@ -278,12 +294,11 @@ def evaluate_checkpoint(
     elif render:
         result = watch(recipe, spaces, algorithm, episodes, seed, deterministic=deterministic)
     else:
-        evaluator = Evaluator(recipe, spaces, seed)
-        result = evaluator.evaluate(algorithm, episodes, deterministic=deterministic)
-        evaluator.close()
+        result = Evaluator(recipe, spaces, seed).evaluate(algorithm, episodes, deterministic=deterministic)
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
 
 
+@threads_restored()
 def resume_training(
     path: PathLike, *, total_timesteps: int | None = None, output_dir: PathLike | None = None,
     changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,
@@ -291,18 +306,47 @@ def resume_training(
 ) -> TrainResult:  # fmt: skip
     """Go on from a checkpoint, in its own run folder or a new one under `output_dir`.
 
-    The budget may change (schedules stretch); any other key in `changes` needs `force`.
+    The budget may change (schedules stretch), and where files go; any other key in `changes` needs `force`.
     """
     told = read_callbacks(callbacks)
-    tree = read_checkpoint(path)
-    stored = validate(TrainConfig, tree["config"], str(path))
-    state = validate(RunState, tree["run"], f"{path}, run")
     wanted = dict(changes or {})
     if total_timesteps is not None:
         wanted["total_timesteps"] = total_timesteps
     if output_dir is not None:
         wanted["output_dir"] = str(output_dir)
+    begun_in = run_dir_of(Path(path))
+    in_place = begun_in if begun_in is not None and "output_dir" not in wanted and is_newest(Path(path)) else None
+    with ExitStack() as held:
+        if in_place is not None:  # before reading: nobody else goes on from what is read
+            held.enter_context(locked(in_place))
+        session, state, notes = restore_session(path, wanted, force=force, env=env)
+        if in_place is None and "output_dir" not in wanted:  # a checkpoint does not say where to write
+            home = Path(path).resolve().parent if begun_in is None else begun_in.parent
+            session.config = session.config.model_copy(update={"output_dir": str(home)})
+            if begun_in is not None:
+                branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
+                notes.append(branch)
+        try:
+            run_dir = in_place or branch_run_dir(session.config, begun_in)
+            if in_place is None:
+                held.enter_context(locked(run_dir))
+        except BaseException:
+            session.source.close()
+            raise
+        return execute(session, run_dir, told, console, restored=state, notes=notes)
+
+
+def restore_session(
+    path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None
+) -> tuple[Session, RunState, list[str]]:
+    """The parts of a run as a checkpoint has them, and sentences on what changed or did not come back exactly."""
+    tree = read_checkpoint(path)
+    stored = validate(TrainConfig, tree["config"], str(path))
+    state = validate(RunState, tree["run"], f"{path}, run")
     config, notes = change_config(stored, wanted, force=force)
+    if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
+        config, note = keep_replay_at_home(config, Path(path))
+        notes += note
     if config.total_timesteps != stored.total_timesteps and config.total_timesteps < state.step:
         raise UserError(
             f"total_timesteps is {config.total_timesteps}, but {path} is at step {state.step} already; "
@@ -318,15 +362,33 @@ def resume_training(
     session = open_session(config, env=env, restored=tree)
     try:
         load_weights(path, session.algorithm, tree["algorithm"])
-        notes += [f"warning: {sentence}" for sentence in load_source(path, session, tree["source"])]
-        run_dir, note = choose_run_dir(session.config, Path(path), state.step, elsewhere="output_dir" in wanted)
-        notes += note
-        if "output_dir" not in wanted and run_dir != Path(path).resolve().parent.parent:
-            session.config = session.config.model_copy(update={"output_dir": str(run_dir.parent)})
+        sentences = load_source(path, session, tree["source"])
     except BaseException:
         session.source.close()
         raise
-    return execute(session, run_dir, told, console, restored=state, notes=notes)
+    if state.abandoned:
+        sentences.append("it was saved in the middle of a turn: episodes start over, so this resume is not exact.")
+    sentences += machine_changes(tree.get("machine"), session.config)
+    return session, state, notes + [f"warning: {sentence}" for sentence in sentences]
+
+
+def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
+    """A sentence on what the arithmetic depends on and is not as a checkpoint says; older ones say nothing."""
+    if not isinstance(stored, Mapping):
+        return []
+    here = describe_machine(config).items()
+    changed = [f"{name} {value}, was {stored[name]}" for name, value in here if stored.get(name, value) != value]
+    return [f"this machine is another one ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
+
+
+def keep_replay_at_home(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, list[str]]:
+    """A mapped buffer's files in the run's own folder: a checkpoint must not decide where a resume writes."""
+    named = config.algo_kwargs.get("replay_folder")
+    home = str(run_dir_of(checkpoint) or checkpoint.resolve().parent)
+    if named in (None, home):
+        return config, []
+    note = f"the replay buffer is mapped to files in {home}; --set replay_folder={named} puts them where they were"
+    return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "replay_folder": home}}), [note]
 
 
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
@@ -342,7 +404,27 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
         raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
     if problem:
         raise UserError(f"{path}: its source cannot be brought back: {problem}.")
-    return sentences
+    return sentences or find_history(session, state)
+
+
+def find_history(session: Session, state: dict[str, Any]) -> list[str]:
+    """A sentence where the environments had episodes before and random play shows that something carries over.
+
+    A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone.
+    """
+    episodes = state.get("stepper", {}).get("engine", {}).get("episodes", [])
+    if not any(episode["episode"] > 0 for episode in episodes):
+        return []
+    try:
+        seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, before=330, after=100)
+    except Exception:  # of environments made only to look at them; the run's own tell what is wrong
+        return []
+    if not seen:
+        return []
+    return [
+        f"{session.spaces.env_id} did not replay to the stored {seen[0]} in a trial with random actions, because "
+        "something carries over from one episode to the next, so this resume is not exact."
+    ]
 
 
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
@@ -355,7 +437,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
     old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
-    refused = [key for key in changed if key not in BUDGET_KEYS]
+    refused = [key for key in changed if key not in FREE_KEYS]
     if refused and not force:
         what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
         raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")

@@ -1,0 +1,122 @@
+"""One environment in a worker process: it reads its action and leaves what happened in memory that the run sees too."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+
+from rl_training.envs.episodes import ReplayableEpisodes
+from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+
+ALIGNMENT = 64
+
+
+class SharedRows:
+    """Arrays `[N, ...]` of N environments, in memory without a name: nothing of it is left when the processes are."""
+
+    def __init__(self, spaces: EnvSpaces, count: int, descriptor: int | None = None) -> None:
+        row, action = spaces.row_space, spaces.action_space
+        layout: list[tuple[tuple[int, ...], Any]] = [
+            *[(row.shape, row.dtype)] * 2,
+            ((), np.int64) if spaces.action_kind == "discrete" else (action.shape or (), action.dtype),
+            ((), np.float32), *[((), np.bool_)] * 2,
+            ((spaces.action_dim if spaces.has_action_mask else 0,), np.bool_),
+        ]  # fmt: skip
+        sizes = [count * int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout]
+        starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        self.descriptor = _open_memory(starts[-1]) if descriptor is None else descriptor
+        memory = mmap.mmap(self.descriptor, starts[-1])
+        arrays: list[Array] = [
+            np.ndarray((count, *shape), dtype, memory, start)
+            for (shape, dtype), start in zip(layout, starts[:-1], strict=True)
+        ]
+        self.obs, self.final_obs, self.actions, self.rewards, self.terminated, self.truncated, self.masks = arrays
+
+
+def _open_memory(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rl_training", 0)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class RemoteEnvironment:
+    """An environment of a worker process, whose row is `index`; only failures and states travel as messages."""
+
+    def __init__(
+        self, make: Callable[[], ReplayableEpisodes], index: int, registrations: Mapping[str, bytes],
+        spaces: Mapping[str, Any], count: int, descriptor: int,
+    ) -> None:  # fmt: skip
+        register_missing(registrations)
+        self.spaces, self.index = EnvSpaces.from_dict(spaces), index
+        self.rows = SharedRows(self.spaces, count, descriptor)
+        os.close(descriptor)
+        self.env = make()
+        self._is_discrete = self.spaces.action_kind == "discrete"
+
+    def reset(self) -> None:
+        """Start the first episode."""
+        self._keep(*self.env.reset())
+
+    def step(self) -> None:
+        """One step; at an end the last observation is kept and the next episode starts."""
+        rows, index = self.rows, self.index
+        action = rows.actions[index]
+        obs, rows.rewards[index], terminated, truncated, info = self.env.step(
+            action.item() if self._is_discrete else action.copy()
+        )
+        rows.terminated[index], rows.truncated[index] = terminated, truncated
+        if terminated or truncated:
+            rows.final_obs[index] = self.spaces.read_row(obs)
+            obs, info = self.env.reset()
+        self._keep(obs, info)
+
+    def _keep(self, obs: Any, info: Any) -> None:
+        self.rows.obs[self.index] = self.spaces.read_row(obs)
+        if self.spaces.has_action_mask:
+            mask = read_action_mask(info, self.spaces)
+            self.spaces.check_masks(mask[None], f"info['action_mask'] of {self.spaces.env_id}")
+            self.rows.masks[self.index] = mask
+
+    def episode_state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the episode."""
+        return self.env.episode_state()
+
+    def restore_episode(self, states: list[dict[str, Any]]) -> None:
+        """Replay the episode."""
+        self._keep(*self.env.restore_episode(states))
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+
+def pickle_registrations() -> dict[str, bytes]:
+    """What was registered with Gymnasium by others: a fresh interpreter does not know it."""
+    found = {}
+    for name, spec in gym.registry.items():
+        if str(spec.entry_point).startswith("gymnasium.envs."):
+            continue
+        with suppress(Exception):  # what cannot be sent is missed when it is asked for
+            found[name] = cloudpickle.dumps(spec)
+    return found
+
+
+def register_missing(registrations: Mapping[str, bytes]) -> None:
+    """Register with Gymnasium here what is not, as `pickle_registrations` found it elsewhere."""
+    for name, pickled in registrations.items():
+        if name not in gym.registry:
+            with suppress(Exception):
+                gym.registry[name] = cloudpickle.loads(pickled)

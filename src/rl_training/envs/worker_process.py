@@ -1,0 +1,104 @@
+"""What runs in a worker process: one object, whose methods the parent calls by name over a socket.
+
+The parent (`envs/workers.py`) starts this file with a fresh interpreter. Only the standard library is imported here:
+what else a worker needs comes with the object that it is asked to make.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SIZE = struct.Struct("<Q")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def send(line: socket.socket, message: bytes) -> None:
+    """One message, whole."""
+    line.sendall(SIZE.pack(len(message)) + message)
+
+
+def receive(line: socket.socket) -> memoryview:
+    """One message, whole, the only one under way; EOFError when the other side is gone."""
+    data, size = bytearray(), SIZE.size
+    while len(data) < size:
+        more = line.recv(max(4096, min(size - len(data), 1 << 20)))  # a large buffer costs more than a small message
+        if not more:
+            raise EOFError
+        data += more
+        size = SIZE.size + SIZE.unpack_from(data)[0] if len(data) >= SIZE.size else SIZE.size
+    return memoryview(data)[SIZE.size :]
+
+
+def leave_signals_to_the_parent() -> None:
+    """Ctrl-C and a group's SIGTERM are the parent's to act on.
+
+    A handler that does nothing, rather than SIG_IGN, because a program that the environment starts would inherit the
+    latter and could not be terminated. The parent blocked both signals before it started this process.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+def die_with_the_parent(parent: int) -> None:
+    """Let Linux kill this process when the parent's thread that started it ends; elsewhere the line's end does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as text: pickled, it might not arrive."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "no message"
+    trace = "".join(traceback.format_exception(error))
+    return {"kind": type(error).__name__, "module": type(error).__module__, "message": message, "trace": trace}
+
+
+def reply(action: Callable[..., Any], *arguments: Any) -> bytes:
+    """What an action gives, or what it raises in words; sys.exit() in an environment does not end this process."""
+    try:
+        return pickle.dumps((True, action(*arguments)))
+    except BaseException as error:
+        return pickle.dumps((False, describe(error)))
+
+
+def serve(line: socket.socket) -> None:
+    """Make what the first message asks for, then call its methods until nobody is left to ask; then close it."""
+    served: list[Any] = []
+    sys.path[:], maker = pickle.loads(receive(line))
+    send(line, reply(lambda: served.append(pickle.loads(maker)())))
+    method = ""
+    try:
+        while True:
+            method, arguments = pickle.loads(receive(line))
+            send(line, reply(getattr(served[0], method), *arguments))
+    except (EOFError, OSError):
+        if served and method != "close":
+            reply(served[0].close)
+
+
+if __name__ == "__main__":
+    os.setpgid(0, 0)  # what the environment starts can be ended with it
+    leave_signals_to_the_parent()
+    if sys.argv[2] != "0":
+        die_with_the_parent(int(sys.argv[2]))
+    faulthandler.enable()
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # a thread of the environment cannot keep the process

@@ -1,0 +1,211 @@
+"""Worker processes: fresh interpreters that each hold one object, called by name; none can hang or outlive a run.
+
+What they do is the object's affair: `envs/remote.py` steps one environment, `runtime/doctor.py` plays one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from rl_training.envs.worker_process import receive, send
+from rl_training.errors import EnvironmentFailure, UserError
+
+ENTRY = Path(__file__).with_name("worker_process.py")
+LOOK_EVERY = 0.5  # seconds between looks at the processes; the end of one is mostly seen at once, on its line
+CLOSE_SECONDS = 10.0  # for `close` of the objects
+LEAVE_SECONDS = 2.0  # for a process to end after it, or after a failure
+
+
+class WorkerFailure(EnvironmentFailure):
+    """A worker process ended by itself or fell silent."""
+
+
+class Worker:
+    """One process and the line to it."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self.line, other = socket.socketpair()
+        self.poll = select.poll()
+        self.poll.register(self.line, select.POLLIN)
+        # Linux ends the process with the thread that starts it: right for the main thread, which lives as long as the
+        # run's process; started elsewhere, it ends when its line does.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        command = [sys.executable, str(ENTRY), str(other.fileno()), str(parent)]
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            descriptors = (other.fileno(), *descriptors)
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            other.close()
+
+    def describe_end(self) -> str:
+        """How the process ended, waiting a moment for it where only its line has."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(LEAVE_SECONDS)
+        code = self.process.returncode
+        if code is None:
+            return "stopped answering"
+        if code == -signal.SIGSEGV:
+            return "ended in a segmentation fault"
+        if code == -signal.SIGKILL:
+            return "was killed by signal 9, often because memory ran out"
+        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+    def end(self, deadline: float) -> None:
+        """Reap the process, killed if it is still there at the deadline, and what it started and left behind."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not have come to lead its group
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(LEAVE_SECONDS)
+
+
+class Workers:
+    """Several processes, each with the object that its maker makes there.
+
+    `name` is what failures call the environment. Whatever goes wrong in one ends all of them, and raises: WorkerFailure
+    when a process ended or gave no answer for `timeout` seconds, else what the object raised, in words.
+    """
+
+    def __init__(
+        self, makers: Sequence[Callable[[], Any]], name: str, timeout: float, descriptors: Sequence[int] = ()
+    ) -> None:
+        self.name, self.timeout, self.count = name, timeout, len(makers)
+        self._workers: list[Worker] = []
+        self._index_of: dict[int, int] = {}  # by the descriptor of a worker's line
+        self._busy: set[int] = set()  # who owes an answer
+        self._poll = select.poll()  # of all lines
+        try:
+            pickled = [cloudpickle.dumps(maker) for maker in makers]
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".rstrip(".")
+            raise UserError(f"{name} cannot be sent to a worker process ({reason}); use vectorization sync.") from error
+        try:
+            for index in range(self.count):  # all start before the first is waited for
+                self._workers.append(worker := Worker(descriptors))
+                worker.line.settimeout(timeout)
+                self._index_of[worker.line.fileno()] = index
+                self._poll.register(worker.line, select.POLLIN)
+            self._exchange([pickle.dumps((sys.path, maker)) for maker in pickled], timeout)
+        except OSError as error:
+            self._end()
+            reason = f"{type(error).__name__}: {error}".rstrip(".")
+            raise UserError(f"num_envs is {self.count}; so many processes cannot start here ({reason}).") from error
+        except BaseException:
+            self._end()
+            raise
+
+    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
+        """Call a method of every object, all at once; the results in order."""
+        return self.call_pickled(pickle.dumps((method, arguments)), timeout)
+
+    def call_pickled(self, request: bytes, timeout: float | None = None) -> list[Any]:
+        """`call`, with (method, arguments) pickled before."""
+        if self._busy or not self._workers:
+            raise EnvironmentFailure.of(self.name, "was interrupted" if self._busy else "has no workers any more")
+        try:
+            return self._exchange([request] * self.count, timeout or self.timeout)
+        except (EnvironmentFailure, UserError):
+            with suppress(EnvironmentFailure, UserError):  # the first failure is the one to tell
+                self.close()
+            raise
+
+    def _exchange(self, requests: list[bytes], timeout: float) -> list[Any]:
+        """Send each worker its request, and wait for every answer, or for the first thing that goes wrong."""
+        deadline = time.monotonic() + timeout
+        self._busy.update(range(self.count))
+        for index, request in enumerate(requests):
+            self._on_line(index, send, request)
+        results: list[Any] = [None] * self.count
+        for index, worker in enumerate(self._workers):  # in turn while nobody is late: it takes the fewest wake-ups
+            if not worker.poll.poll(1e3 * LOOK_EVERY):
+                break
+            results[index] = self._take_answer(index)
+        while self._busy:
+            ready = self._poll.poll(1e3 * LOOK_EVERY)
+            for line, _ in ready:
+                index = self._index_of[line]
+                results[index] = self._take_answer(index)
+            if not ready:
+                self._look_at_processes(deadline, timeout)
+        return results
+
+    def _take_answer(self, index: int) -> Any:
+        succeeded, result = pickle.loads(self._on_line(index, receive))
+        self._busy.discard(index)
+        if not succeeded:
+            raise self._raised(index, result)
+        return result
+
+    def _on_line(self, index: int, action: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return action(self._workers[index].line, *arguments)
+        except TimeoutError:
+            raise self._silent(index, self.timeout) from None
+        except (EOFError, OSError):
+            raise self._ended(index) from None
+
+    def _look_at_processes(self, deadline: float, timeout: float) -> None:
+        """Find a process that ended while something that it started holds its line, or that takes too long."""
+        for index in sorted(self._busy):
+            if self._workers[index].process.poll() is not None:
+                raise self._ended(index)
+            if time.monotonic() > deadline:
+                raise self._silent(index, timeout)
+
+    def _raised(self, index: int, error: dict[str, Any]) -> Exception:
+        if error["module"] == UserError.__module__:  # a sentence already
+            kind = UserError if error["kind"] == UserError.__name__ else EnvironmentFailure
+            failure: Exception = kind(self._in_worker(index, error["message"]))
+        else:
+            sentence = str(EnvironmentFailure.raised(self.name, error["kind"], error["message"]))
+            failure = EnvironmentFailure(self._in_worker(index, sentence))
+        failure.__cause__ = RuntimeError(error["trace"])
+        return failure
+
+    def _ended(self, index: int) -> WorkerFailure:
+        return self._failure(index, f"failed: its process {self._workers[index].describe_end()}")
+
+    def _silent(self, index: int, seconds: float) -> WorkerFailure:
+        return self._failure(index, f"gave no answer for {seconds:g} seconds (worker_timeout)")
+
+    def _failure(self, index: int, what: str) -> WorkerFailure:
+        return WorkerFailure(self._in_worker(index, str(EnvironmentFailure.of(self.name, what))))
+
+    def _in_worker(self, index: int, sentence: str) -> str:
+        """The sentence with the worker named at the end of its first part."""
+        head, mark, tail = sentence.partition("; ")
+        return f"{head} (worker {index + 1} of {self.count}){mark}{tail}"
+
+    def close(self) -> None:
+        """End every process, in good order where all are idle, else by force; again does nothing."""
+        try:
+            if self._workers and not self._busy:
+                self._exchange([pickle.dumps(("close", ()))] * self.count, CLOSE_SECONDS)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.line.close()
+        deadline = time.monotonic() + LEAVE_SECONDS
+        for worker in workers:
+            worker.end(deadline)
