@@ -209,6 +209,10 @@ def test_a_policy_of_a_callable_is_evaluated_and_resumed_under_the_users_own_nam
     succeed("eval", "--checkpoint", checkpoint, "--env", "CartPole-v1", "--num-episodes", 1)
     out = succeed("resume", "--checkpoint", checkpoint, "--env", "CartPole-v1", "--total-timesteps", 200)
     assert next_commands(out)[0][3:5] == ["--env", "CartPole-v1"]
+    moved = ["--set", "env_id=mine:make", "--force", "--total-timesteps", 300]
+    sys.path.remove(str(tmp_path))
+    for words in next_commands(succeed("resume", "--checkpoint", checkpoint, *moved)):
+        succeed(*words)
 
 
 # ---- the working directory ------------------------------------------------------------------------------------------

@@ -35,8 +35,11 @@ def resume(
     from rl_training.cli.screen import make_console, print_run, repeat_names
 
     budget = None if total_timesteps is None else whole_number("--total-timesteps", total_timesteps, least=1)
-    named = name_environment(env, modules)
     path = find_checkpoint(checkpoint)
+    changes = read_changes(path, settings)
+    if env is None and isinstance(changes.get("env_id"), str):
+        env = changes["env_id"]  # which --set names, and so does the user
+    named = name_environment(env, modules)
     from rl_training.runtime.run import Callback, Run
     from rl_training.runtime.workflows import resume_training
 
@@ -50,7 +53,7 @@ def resume(
 
     watch = Watch()
     result = resume_training(
-        path, total_timesteps=budget, output_dir=output_dir, changes=read_changes(path, settings), force=force,
+        path, total_timesteps=budget, output_dir=output_dir, changes=changes, force=force,
         env=named, callbacks=[watch], console=True,
     )  # fmt: skip
     trained = result.metrics["global_step"] - watch.first_step

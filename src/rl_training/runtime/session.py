@@ -46,7 +46,8 @@ def open_session(
     """Check the config against algorithm and environment and build both; `restored` is a checkpoint to go on from."""
     spec = get_algorithm_spec(config.algo)
     params = read_params(spec.params, config.algo_kwargs)
-    recipe = read_recipe(config.env_id, config.env_kwargs, config.named if env is None else env)
+    named = (*config.named, *(env or ())) if env is None or isinstance(env, tuple) else env
+    recipe = read_recipe(config.env_id, config.env_kwargs, named)
     spaces = probe_spaces(recipe)
     spec.check_support(spaces)
     if restored is None:
