@@ -137,8 +137,8 @@ def allocate(specs: Mapping[str, ArraySpec], folder: MappedFolder | None, what: 
         if not isinstance(error, OSError):
             raise
         raise UserError(
-            f"{what} needs {explain_bytes(specs)}, which cannot be reserved in {folder.path.parent} ({error.strerror}); "
-            "make room there, or lower buffer_capacity."
+            f"{what} needs {explain_bytes(specs)}, which cannot be reserved in {folder.path.parent} "
+            f"({error.strerror}); make room there, or lower buffer_capacity."
         ) from None
 
 
