@@ -209,7 +209,12 @@ def start_report(rounds: int) -> dict[str, Any]:
         "platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count(),
         "load_average": os.getloadavg(), **{name: version(name) for name in PACKAGES},
     }  # fmt: skip
-    return {"machine": machine, "command": sys.argv, "rounds": rounds}
+    return {"machine": machine, "command": without_folders(sys.argv), "rounds": rounds}
+
+
+def without_folders(command: Sequence[str]) -> list[str]:
+    """The command, of each absolute path the name only: a record is no place for the folders of a machine."""
+    return [os.path.basename(part) if os.path.isabs(part) else part for part in command]
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -106,6 +107,9 @@ class TrainerSmoke:
         assert result.metrics["updates"] >= 1
         check_actions(result.policy.predict, action, observation)
         check_actions(lambda obs: predict_checkpoint(result.checkpoint_path, obs), action, observation)
+        batch = np.stack([OBSERVATIONS[observation].sample() for _ in range(4)])
+        pickled = pickle.loads(pickle.dumps(result.policy))
+        np.testing.assert_array_equal(pickled.predict(batch), result.policy.predict(batch))
 
     def test_result_has_the_metrics_and_files_of_a_run(self, tmp_path: Path) -> None:
         config = kind_config(self.algo, tmp_path, first_kind(self.algo), "vector", eval_episodes=3)

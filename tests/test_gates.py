@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 
 import render_results  # noqa: E402
 import run_gates  # noqa: E402
+import sides  # noqa: E402
 
 from rl_training.errors import UserError  # noqa: E402
 from rl_training.experiment.config import list_presets  # noqa: E402
@@ -211,3 +214,15 @@ def test_a_bar_in_steps_is_shown_with_what_it_is_held_against(tmp_path: Path, li
 def test_the_results_page_holds_its_markers() -> None:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert render_results.fill(text, "") != ""
+
+
+def test_nothing_recorded_or_documented_names_a_folder_of_a_machine() -> None:
+    folders = ["benchmarks/results", "results", "docs"]
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    names = [name for name in listed.stdout.split("\0") if name]
+    if listed.returncode or not names:
+        pytest.skip("not a checkout")
+    path = re.compile(rb"(?<![\w.>-])/(work|root|tmp|home|Users)/")
+    assert [name for name in names if path.search((ROOT / name).read_bytes()) and not name.endswith(".png")] == []
+    command = ["/home/me/compare_sb3.py", "--output", "/tmp/me/a.json", "--only", "ppo"]
+    assert sides.without_folders(command) == ["compare_sb3.py", "--output", "a.json", "--only", "ppo"]

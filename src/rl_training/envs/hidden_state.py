@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 
 DEEPEST = 4  # attributes of attributes
-MOST_PARTS = 2_000  # of one attribute
+MOST_PARTS = 500  # of one attribute
 MOST_BYTES = 1 << 20  # of one array
 UNREAD = ("env", "spec", "_cached_spec", "render_mode")  # other layers, and what no step changes
 

@@ -11,6 +11,7 @@ Header and trailer stay as they are in every future format, so that an old progr
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import mmap
@@ -188,7 +189,23 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: a name that no file system has
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read ({reason}); check the path and its permissions.") from None
-    version = _HEADER.unpack_from(buffer)[1]
+    return _parse(path, buffer)
+
+
+def pack_tree(tree: Mapping[str, Any]) -> bytes:
+    """What `save_checkpoint` would write, for another process."""
+    file = io.BytesIO()
+    _Writer(file).write(tree)
+    return file.getvalue()
+
+
+def unpack_tree(data: bytes) -> dict[str, Any]:
+    """The inverse of `pack_tree`."""
+    return _parse("the tree in memory", bytearray(data))
+
+
+def _parse(path: str | Path, buffer: bytearray | mmap.mmap) -> dict[str, Any]:
+    size, version = len(buffer), _HEADER.unpack_from(buffer)[1]
     index_length, crc, _ = _TRAILER.unpack_from(buffer, size - _TRAILER.size)
     if zlib.crc32(memoryview(buffer)[: size - _TRAILER.size + 8]) != crc:
         raise _damaged(path, "its checksum does not match its contents")
@@ -225,7 +242,7 @@ def _read_whole(file: Any, size: int) -> bytearray | mmap.mmap:
     return buffer
 
 
-def _damaged(path: Path, reason: str) -> UserError:
+def _damaged(path: str | Path, reason: str) -> UserError:
     return UserError(f"{path} is damaged ({reason}); use another checkpoint of the run.")
 
 

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm, Array
 
+_LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()
+
+
+def acting_lock(algorithm: Algorithm) -> Any:
+    """The lock of everybody who acts with a learner outside training: for a moment each puts its own generator in."""
+    return _LOCKS.setdefault(algorithm, threading.RLock())
+
 
 class ActingSession:
-    """Acts for N environments with its own generators and memory; never moves the training stream."""
+    """Acts for N environments with its own generators and memory; never moves the training stream.
+
+    Several sessions of one learner may act in several threads, one after the other.
+    """
 
     def __init__(self, algorithm: Algorithm, num_envs: int, seed: int, *, deterministic: bool = True) -> None:
         self.algorithm, self.num_envs, self.deterministic = algorithm, num_envs, deterministic
         self.rng = np.random.default_rng(seed)
         self.generator = torch.Generator(algorithm.device).manual_seed(seed)
         self._numpy_policy = algorithm.numpy_policy()
+        self._lock = acting_lock(algorithm)
         self.forget()
 
     def forget(self) -> None:
@@ -28,8 +41,12 @@ class ActingSession:
 
     def act(self, obs: Array, masks: Array | None = None, is_first: Array | None = None) -> Array:
         """Actions of the policy for encoded observations [N, ...]."""
-        if self._numpy_policy is not None:
-            return self._numpy_policy(obs, masks, self.rng, self.deterministic)
+        with self._lock:
+            if self._numpy_policy is not None:
+                return self._numpy_policy(obs, masks, self.rng, self.deterministic)
+            return self._act_in_torch(obs, masks, is_first)
+
+    def _act_in_torch(self, obs: Array, masks: Array | None, is_first: Array | None) -> Array:
         device = self.algorithm.device
 
         def tensor(array: Array | None) -> Any:

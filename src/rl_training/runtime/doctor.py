@@ -13,6 +13,7 @@ from gymnasium import spaces as gs
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
 from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.hidden_state import checksum
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.experiment.config import TrainConfig
@@ -186,7 +187,8 @@ def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     """Whether two environments with one seed and the same actions go the same way."""
     for number, (one, other) in enumerate(zip(*(play(recipe, spaces, seed, STEPS) for _ in range(2)), strict=True)):
         # a NaN in both is no difference; it is found as what it is
-        if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one[:4], other[:4], strict=True)):
+        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one[:4], other[:4], strict=True))
+        if not same or checksum(one[4].get("action_mask")) != checksum(other[4].get("action_mask")):
             return Check("determinism", WARN, f"two copies with the same seed and actions differ at step {number}",
                          "Draw all randomness from self.np_random, seeded by super().reset(seed=seed).")  # fmt: skip
     return Check("determinism", OK, f"two copies agree in every value over {STEPS} steps")

@@ -16,9 +16,9 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.envs.factory import UserEnv, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, counted
-from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.experiment.checkpointing import load_checkpoint, pack_tree, unpack_tree
 from rl_training.experiment.config import TrainConfig, load_config
-from rl_training.runtime.acting import ActingSession
+from rl_training.runtime.acting import ActingSession, acting_lock
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator, record_video, watch
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import change_params, dump_params, read_params
@@ -53,10 +53,13 @@ class TrainResult:
 
 
 class TrainedPolicy:
-    """A learner with the spaces it acts in: predicts without an environment."""
+    """A learner with the spaces it acts in: predicts without an environment, in any thread.
 
-    def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, seed: int) -> None:
-        self.algorithm, self.spaces, self.seed = algorithm, spaces, seed
+    It can be pickled to another process, where it acts on the CPU and draws from the start of its seed again.
+    """
+
+    def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig) -> None:
+        self.algorithm, self.spaces, self.config, self.seed = algorithm, spaces, config, config.seed
         self._sessions: dict[tuple[int, bool], ActingSession] = {}
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
@@ -66,9 +69,11 @@ class TrainedPolicy:
         """
         encoded, is_batch = self.spaces.encode_for_prediction(obs)
         masks = self.spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
-        session = self.session(len(encoded), deterministic)
-        session.forget()
-        actions = self.spaces.map_actions(session.act(encoded, masks, np.ones(len(encoded), dtype=bool)))
+        with acting_lock(self.algorithm):
+            session = self.session(len(encoded), deterministic)
+            session.forget()
+            chosen = session.act(encoded, masks, np.ones(len(encoded), dtype=bool))
+        actions = self.spaces.map_actions(chosen)
         return actions if is_batch else plain_action(actions[0])
 
     def session(self, count: int, deterministic: bool) -> ActingSession:
@@ -77,6 +82,17 @@ class TrainedPolicy:
         if key not in self._sessions:
             self._sessions[key] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
         return self._sessions[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The parts of a checkpoint that predicting needs, in its own format."""
+        with acting_lock(self.algorithm):
+            state = dict(self.algorithm.state_dict())
+        parts = {"config": self.config.model_dump(mode="json"), "spaces": self.spaces.to_dict(), "algorithm": state}
+        return _unpickle_policy, (pack_tree(parts),)
+
+
+def _unpickle_policy(data: bytes) -> TrainedPolicy:
+    return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data)))
 
 
 def plain_action(action: Any) -> Any:
@@ -151,7 +167,7 @@ def execute(
             metrics = run.finish()
     finally:
         run.close()
-    policy = TrainedPolicy(session.algorithm, session.spaces, session.config.seed)
+    policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy)
 
 
@@ -261,8 +277,7 @@ def first_difference(stored: Any, built: Any, name: str) -> str | None:
 
 def load_policy(path: PathLike) -> TrainedPolicy:
     """The policy in a checkpoint, on the CPU, ready to predict."""
-    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
-    return TrainedPolicy(algorithm, spaces, config.seed)
+    return TrainedPolicy(*load_algorithm(path, read_checkpoint(path)))
 
 
 def predict_checkpoint(path: PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None) -> Any:
