@@ -7,7 +7,6 @@ import io
 import json
 import math
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 

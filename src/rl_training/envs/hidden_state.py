@@ -15,6 +15,7 @@ import numpy as np
 DEEPEST = 4  # attributes of attributes
 MOST_PARTS = 500  # of one attribute
 MOST_BYTES = 1 << 20  # of one array
+REPORTERS = (gym.wrappers.RecordEpisodeStatistics, gym.wrappers.PassiveEnvChecker)  # wrappers that change nothing
 UNREAD = ("env", "spec", "_cached_spec", "render_mode")  # other layers, and what no step changes
 
 
@@ -27,7 +28,7 @@ def hidden_state(env: gym.Env[Any, Any]) -> dict[str, int]:
     sums: dict[str, int] = {}
     layer: Any = env
     while layer is not None:
-        if not isinstance(layer, gym.wrappers.RecordEpisodeStatistics):  # it only reports
+        if not isinstance(layer, REPORTERS):
             for name, value in list(vars(layer).items()):
                 if name not in UNREAD:
                     sums[f"{type(layer).__name__}.{name.lstrip('_')}"] = checksum(value)
