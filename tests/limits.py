@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ def limited(*, seconds: float, megabytes: int = 600) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TooSlow(f"not done after {seconds} seconds")
 
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     previous = signal.signal(signal.SIGALRM, stop)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + megabytes * 2**20, before[1]))
+    if sys.platform == "linux":  # which says what is in use, and obeys
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, before[1]))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
