@@ -325,8 +325,8 @@ class Misbehaves(Walk):
         if self.fault == "changing spaces":
             self.observation_space = gs.Box(-100.0, 100.0, (3,), np.float32)
         wrong = {
-            "wrong shape": good[None], "wrong dtype": good.astype(np.complex64), "scalar": np.float32(0.5), "None": None,
-            "NaN": good * np.nan, "changing spaces": np.zeros(3, dtype=np.float32),
+            "wrong shape": good[None], "wrong dtype": good.astype(np.complex64), "scalar": np.float32(0.5),
+            "None": None, "NaN": good * np.nan, "changing spaces": np.zeros(3, dtype=np.float32),
         }  # fmt: skip
         return wrong.get(self.fault, good)
 

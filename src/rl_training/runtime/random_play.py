@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,8 @@ def play(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, steps: int) -> Iterato
             if terminated or truncated:
                 _, info = env.reset(seed=seed + number + 1)
     finally:
-        env.close()
+        with suppress(Exception, SystemExit):  # it may be dropped half-way, where nobody can be told
+            env.close()
 
 
 class Player:
