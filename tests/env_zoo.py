@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -302,6 +309,100 @@ class FailsInStep(Walk):
 class WrongShape(Walk):
     def observe(self) -> Any:
         return np.zeros(3, dtype=np.float32)
+
+
+class CannotBePickled(RuntimeError):
+    """Neither it nor what it holds can be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("no pickle", threading.Lock())
+
+
+class Misbehaves(Walk):
+    """A walk that does one wrong thing: ZOO_FAULT, from step ZOO_AFTER of this environment on.
+
+    Variables of the process rather than arguments, so that a checkpoint of a good walk can be played by a bad one.
+    ZOO_MARK names a file that is there once the fault has begun.
+    """
+
+    def __init__(self, length: int = 5) -> None:
+        self.fault, self.after = os.environ.get("ZOO_FAULT", ""), int(os.environ.get("ZOO_AFTER", "30"))
+        self.taken = 0
+        super().__init__(10**9 if self.fault == "never ends" else length)
+        self.closed = threading.Event()
+        if self.fault == "threads":
+            threading.Thread(target=self.closed.wait).start()
+
+    @property
+    def is_bad(self) -> bool:
+        bad = self.taken >= self.after
+        if bad and "ZOO_MARK" in os.environ:
+            Path(os.environ["ZOO_MARK"]).touch()
+        return bad
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if self.fault == "raises in reset" and self.is_bad:
+            raise RuntimeError("no more episodes")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.taken += 1
+        if self.is_bad:
+            self.break_down()
+        observation, reward, _, truncated, info = super().step(action)
+        if self.fault == "NaN reward" and self.is_bad:
+            reward = float("nan")
+        return observation, reward, False, truncated, info
+
+    def break_down(self) -> None:
+        match self.fault:
+            case "raises in step":
+                raise RuntimeError("the simulator broke")
+            case "raises what no pickle holds":
+                raise CannotBePickled
+            case "stalls":
+                time.sleep(3600)
+            case "sys.exit":
+                sys.exit(0)
+            case "os._exit":
+                os._exit(3)
+            case "segfault":
+                ctypes.string_at(0)
+            case "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "slow":
+                time.sleep(0.002)
+            case "torch with two threads":
+                import torch
+
+                torch.set_num_threads(2)
+                torch.randn(300, 300) @ torch.randn(300, 300)
+            case "own random generator":
+                self.position += float(np.random.default_rng().normal())
+
+    def observe(self) -> Any:
+        good = super().observe()
+        if not self.is_bad:
+            return good
+        if self.fault == "changing spaces":
+            self.observation_space = gs.Box(-100.0, 100.0, (3,), np.float32)
+        wrong = {
+            "wrong shape": good[None], "wrong dtype": good.astype(np.complex64), "scalar": np.float32(0.5),
+            "None": None, "NaN": good * np.nan, "changing spaces": np.zeros(3, dtype=np.float32),
+        }  # fmt: skip
+        return wrong.get(self.fault, good)
+
+    def info(self) -> Any:
+        if self.fault == "wrong mask":
+            return {"action_mask": np.ones(3 if self.is_bad else 2, dtype=np.int8)}
+        if self.fault == "ragged info":
+            return {"notes": np.zeros(self.t + int(abs(self.position) * 5)), f"key {self.t}": [[], [1]]}
+        return None if self.fault == "info is None" else {}
+
+    def close(self) -> None:
+        self.closed.set()
+        if self.fault == "sys.exit in close" and self.is_bad:
+            sys.exit(0)
 
 
 class CountsSteps(Walk):

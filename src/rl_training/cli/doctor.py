@@ -99,9 +99,13 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
         spec = get_algorithm_spec(algo)
         config = build_config(None, algo, env, settings, total_timesteps=budget)
         recipe = read_recipe(config.env_id, config.env_kwargs, config.named)
-    spaces = probe_spaces(recipe)
+    limit = checks.PROCESS_SECONDS if config is None else config.worker_timeout
+    lives = checks.check_process(recipe, timeout=limit)
+    spaces = probe_spaces(recipe) if lives.status != "fail" else None  # which would not come back
     console.print(f"[bold]{env}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
-    found = [_show(console, check) for check in checks.check_environment(recipe, spaces, spec)]
+    found = [_show(console, lives)]
+    if spaces is not None:
+        found += [_show(console, check) for check in checks.check_environment(recipe, spaces, spec)]
     if config is not None and not any(check.status == "fail" for check in found):
         found += [_show(console, check) for check in checks.check_algorithm(config)]
     _show_fixes(console, found)

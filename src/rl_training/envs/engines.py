@@ -116,7 +116,10 @@ class SyncEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Replay every current episode."""
-        return self._encode_all([env.restore_episode(state["episodes"]) for env in self.envs])
+        try:
+            return self._encode_all([env.restore_episode(state["episodes"]) for env in self.envs])
+        except SystemExit as error:
+            raise self._failure(error) from error
 
     def close(self) -> None:
         """Close every environment; what one raises then is told, unless it broke before and that was."""

@@ -44,7 +44,7 @@ class SharedRows:
 
 def _open_memory(size: int) -> int:
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("rl_training", 0)
+        descriptor = os.memfd_create("rl_training")
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())

@@ -150,14 +150,13 @@ class EnvSpaces:
         space = self.row_space
         if array.shape == space.shape and self._reads(array.dtype):
             return array
-        if array.dtype.kind not in "biuf":
-            nothing = array.ndim == 0 and array.item() is None
-            found = "None" if nothing else f"a {type(row).__name__}"
-            what = f"gave {found} as an observation; its space says numbers of shape {space.shape}"
-        elif array.shape != space.shape:
+        if array.shape == space.shape:
+            what = f"gave an observation of dtype {array.dtype}; its space says {space.dtype}"
+        elif array.dtype.kind in "biuf":
             what = f"gave an observation of shape {array.shape}; its space says {space.shape}"
         else:
-            what = f"gave an observation of dtype {array.dtype}; its space says {space.dtype}"
+            found = "None" if array.ndim == 0 and array.item() is None else f"a {type(row).__name__}"
+            what = f"gave {found} as an observation; its space says numbers of shape {space.shape}"
         raise EnvironmentFailure.of(self.env_id, what)
 
     def _reads(self, dtype: np.dtype[Any]) -> bool:

@@ -98,7 +98,9 @@ if __name__ == "__main__":
     leave_signals_to_the_parent()
     if sys.argv[2] != "0":
         die_with_the_parent(int(sys.argv[2]))
-    faulthandler.enable()
+    if sys.stderr is not None:
+        faulthandler.enable()
     serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os._exit(0)  # a thread of the environment cannot keep the process

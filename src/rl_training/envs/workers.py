@@ -192,7 +192,8 @@ class Workers:
     def _in_worker(self, index: int, sentence: str) -> str:
         """The sentence with the worker named at the end of its first part."""
         head, mark, tail = sentence.partition("; ")
-        return f"{head} (worker {index + 1} of {self.count}){mark}{tail}"
+        where = f" (worker {index + 1} of {self.count})" if self.count > 1 else ""
+        return f"{head}{where}{mark}{tail}"
 
     def close(self) -> None:
         """End every process, in good order where all are idle, else by force; again does nothing."""
@@ -204,6 +205,7 @@ class Workers:
 
     def _end(self) -> None:
         workers, self._workers = self._workers, []
+        self._busy.clear()
         for worker in workers:
             worker.line.close()
         deadline = time.monotonic() + LEAVE_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,17 +15,27 @@ from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.hidden_state import checksum
+from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.workers import WorkerFailure, Workers
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import format_duration
 from rl_training.runtime.bench import estimate_seconds, open_measured, storage_bytes
-from rl_training.runtime.random_play import compare_restored, make_stepper, play, reuses_arrays, sample_actions
+from rl_training.runtime.random_play import (
+    Player,
+    compare_restored,
+    make_stepper,
+    play,
+    reuses_arrays,
+    sample_actions,
+)
 from rl_training.runtime.spec import AlgorithmSpec
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step
 SECONDS = 1.0  # of each timing
+PROCESS_SECONDS = 60.0  # that an environment's process may be silent
 SHOWN = 6  # parts or dimensions named one by one
 LARGE = 10.0  # observations beyond this learn badly unless normalised
 
@@ -36,6 +47,21 @@ class Check(NamedTuple):
     status: str
     detail: str
     fix: str = ""
+
+
+def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SECONDS) -> Check:
+    """Whether a process that plays the environment lives and answers; the other checks play it in this one."""
+    try:
+        workers = Workers([partial(Player, pickle_registrations(), recipe, seed)], recipe.env_id, timeout)
+        try:
+            (steps,) = workers.call("play", 10 * STEPS, 2 * SECONDS)
+        finally:
+            workers.close()
+    except WorkerFailure as error:
+        return Check("process", FAIL, _without_advice(error), "Fix this first: it would end a run, or this check, too.")
+    except (EnvironmentFailure, UserError) as error:
+        return Check("process", WARN, _without_advice(error), "See the checks below.")
+    return Check("process", OK, f"lives through {steps:,} steps in a process of its own")
 
 
 def check_environment(
@@ -58,16 +84,20 @@ def _guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterato
         found = check()
         yield from [found] if isinstance(found, Check) else found
     except (EnvironmentFailure, UserError) as error:
-        yield Check(name, FAIL, str(error).partition("; fix")[0], "Fix this first.")
-    except Exception as error:
+        yield Check(name, FAIL, _without_advice(error), "Fix this first.")
+    except (Exception, SystemExit) as error:
         reason = (str(error).splitlines() or [""])[0]
         yield Check(name, FAIL, f"the environment raised {type(error).__name__}: {reason}", "Fix what it raises first.")
+
+
+def _without_advice(error: Exception) -> str:
+    return str(error).partition("; fix")[0]
 
 
 def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Check]:
     """Whether observations are what the space says, and of a size that learns well."""
     rows = [obs for obs, *_ in play(recipe, spaces, seed, STEPS)]
-    encoded = spaces.encode(np.stack(rows))
+    encoded = spaces.encode_rows(rows)
     detail = f"{_shorten(spaces.observation_space)}, read as {spaces.obs_kind} {list(spaces.obs_shape)}"
     if not np.isfinite(encoded.astype(np.float64)).all():
         yield Check("observations", FAIL, f"{detail}: a NaN or infinity within {STEPS} steps",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from rl_training.envs.engines import make_engine
-from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces
+from rl_training.envs.remote import register_missing
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.stepper import Stepper
 
@@ -28,7 +30,28 @@ def play(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, steps: int) -> Iterato
             if terminated or truncated:
                 _, info = env.reset(seed=seed + number + 1)
     finally:
-        env.close()
+        with suppress(Exception, SystemExit):  # it may be dropped half-way, where nobody can be told
+            env.close()
+
+
+class Player:
+    """Plays an environment at random on request: what a worker process does for `doctor`."""
+
+    def __init__(self, registrations: Mapping[str, bytes], recipe: EnvRecipe, seed: int) -> None:
+        register_missing(registrations)
+        self.recipe, self.seed = recipe, seed
+
+    def play(self, steps: int, seconds: float) -> int:
+        """Play from the first reset; returns the number of steps, fewer than asked for when the time is up."""
+        taken, end = 0, time.perf_counter() + seconds
+        for _ in play(self.recipe, probe_spaces(self.recipe), self.seed, steps):
+            taken += 1
+            if time.perf_counter() > end:
+                break
+        return taken
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
 
 
 def sample_action(spaces: EnvSpaces, rng: np.random.Generator, info: dict[str, Any]) -> Any:

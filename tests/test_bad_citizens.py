@@ -1,0 +1,260 @@
+"""Environments that misbehave x train (sync, async), eval, doctor: each ends in time, is named, and leaves nothing.
+
+`python tests/test_bad_citizens.py` plays the whole table and prints it as Markdown, for docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from rl_training.envs import workers
+from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.stepper import Stepper
+from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.experiment.config import TrainConfig
+from rl_training.runtime import doctor
+from rl_training.runtime.random_play import sample_actions
+from rl_training.runtime.workflows import evaluate_checkpoint, read_checkpoint, train
+
+ENV = "env_zoo:Misbehaves"
+LIMIT = 120.0  # seconds for one command, its start and a stall of worker_timeout included
+SILENT = 4.0  # worker_timeout
+PATIENCE = 30.0  # seconds in which a run obeys one SIGTERM inside an environment
+
+WRONG = {  # what the run says, in every command that learns of it
+    "raises in reset": "raised RuntimeError: no more episodes",
+    "raises in step": "raised RuntimeError: the simulator broke",
+    "raises what no pickle holds": "raised CannotBePickled",
+    "sys.exit": r"called sys\.exit\(0\)|raised SystemExit: 0",
+    "sys.exit in close": r"called sys\.exit\(0\)|raised SystemExit: 0",
+    "wrong shape": r"gave an observation of shape \(1, 2\)",
+    "wrong dtype": "gave an observation of dtype complex64",
+    "scalar": r"gave an observation of shape \(\)",
+    "None": "gave None as an observation",
+    "changing spaces": r"gave an observation of shape \(3,\)",
+    "NaN": "NaN or an? infinity",
+    "NaN reward": r"NaN or an infinity|reward .*nan",
+    "wrong mask": "action_mask'] of env_zoo:Misbehaves has 3 entries",
+}
+DIES = {"os._exit": 3, "segfault": -signal.SIGSEGV, "SIGKILL": -signal.SIGKILL}  # and the code of its process
+TOLD = {"os._exit": "exited with code 3", "segfault": "segmentation fault", "SIGKILL": "killed by signal 9"}
+FINE = [
+    "info is None", "ragged info", "never ends", "slow", "torch with two threads", "threads", "own random generator",
+]  # fmt: skip
+FAULTS = [*WRONG, *DIES, "stalls", *FINE]
+COMMANDS = ["train sync", "train async", "eval", "doctor"]
+UNSEEN = {("NaN", "eval"), ("NaN reward", "eval"), ("wrong mask", "eval")}  # an evaluation goes on
+
+
+class Outcome(NamedTuple):
+    """How a command ended: with its exit code, what it said, and after how many SIGTERMs."""
+
+    code: int
+    text: str
+    seconds: float
+    signals: int
+
+
+def play(fault: str, command: str, folder: Path, checkpoint: Path) -> Outcome:
+    """Run one command line on an environment with that fault."""
+    scratch, mark = folder / "scratch", folder / "mark"
+    scratch.mkdir()
+    name, _, vectorization = command.partition(" ")
+    words = {
+        "train": f"train --algo a2c --env {ENV} --total-timesteps 160 --num-envs 2 --eval-episodes 0 --device cpu "
+        f"--output-dir {folder / 'runs'} --set algo_kwargs.num_steps=8 --set worker_timeout={SILENT} "
+        f"--set vectorization={vectorization}",
+        "eval": f"eval --checkpoint {checkpoint} --num-episodes 30",
+        "doctor": f"doctor --env {ENV} --algo a2c --set worker_timeout={SILENT}",
+    }[name]  # fmt: skip
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {
+        **os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch), "ZOO_FAULT": fault, "ZOO_MARK": str(mark),
+        "ZOO_AFTER": "3" if name == "eval" else "30", "COLUMNS": "400",
+    }  # fmt: skip
+    begun, signals = time.monotonic(), 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl_training", *words.split()], env=environ, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        if (fault == "stalls" and command in ("train sync", "eval")) or (fault, command) == ("never ends", "eval"):
+            while not mark.exists() and process.poll() is None:
+                time.sleep(0.05)
+            while process.poll() is None and signals < 2:
+                process.terminate()
+                signals += 1
+                wait(process, PATIENCE)
+        text, _ = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+        process.communicate()
+    assert [name for name in os.listdir(scratch) if not name.startswith("torchinductor")] == []
+    assert processes_with(str(mark)) == []
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "pym-", "rl_training"))]
+    return Outcome(process.returncode, text, time.monotonic() - begun, signals)
+
+
+def wait(process: subprocess.Popen[str], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def processes_with(mark: str) -> list[str]:
+    """Processes whose variables hold `mark`: those of one command, wherever they went."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"ZOO_MARK={mark}".encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def judge(fault: str, command: str, outcome: Outcome, folder: Path) -> str:
+    """Check a cell; returns its text in the table."""
+    code, text = outcome.code, outcome.text
+    in_process = command in ("train sync", "eval")
+    name = command.split()[0]
+    if name == "train":
+        (latest,) = folder.glob("runs/*/checkpoints/latest.ckpt")
+        read_checkpoint(latest)
+    if fault in DIES and in_process:
+        assert code == DIES[fault], text
+        if fault == "segfault":
+            assert "env_zoo.py" in text, "faulthandler says where"
+        return f"the process dies ({code})"
+    assert "Traceback" not in text, text
+    if outcome.signals:
+        assert code in (0, 1, 130, -signal.SIGTERM), text
+        return f"ends at SIGTERM ({code})" if outcome.signals == 1 else f"ends at the second SIGTERM ({code})"
+    if fault in FINE or (fault, command) in UNSEEN:
+        assert code == 0, text
+        warned = name == "doctor" and "!" in text
+        return "done, warns" if warned else "done"
+    expected = WRONG.get(fault) or TOLD.get(fault) or f"gave no answer for {SILENT:g} seconds"
+    assert re.search(expected, text), text
+    assert ENV in text
+    assert code == (2 if fault == "wrong mask" and name == "train" else 1), text
+    return f"named ({code})" if name != "doctor" else "found (1)"
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A policy of the walk without a fault."""
+    os.environ.pop("ZOO_FAULT", None)
+    config = TrainConfig(
+        algo="a2c", env_id=ENV, total_timesteps=16, output_dir=str(folder), eval_episodes=0, device="cpu",
+        algo_kwargs={"num_steps": 8},
+    )  # fmt: skip
+    return train(config, console=False).checkpoint_path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("good"))
+
+
+QUICK = [("segfault", "train async"), ("sys.exit", "train sync")]
+CELLS = [
+    pytest.param(fault, command, marks=() if (fault, command) in QUICK else pytest.mark.slow)
+    for fault in FAULTS
+    for command in COMMANDS
+]
+
+
+@pytest.mark.parametrize(("fault", "command"), CELLS)
+def test_a_bad_citizen_ends_in_time_and_is_named(fault: str, command: str, tmp_path: Path, checkpoint: Path) -> None:
+    judge(fault, command, play(fault, command, tmp_path, checkpoint), tmp_path)
+
+
+# ---- in this process -------------------------------------------------------------------------------------------------
+
+
+def step_until_it_fails(monkeypatch: pytest.MonkeyPatch, fault: str, vectorization: str) -> None:
+    monkeypatch.setenv("ZOO_FAULT", fault)
+    monkeypatch.setenv("ZOO_AFTER", "7")
+    recipe = read_recipe(ENV, {})
+    spaces = probe_spaces(recipe)
+    stepper = Stepper(make_engine(recipe, spaces, 2, 0, vectorization, SILENT), spaces, 2)
+    rng = np.random.default_rng(0)
+    try:
+        stepper.start()
+        for _ in range(30):
+            stepper.step(sample_actions(spaces, rng, 2, stepper.masks))
+    finally:
+        stepper.close()
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_step_is_the_same_sentence_in_sync(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((EnvironmentFailure, UserError), match=WRONG[fault]) as error:
+        step_until_it_fails(monkeypatch, fault, "sync")
+    assert ENV in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["raises what no pickle holds", "scalar", "wrong mask", "SIGKILL"])
+def test_a_wrong_step_names_its_worker_in_async(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((EnvironmentFailure, UserError), match={**WRONG, **TOLD}[fault]) as error:
+        step_until_it_fails(monkeypatch, fault, "async")
+    assert ENV in str(error.value)
+    assert re.search(r"\(worker [12] of 2\)", str(error.value))
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize("fault", ["info is None", "ragged info"])
+def test_infos_are_the_environments_own_affair(
+    fault: str, vectorization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_until_it_fails(monkeypatch, fault, vectorization)
+
+
+@pytest.mark.parametrize("fault", ["stalls", "segfault", "sys.exit", "raises in step", "slow"])
+def test_doctor_looks_in_a_process_of_its_own_first(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZOO_FAULT", fault)
+    monkeypatch.setattr(workers, "LEAVE_SECONDS", 0.1)
+    found = doctor.check_process(read_recipe(ENV, {}), timeout=3.0)
+    status = {"stalls": "fail", "segfault": "fail", "slow": "ok"}.get(fault, "warn")
+    assert (found.name, found.status) == ("process", status)
+    assert fault == "slow" or ENV in found.detail
+    assert "doctor --env" not in found.detail
+
+
+@pytest.mark.parametrize("fault", ["sys.exit", "wrong shape", "None", "wrong dtype", "sys.exit in close"])
+def test_an_evaluation_names_it_too(fault: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZOO_FAULT", fault)
+    monkeypatch.setenv("ZOO_AFTER", "3")
+    with pytest.raises(EnvironmentFailure, match=WRONG[fault]):
+        evaluate_checkpoint(checkpoint, num_episodes=2)
+
+
+if __name__ == "__main__":
+    print("| environment |", " | ".join(COMMANDS), "|\n|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as root:
+        good = make_checkpoint(Path(root) / "good")
+        for number, fault in enumerate(FAULTS):
+            cells = []
+            for command in COMMANDS:
+                folder = Path(root) / f"{number} {command}".replace(" ", "_")
+                folder.mkdir()
+                outcome = play(fault, command, folder, good)
+                try:
+                    cells.append(f"{judge(fault, command, outcome, folder)}, {outcome.seconds:.0f} s")
+                except AssertionError as error:
+                    print(fault, command, error, file=sys.stderr, flush=True)
+                    cells.append(f"**wrong** ({outcome.code})")
+            print(f"| {fault} | {' | '.join(cells)} |", flush=True)
