@@ -20,6 +20,7 @@ from env_zoo import Walk
 from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.data.rings import TransitionRings
+from rl_training.envs.engines import SyncEngine
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
@@ -203,7 +204,7 @@ def test_a_turn_that_never_ends_is_abandoned_and_said_so_now_and_later(
     hook_at(Hooked.steps - 20, stall)
     stopped = train(hooked(tmp_path / "stopped", algo, kwargs=kwargs), console=True)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
-    assert "so a resume from here is not exact" in capsys.readouterr().err
+    assert "a resume from here is not exact" in capsys.readouterr().err
     tree = load_checkpoint(stopped.checkpoint_path)
     assert tree["run"]["abandoned"]
     assert tree["source"]["stepper"] == {}
@@ -271,6 +272,25 @@ def test_an_environment_that_the_signal_broke_is_an_abandoned_turn(
     stopped = train(hooked(tmp_path), console=False)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
     assert load_checkpoint(stopped.checkpoint_path)["run"]["step"] == 64
+
+
+@NOT_EXACT
+def test_environments_that_are_gone_when_the_run_saves_do_not_keep_it_from_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers that died in an evaluation: nobody can tell where their episodes were."""
+
+    class Die(Callback):
+        def on_update(self, run: Run) -> None:
+            if run.step == 64:
+                monkeypatch.setattr(SyncEngine, "state_dict", fail(ConnectionResetError))
+                ask_to_stop()
+
+    stopped = train(hooked(tmp_path), callbacks=[Die()], console=False)
+    state = load_checkpoint(stopped.checkpoint_path)["run"]
+    assert (stopped.metrics["stop_reason"], state["step"], state["abandoned"]) == ("SIGTERM", 64, True)
+    monkeypatch.undo()
+    assert resume_training(stopped.checkpoint_path, console=False).metrics["stop_reason"] == "total_timesteps"
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

@@ -347,7 +347,13 @@ class Run:
     def checkpoint_tree(self, *, replay: bool) -> dict[str, Any]:
         """Everything that resuming, evaluating and predicting need."""
         session = self.session
-        source = session.source.state_dict()
+        try:
+            source = session.source.state_dict()
+        except Exception:  # of an environment that is gone, for example: the next turn will say so
+            if self.abandoned or not session.stepper.started:
+                raise
+            self._abandon_turn()
+            source = session.source.state_dict()
         if not replay:
             source.pop("replay", None)
         return {
@@ -485,8 +491,8 @@ class Run:
         self._in_turn, self.abandoned = False, True
         self.session.stepper.abandon()
         self.logger.message(
-            "warning: the turn under way is abandoned: an unfinished rollout is dropped and episodes start over, so a "
-            "resume from here is not exact"
+            "warning: the turn under way is abandoned: an unfinished rollout is dropped, episodes start over, and "
+            "a resume from here is not exact"
         )
 
     @contextmanager
