@@ -192,7 +192,7 @@ def check(case: Case, number: int, fail_at: int, **options: Any) -> None:
     (latest,) = checkpoints
     tree = load_checkpoint(latest)
     assert tree["run"]["step"] >= faults.saved, where
-    if faults.failed.startswith("env.") or error is None:
+    if error is None or (faults.failed.startswith("env.") and not options):  # else the disk is full by then
         assert tree["run"]["step"] >= watch.step, where
     if error is None:
         assert watch.step == 12, where

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
-from rl_training.errors import did_you_mean
+from rl_training.errors import EnvironmentFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
 from rl_training.runtime.evaluation import Evaluator
@@ -428,8 +428,9 @@ class Run:
             try:
                 part.close()
             except Exception as error:
-                kind, env_id = type(error).__name__, self.config.env_id
-                self.logger.message(f"warning: the environment {env_id} raised {kind} when it was closed: {error}")
+                if not isinstance(error, EnvironmentFailure):
+                    error = EnvironmentFailure.raised(self.config.env_id, type(error).__name__, str(error))
+                self.logger.message(f"warning: when it was closed, {error}")
         self.logger.close()
 
     # stopping early ------------------------------------------------------------------------------------------------
