@@ -242,6 +242,27 @@ def test_updates_that_take_too_long_are_abandoned_between_two_of_them(
     assert load_checkpoint(stopped.checkpoint_path)["run"]["abandoned"]
 
 
+def test_an_alarm_of_the_users_own_is_left_alone_and_comes_back(
+    tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None]
+) -> None:
+    def own(*_: Any) -> None:
+        raise AssertionError
+
+    def look() -> None:
+        assert signal.getsignal(signal.SIGALRM) is own
+        ask_to_stop()
+        assert signal.getsignal(signal.SIGALRM) is not own
+
+    before = signal.signal(signal.SIGALRM, own)
+    try:
+        hook_at(40, look)
+        assert train(hooked(tmp_path), console=False).metrics["stop_reason"] == "SIGTERM"
+        assert signal.getsignal(signal.SIGALRM) is own
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_second_signal_saves_nothing(
     tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -456,6 +456,7 @@ class Run:
             if self._evaluating and can_leave(frame):
                 raise Interruption
             if hasattr(signal, "setitimer"):
+                previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
                 signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
 
         def abandon(number: int, frame: FrameType | None) -> None:
@@ -464,14 +465,13 @@ class Run:
                 if can_leave(frame):
                     raise self._interruption
 
-        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask}
-        if hasattr(signal, "setitimer"):
-            handlers[signal.SIGALRM] = abandon
-        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        previous: dict[int, Any] = {}
+        for asking in (signal.SIGINT, signal.SIGTERM):
+            previous[asking] = signal.signal(asking, ask)
         try:
             yield
         finally:
-            if self._signal is not None and hasattr(signal, "setitimer"):
+            if len(previous) > 2:  # the alarm is set
                 signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in previous.items():
                 signal.signal(number, handler)
