@@ -290,7 +290,8 @@ def test_an_environment_that_the_signal_broke_is_an_abandoned_turn(
         raise EOFError
 
     hook_at(70, break_down)
-    stopped = train(hooked(tmp_path), console=False)
+    with pytest.warns(UserWarning, match=r"^after the signal there was EnvironmentFailure: .* raised EOFError"):
+        stopped = train(hooked(tmp_path), console=False)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
     assert load_checkpoint(stopped.checkpoint_path)["run"]["step"] == 64
 
@@ -492,6 +493,20 @@ def test_an_environment_that_raises_when_it_is_closed_is_a_warning(
     with pytest.warns(UserWarning, match="^when it was closed, .*Hooked raised RuntimeError: on purpose"):
         result = train(hooked(tmp_path), callbacks=[Break()], console=False)
     assert result.metrics["stop_reason"] == "total_timesteps"
+
+
+def test_an_environment_that_never_closes_is_left_once_a_signal_asked_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+
+    class Break(Callback):
+        def on_end(self, run: Run) -> None:
+            monkeypatch.setattr(Hooked, "close", lambda *_: stall())
+
+    with pytest.warns(UserWarning, match="Hooked took too long to close"):
+        result = train(hooked(tmp_path), callbacks=[Break()], console=False)
+    assert result.metrics["global_step"] == 128
 
 
 # ---- one process per folder ------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ class Run:
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
         self._interruption: Interruption | None = None  # of the turn under way
-        self._in_turn = self._evaluating = self._at_once = False
+        self._in_turn = self._evaluating = self._closing = self._at_once = False
         self._saved: tuple[float, ...] | None = None
         self._begun = self._resumed_at = self._last_save = time.perf_counter()
         self._steps_at_start = self.step
@@ -425,12 +425,17 @@ class Run:
     def close(self) -> None:
         """Close environments and files; everything is saved by now, so what an environment raises here is a warning."""
         for part in (self.evaluator, self.session.source):
+            self._closing = True
             try:
                 part.close()
+            except Interruption:
+                self.logger.message(f"warning: the environment {self.config.env_id} took too long to close")
             except Exception as error:
                 if not isinstance(error, EnvironmentFailure):
                     error = EnvironmentFailure.raised(self.config.env_id, type(error).__name__, str(error))
                 self.logger.message(f"warning: when it was closed, {error}")
+            finally:
+                self._closing = False
         self.logger.close()
 
     # stopping early ------------------------------------------------------------------------------------------------
@@ -440,7 +445,8 @@ class Run:
         """SIGINT and SIGTERM ask the run to stop; a second one stops it at once.
 
         An evaluation ends at once. A turn of the loop is finished, so that resuming is exact, unless it takes more than
-        `STOP_SECONDS`: then it is abandoned after its update or inside the environment, whichever comes first.
+        `STOP_SECONDS`: then it is abandoned after its update or inside the environment, whichever comes first. An
+        environment that takes as long to close is left.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -457,13 +463,15 @@ class Run:
                 raise Interruption
             if hasattr(signal, "setitimer"):
                 previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
-                signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
+                signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
 
         def abandon(number: int, frame: FrameType | None) -> None:
             if self._in_turn:
                 self._interruption = self.session.stepper.interruption = Interruption()
                 if can_leave(frame):
                     raise self._interruption
+            elif self._closing:
+                raise Interruption
 
         previous: dict[int, Any] = {}
         for asking in (signal.SIGINT, signal.SIGTERM):
@@ -485,6 +493,8 @@ class Run:
             if self._signal is None or not self._in_turn or not can_save_after(error):
                 raise
             self._abandon_turn()
+            if not isinstance(error, Interruption):
+                self.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
             self.stop_reason = signal.Signals(self._signal).name
 
     def _abandon_turn(self) -> None:
