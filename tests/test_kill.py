@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import mmap
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from resume_cases import StopAt, assert_same_run, rows_of, tiny
+from rl_training.cli.exits import run_to_exit_code
+from rl_training.envs.stepper import Stepper
+from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import load_config
+from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.experiment.logging import read_metrics
+from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 
 pytestmark = pytest.mark.slow
@@ -175,3 +188,148 @@ def test_the_command_ends_with_0_at_the_first_signal(tmp_path: Path, number: sig
     assert "Traceback" not in out + err
     (latest,) = tmp_path.glob("runs/*/checkpoints/latest.ckpt")
     assert assert_sound(latest) > 0
+
+
+# ---- a signal at a random moment -------------------------------------------------------------------------------------
+
+SIGNALS = int(os.environ.get("RL_TRAINING_SIGNALS", "48"))  # one for each cell of the table below
+INTERVAL = 64  # steps between checkpoints
+PHASES = ("collecting", "learning", "evaluating", "saving")
+SENT = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+Cell = tuple[signal.Signals, str, str, str]
+CELLS: list[Cell] = list(itertools.product(SENT, ("process", "group"), PHASES, ("sync", "async")))
+
+
+class Marker(Callback):
+    """Tells the parent when a phase is reached for the n-th time, and keeps its step where the parent can read it.
+
+    With `hold` it waits there for the signal; without, training goes on meanwhile.
+    """
+
+    def __init__(self, phase: str, occurrence: int, hold: bool, tell: int, step: mmap.mmap) -> None:
+        self.phase, self.left, self.hold, self.tell, self.step = phase, occurrence, hold, tell, step
+        self.run: Run | None = None
+
+    def on_start(self, run: Run) -> None:
+        self.run = run
+        learner = type(run.session.algorithm)
+        places: dict[str, tuple[Any, str]] = {
+            "collecting": (Stepper, "step"), "learning": (learner, "learn"), "evaluating": (CartPoleEnv, "step"),
+            "saving": (checkpointing._Writer, "_append"),
+        }  # fmt: skip
+        owner, name = places[self.phase]
+        original = getattr(owner, name)
+
+        def reached(*arguments: Any, **options: Any) -> Any:
+            self.reach()
+            return original(*arguments, **options)
+
+        setattr(owner, name, reached)
+
+    def reach(self) -> None:
+        assert self.run is not None
+        if self.phase == "evaluating" and not self.run._evaluating:
+            return
+        self.left -= 1
+        if self.left == 0:
+            os.write(self.tell, b"x")
+            while self.hold and self.run._signal is None:
+                time.sleep(0.001)
+
+    def on_update(self, run: Run) -> None:
+        self.step[:8] = run.step.to_bytes(8, "little")
+
+
+def start_marked(config: TrainConfig, marker: Callable[[int], Marker], log: Path) -> tuple[int, int]:
+    """The run in a forked process (importing torch again would take most of the time), as a command; pid and pipe."""
+    told, tell = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(tell)
+        return process, told
+    code = 99
+    try:
+        os.setsid()
+        file = os.open(log, os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = run_to_exit_code(lambda: train(config, callbacks=[marker(tell)], console=True), debug=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """What the condition gives once it gives something; a process that never does hangs."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.005)
+    raise AssertionError(f"{what} took more than {LIMIT} seconds")
+
+
+def group_members(group: int) -> list[int]:
+    """Living processes of a group."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                members.append(int(path.parent.name))
+    return members
+
+
+def signal_one(folder: Path, cell: Cell, rng: random.Random) -> str:
+    """One run that gets one signal, then a resume; returns its exit code and what was lost, in words."""
+    sent, target, phase, vectorization = cell
+    algo, hold = rng.choice(["a2c", "dqn"]), rng.random() < 0.5
+    config = tiny(
+        algo, folder, num_envs=2, vectorization=vectorization, total_timesteps=10**9, checkpoint_interval=INTERVAL,
+        eval_episodes=1, kwargs={"eval_interval": 48},
+    )  # fmt: skip
+    occurrence = rng.randint(1, 400 if phase == "saving" else 60)
+    where = f"{folder.name}: {sent.name} to the {target}, {phase}, {vectorization}, {algo}, {hold}, {occurrence}"
+    log, step = folder.with_suffix(".txt"), mmap.mmap(-1, 8)
+    process, told = start_marked(config, functools.partial(Marker, phase, occurrence, hold, step=step), log)
+    try:
+        assert os.read(told, 1) == b"x", f"{where}: {log.read_text()}"
+        if not hold:
+            time.sleep(rng.uniform(0.0, 0.02))  # any moment will do
+        (os.killpg if target == "group" else os.kill)(process, sent)
+        _, status = wait_for(lambda: (done := os.waitpid(process, os.WNOHANG))[0] and done, where)
+        wait_for(lambda: not group_members(process), f"{where}: the end of its other processes")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        os.close(told)
+    code = os.waitstatus_to_exitcode(status)
+    assert code == (-sent if sent == signal.SIGKILL else 0), f"{where}: {code}\n{log.read_text()}"
+    (latest,) = folder.glob("*/checkpoints/latest.ckpt")
+    saved, reached = load_checkpoint(latest)["run"], int.from_bytes(step[:8], "little")
+    lost = max(0, reached - saved["step"])
+    assert lost <= (INTERVAL + 16 if sent == signal.SIGKILL else 0), f"{where}: {saved['step']} of {reached}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if saved["abandoned"] else "error")
+        resumed = resume_training(latest, callbacks=[StopAt(saved["step"] + 16)], console=False)
+    assert resumed.metrics["global_step"] > saved["step"], where
+    assert resumed.run_dir == latest.parents[1], where
+    assert not list(resumed.run_dir.rglob(".*")), where
+    return f"exit {code}, {'up to one interval' if lost else 'nothing'} lost{', abandoned' * saved['abandoned']}"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_signals_at_random_moments(tmp_path: Path) -> None:
+    """Nothing that was learned is lost by one signal, at most one interval by a kill; no process is left."""
+    rng = random.Random(5)
+    outcomes: dict[Cell, Counter[str]] = defaultdict(Counter)
+    for number in range(SIGNALS):
+        cell = CELLS[number % len(CELLS)]
+        outcomes[cell][signal_one(tmp_path / str(number), cell, rng)] += 1
+    if "RL_TRAINING_SIGNALS" in os.environ:
+        for (sent, *rest), counts in outcomes.items():
+            told = "; ".join(f"{count} x {what}" for what, count in sorted(counts.items()))
+            print(f"| {sent.name} | {' | '.join(rest)} | {told} |")

@@ -20,6 +20,7 @@ from env_zoo import Walk
 from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.data.rings import TransitionRings
+from rl_training.envs.engines import SyncEngine
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
@@ -203,7 +204,7 @@ def test_a_turn_that_never_ends_is_abandoned_and_said_so_now_and_later(
     hook_at(Hooked.steps - 20, stall)
     stopped = train(hooked(tmp_path / "stopped", algo, kwargs=kwargs), console=True)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
-    assert "so a resume from here is not exact" in capsys.readouterr().err
+    assert "a resume from here is not exact" in capsys.readouterr().err
     tree = load_checkpoint(stopped.checkpoint_path)
     assert tree["run"]["abandoned"]
     assert tree["source"]["stepper"] == {}
@@ -241,6 +242,27 @@ def test_updates_that_take_too_long_are_abandoned_between_two_of_them(
     assert load_checkpoint(stopped.checkpoint_path)["run"]["abandoned"]
 
 
+def test_an_alarm_of_the_users_own_is_left_alone_and_comes_back(
+    tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None]
+) -> None:
+    def own(*_: Any) -> None:
+        raise AssertionError
+
+    def look() -> None:
+        assert signal.getsignal(signal.SIGALRM) is own
+        ask_to_stop()
+        assert signal.getsignal(signal.SIGALRM) is not own
+
+    before = signal.signal(signal.SIGALRM, own)
+    try:
+        hook_at(40, look)
+        assert train(hooked(tmp_path), console=False).metrics["stop_reason"] == "SIGTERM"
+        assert signal.getsignal(signal.SIGALRM) is own
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_second_signal_saves_nothing(
     tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,9 +290,29 @@ def test_an_environment_that_the_signal_broke_is_an_abandoned_turn(
         raise EOFError
 
     hook_at(70, break_down)
-    stopped = train(hooked(tmp_path), console=False)
+    with pytest.warns(UserWarning, match=r"^after the signal there was EnvironmentFailure: .* raised EOFError"):
+        stopped = train(hooked(tmp_path), console=False)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
     assert load_checkpoint(stopped.checkpoint_path)["run"]["step"] == 64
+
+
+@NOT_EXACT
+def test_environments_that_are_gone_when_the_run_saves_do_not_keep_it_from_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers that died in an evaluation: nobody can tell where their episodes were."""
+
+    class Die(Callback):
+        def on_update(self, run: Run) -> None:
+            if run.step == 64:
+                monkeypatch.setattr(SyncEngine, "state_dict", fail(ConnectionResetError))
+                ask_to_stop()
+
+    stopped = train(hooked(tmp_path), callbacks=[Die()], console=False)
+    state = load_checkpoint(stopped.checkpoint_path)["run"]
+    assert (stopped.metrics["stop_reason"], state["step"], state["abandoned"]) == ("SIGTERM", 64, True)
+    monkeypatch.undo()
+    assert resume_training(stopped.checkpoint_path, console=False).metrics["stop_reason"] == "total_timesteps"
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -448,9 +490,23 @@ def test_an_environment_that_raises_when_it_is_closed_is_a_warning(
         def on_start(self, run: Run) -> None:
             monkeypatch.setattr(Hooked, "close", fail())
 
-    with pytest.warns(UserWarning, match=r"Hooked raised RuntimeError when it was closed: on purpose"):
+    with pytest.warns(UserWarning, match="^when it was closed, .*Hooked raised RuntimeError: on purpose"):
         result = train(hooked(tmp_path), callbacks=[Break()], console=False)
     assert result.metrics["stop_reason"] == "total_timesteps"
+
+
+def test_an_environment_that_never_closes_is_left_once_a_signal_asked_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+
+    class Break(Callback):
+        def on_end(self, run: Run) -> None:
+            monkeypatch.setattr(Hooked, "close", lambda *_: stall())
+
+    with pytest.warns(UserWarning, match="Hooked took too long to close"):
+        result = train(hooked(tmp_path), callbacks=[Break()], console=False)
+    assert result.metrics["global_step"] == 128
 
 
 # ---- one process per folder ------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Stepper:
         self.is_first = np.ones(num_envs, dtype=bool)
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
-        self._started = False
+        self.started = False
         self.interruption: BaseException | None = None  # raised instead of the next step
         self._map = spaces.map_actions
         self._sees_floats = spaces.obs_kind == "vector"
@@ -46,10 +46,10 @@ class Stepper:
 
     def start(self) -> None:
         """Reset the environments, once; a restored stepper is started already."""
-        if not self._started:
+        if not self.started:
             self.obs, self.masks = self.engine.reset()
             self._check_finite(self.obs, NO_REWARDS, None)
-            self._started = True
+            self.started = True
 
     def step(self, actions: Array) -> tuple[Step, list[Episode]]:
         """Apply a policy's actions `[N, ...]`; returns what happened and the episodes that ended."""
@@ -87,7 +87,7 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly here; empty before the start."""
-        if not self._started:
+        if not self.started:
             return {}
         return {
             "format": self.engine.state_format, "engine": self.engine.state_dict(), "obs": self.obs,
@@ -103,7 +103,7 @@ class Stepper:
         self.obs, self.masks = self.engine.load_state_dict(state["engine"])
         self.is_first = np.array(state["is_first"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
-        self._started = True
+        self.started = True
         seen, hidden = self.find_differences(state)
         named = list(dict.fromkeys([*seen, *hidden]))
         if not named:
@@ -123,7 +123,7 @@ class Stepper:
 
     def abandon(self) -> None:
         """Give up the episodes under way: the state is empty from now on, and new ones start."""
-        self._started = False
+        self.started = False
 
     def close(self) -> None:
         """Close the environments."""

@@ -82,7 +82,8 @@ def _replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         # After a success the name is gone, unless both were links to one file: there a rename does nothing.
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed at the folder's next start
+            temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -353,7 +354,8 @@ class CheckpointFolder:
         self._written = [path for path in self._written if path not in now] + now
         steps = self.steps
         for path in steps[: max(0, len(steps) - self.keep)] if self.keep is not None else []:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # one file too many is no reason to call the new one unwritten
+                path.unlink(missing_ok=True)
         return written
 
 

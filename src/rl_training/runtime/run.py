@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
-from rl_training.errors import did_you_mean
+from rl_training.errors import EnvironmentFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
 from rl_training.runtime.evaluation import Evaluator
@@ -117,7 +117,7 @@ class Run:
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
         self._interruption: Interruption | None = None  # of the turn under way
-        self._in_turn = self._evaluating = self._at_once = False
+        self._in_turn = self._evaluating = self._closing = self._at_once = False
         self._saved: tuple[float, ...] | None = None
         self._begun = self._resumed_at = self._last_save = time.perf_counter()
         self._steps_at_start = self.step
@@ -347,7 +347,13 @@ class Run:
     def checkpoint_tree(self, *, replay: bool) -> dict[str, Any]:
         """Everything that resuming, evaluating and predicting need."""
         session = self.session
-        source = session.source.state_dict()
+        try:
+            source = session.source.state_dict()
+        except Exception:  # of an environment that is gone, for example: the next turn will say so
+            if self.abandoned or not session.stepper.started:
+                raise
+            self._abandon_turn()
+            source = session.source.state_dict()
         if not replay:
             source.pop("replay", None)
         return {
@@ -418,11 +424,17 @@ class Run:
 
     def close(self) -> None:
         """Close environments and files; everything is saved by now, so what an environment raises here is a warning."""
+        self._closing = True
         try:
             self.session.source.close()
+        except Interruption:
+            self.logger.message(f"warning: the environment {self.config.env_id} took too long to close")
         except Exception as error:
-            kind, env_id = type(error).__name__, self.config.env_id
-            self.logger.message(f"warning: the environment {env_id} raised {kind} when it was closed: {error}")
+            if not isinstance(error, EnvironmentFailure):
+                error = EnvironmentFailure.raised(self.config.env_id, type(error).__name__, str(error))
+            self.logger.message(f"warning: when it was closed, {error}")
+        finally:
+            self._closing = False
         self.logger.close()
 
     # stopping early ------------------------------------------------------------------------------------------------
@@ -432,7 +444,8 @@ class Run:
         """SIGINT and SIGTERM ask the run to stop; a second one stops it at once.
 
         An evaluation ends at once. A turn of the loop is finished, so that resuming is exact, unless it takes more than
-        `STOP_SECONDS`: then it is abandoned after its update or inside the environment, whichever comes first.
+        `STOP_SECONDS`: then it is abandoned after its update or inside the environment, whichever comes first. An
+        environment that takes as long to close is left.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -448,22 +461,24 @@ class Run:
             if self._evaluating and can_leave(frame):
                 raise Interruption
             if hasattr(signal, "setitimer"):
-                signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS)
+                previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
+                signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
 
         def abandon(number: int, frame: FrameType | None) -> None:
             if self._in_turn:
                 self._interruption = self.session.stepper.interruption = Interruption()
                 if can_leave(frame):
                     raise self._interruption
+            elif self._closing:
+                raise Interruption
 
-        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask}
-        if hasattr(signal, "setitimer"):
-            handlers[signal.SIGALRM] = abandon
-        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        previous: dict[int, Any] = {}
+        for asking in (signal.SIGINT, signal.SIGTERM):
+            previous[asking] = signal.signal(asking, ask)
         try:
             yield
         finally:
-            if self._signal is not None and hasattr(signal, "setitimer"):
+            if len(previous) > 2:  # the alarm is set
                 signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -477,6 +492,8 @@ class Run:
             if self._signal is None or not self._in_turn or not can_save_after(error):
                 raise
             self._abandon_turn()
+            if not isinstance(error, Interruption):
+                self.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
             self.stop_reason = signal.Signals(self._signal).name
 
     def _abandon_turn(self) -> None:
@@ -484,8 +501,8 @@ class Run:
         self._in_turn, self.abandoned = False, True
         self.session.stepper.abandon()
         self.logger.message(
-            "warning: the turn under way is abandoned: an unfinished rollout is dropped and episodes start over, so a "
-            "resume from here is not exact"
+            "warning: the turn under way is abandoned: an unfinished rollout is dropped, episodes start over, and "
+            "a resume from here is not exact"
         )
 
     @contextmanager

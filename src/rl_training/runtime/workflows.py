@@ -159,14 +159,15 @@ def execute(
     except BaseException:
         session.source.close()
         raise
-    try:
-        with run.signals(), run.rescue():
-            run.start()
-            with run.abandonment():
-                run_loop(session.algorithm, session.source, run)
-            metrics = run.finish()
-    finally:
-        run.close()
+    with run.signals():
+        try:
+            with run.rescue():
+                run.start()
+                with run.abandonment():
+                    run_loop(session.algorithm, session.source, run)
+                metrics = run.finish()
+        finally:
+            run.close()
     policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy)
 
