@@ -94,7 +94,7 @@ SPECS = [
         "normalisation; vectors and images, discrete and continuous actions. Not as published: no replay-value loss "
         "and no stored latents (values rest on dreams alone, windows start from zeros: more steps on long sparse "
         "tasks); Adam and norm clipping for LaProp and AGC (rates do not carry over between sizes: presets set their "
-        "own); LayerNorm for RMSNorm and one prior layer for two (a smaller model per size).",
+        "own); LayerNorm for RMSNorm, one prior layer for two (a smaller model), cross-entropy for MSE on images.",
         params=DreamerParams, learner=Dreamer, build=build, source=make_source,
         action_kinds=("discrete", "continuous"), defaults={"log_interval": 50, "total_timesteps": 100_000},
     )
