@@ -23,7 +23,8 @@ class Step(NamedTuple):
     """One step of N environments, rows in order.
 
     `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and is None when no row
-    ended. `valid` is None, or false in the rows in which an engine with next-step autoreset only reset.
+    ended; `final_masks` are the legal actions there. `valid` is None, or false in the rows in which an engine with
+    next-step autoreset only reset.
     """
 
     obs: Array
@@ -33,6 +34,7 @@ class Step(NamedTuple):
     final_obs: Array | None = None
     masks: Array | None = None
     valid: Array | None = None
+    final_masks: Array | None = None
 
 
 class Engine(Protocol):
@@ -81,6 +83,7 @@ class SyncEngine:
         terminated = np.zeros(count, dtype=bool)
         truncated = np.zeros(count, dtype=bool)
         finals: dict[int, Any] = {}
+        final_infos: list[Any] = []
         given = actions.tolist() if self._as_list else actions
         try:
             for i, (env, action) in enumerate(zip(self.envs, given, strict=True)):
@@ -88,16 +91,20 @@ class SyncEngine:
                 if ended or cut:
                     terminated[i], truncated[i] = ended, cut
                     finals[i] = rows[i]
+                    final_infos.append(infos[i])
                     rows[i], infos[i] = env.reset()
         except Exception as error:
             raise self._failure(error) from error
         obs = self.spaces.encode(np.array(rows))  # a quarter of the time of np.stack
-        final_obs = None
-        if finals:
-            final_obs = obs.copy()
-            final_obs[list(finals)] = self.spaces.encode(np.array(list(finals.values())))
         masks = _stack_masks(infos, self.spaces) if self._has_mask else None
-        return Step(obs, rewards, terminated, truncated, final_obs, masks)
+        final_obs = final_masks = None
+        if finals:
+            final_obs, ended = obs.copy(), list(finals)
+            final_obs[ended] = self.spaces.encode(np.array(list(finals.values())))
+            if masks is not None:
+                final_masks = masks.copy()
+                final_masks[ended] = [read_action_mask(info, self.spaces) for info in final_infos]
+        return Step(obs, rewards, terminated, truncated, final_obs, masks, final_masks=final_masks)
 
     def _failure(self, error: Exception) -> EnvironmentFailure:
         return EnvironmentFailure.raised(self.spaces.env_id, type(error).__name__, str(error))
@@ -157,20 +164,24 @@ class AsyncEngine:
     def step(self, actions: Array) -> Step:
         """Step every environment; those that end are reset at once."""
         obs, rewards, terminated, truncated, infos = self.vector.step(actions)
-        encoded = self.spaces.encode(obs)
-        final_obs = None
+        encoded, masks = self.spaces.encode(obs), self._masks(infos)
+        final_obs = final_masks = None
         if (terminated | truncated).any():
             ended = np.flatnonzero(terminated | truncated)
             final_obs = encoded.copy()
             final_obs[ended] = self.spaces.encode(np.stack([infos["final_obs"][i] for i in ended]))
-        return Step(encoded, rewards.astype(np.float32), terminated, truncated, final_obs, self._masks(infos))
+            if masks is not None:
+                final_masks, finals = masks.copy(), self._rows(infos["final_info"])
+                final_masks[ended] = [read_action_mask(finals[i], self.spaces) for i in ended]
+        rewards = rewards.astype(np.float32)
+        return Step(encoded, rewards, terminated, truncated, final_obs, masks, final_masks=final_masks)
+
+    def _rows(self, infos: dict[str, Any]) -> list[dict[str, Any]]:
+        given = infos.get("_action_mask", np.zeros(self.vector.num_envs, dtype=bool))
+        return [{"action_mask": infos["action_mask"][i]} if given[i] else {} for i in range(self.vector.num_envs)]
 
     def _masks(self, infos: dict[str, Any]) -> Array | None:
-        if not self.spaces.has_action_mask:
-            return None
-        given = infos.get("_action_mask", np.zeros(self.vector.num_envs, dtype=bool))
-        rows = [{"action_mask": infos["action_mask"][i]} if given[i] else {} for i in range(self.vector.num_envs)]
-        return _stack_masks(rows, self.spaces)
+        return _stack_masks(self._rows(infos), self.spaces) if self.spaces.has_action_mask else None
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""

@@ -138,6 +138,7 @@ class ReplaySource(BufferedSource):
             self.buffer.add(
                 obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
                 final_obs=result.final_obs, valid=result.valid, masks=masks, next_masks=result.masks,
+                final_masks=result.final_masks,
             )  # fmt: skip
             episodes += ended
             taken += len(obs) if result.valid is None else int(np.count_nonzero(result.valid))
