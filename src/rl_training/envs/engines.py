@@ -99,11 +99,11 @@ class SyncEngine:
         masks = _stack_masks(infos, self.spaces) if self._has_mask else None
         final_obs = final_masks = None
         if finals:
-            final_obs, ended = obs.copy(), list(finals)
-            final_obs[ended] = self.spaces.encode(np.array(list(finals.values())))
+            final_obs, done = obs.copy(), list(finals)
+            final_obs[done] = self.spaces.encode(np.array(list(finals.values())))
             if masks is not None:
                 final_masks = masks.copy()
-                final_masks[ended] = [read_action_mask(info, self.spaces) for info in final_infos]
+                final_masks[done] = [read_action_mask(info, self.spaces) for info in final_infos]
         return Step(obs, rewards, terminated, truncated, final_obs, masks, final_masks=final_masks)
 
     def _failure(self, error: Exception) -> EnvironmentFailure:
