@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model
 
 from rl_training.algorithms.c51_dqn import C51DQN
 from rl_training.algorithms.dqn import DQN
@@ -20,10 +20,11 @@ from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.runtime.params import Schedule
-from rl_training.runtime.replay import FIXED_ATOMS, ReplayParams, ReplaySource
+from rl_training.runtime.replay import ReplayParams, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.support import SupportParams
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
@@ -56,22 +57,8 @@ class DQNParams(ReplayParams):
         return schedules
 
 
-class C51DQNParams(DQNParams):
+class C51DQNParams(SupportParams, DQNParams):
     """Hyper-parameters of C51 and Rainbow."""
-
-    v_min: float = Field(0.0, description="Smallest return that the atoms can say.")
-    v_max: float = Field(100.0, description="Largest return that the atoms can say.")
-    num_atoms: int = Field(51, ge=2, le=10_000, description="Atoms of the distribution.")
-
-    @model_validator(mode="after")
-    def _support_has_width(self) -> C51DQNParams:
-        if self.v_max <= self.v_min:
-            raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
-        return self
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """Also the ends of the support."""
-        return super().fixed_numbers() | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
 
 
 class QRDQNParams(DQNParams):
@@ -118,7 +105,7 @@ def build_dqn(params: DQNParams, spaces: EnvSpaces) -> DQN:
 def build_c51(params: C51DQNParams, spaces: EnvSpaces) -> C51DQN:
     """The categorical head."""
     network = MLPQNetwork(num_outputs=params.num_atoms, **network_options(params, spaces))
-    return C51DQN(q_network=network, **params.arguments_of(C51DQN))
+    return C51DQN(q_network=network, **params.arguments_of(C51DQN) | params.support)
 
 
 def build_qr(params: QRDQNParams, spaces: EnvSpaces) -> QRDQN:

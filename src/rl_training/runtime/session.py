@@ -49,6 +49,7 @@ def open_session(
         params.check_new_run()
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
+    params = params.settle(recipe, spaces, config.seed)
     config = resolve(config, params, recipe, spaces)
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
