@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
@@ -19,7 +19,7 @@ from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.runtime.params import Schedule
+from rl_training.runtime.params import WIDEST, Schedule
 from rl_training.runtime.replay import ReplayParams, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
@@ -42,6 +42,10 @@ class DQNParams(ReplayParams):
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="State value and advantages in streams of their own.")
     noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")
+    head_hidden_sizes: tuple[Annotated[int, Field(ge=1, le=WIDEST)], ...] | None = Field(
+        None, max_length=16,
+        description="On images, widths of the hidden layers behind the convolutions; null is one of 512 (small: 128).",
+    )  # fmt: skip
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also what epsilon's own schedule is made of."""
@@ -87,13 +91,18 @@ class FQFParams(QRDQNParams):
 
 
 def network_options(params: DQNParams, spaces: EnvSpaces) -> dict[str, Any]:
-    """What every network of the family takes: hidden layers on vectors, a CNN in their place on images."""
-    image = spaces.obs_kind == "image"
+    """What every network of the family takes: hidden layers, on images behind convolutions.
+
+    The layer behind the convolutions is the head's, which makes it noisy, or one per stream, as the papers do.
+    """
+    encoder, sizes = None, params.hidden_sizes
+    if spaces.obs_kind == "image":
+        encoder = ImageEncoder(spaces.obs_shape, out_dim=0)
+        sizes = (encoder.width,) if params.head_hidden_sizes is None else params.head_hidden_sizes
     return {
-        "obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim,
-        "hidden_sizes": () if image else params.hidden_sizes, "activation": params.activation,
-        "dueling": params.dueling, "noisy": params.noisy,
-        "encoder": ImageEncoder(spaces.obs_shape) if image else None, "observation_input": make_input(spaces),
+        "obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "hidden_sizes": sizes,
+        "activation": params.activation, "dueling": params.dueling, "noisy": params.noisy, "encoder": encoder,
+        "observation_input": make_input(spaces),
     }  # fmt: skip
 
 
