@@ -122,6 +122,7 @@ def execute(
         f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
         f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}, {kept})",
         *warnings,
+        *session.notes,
         *notes,
     ]
     write_run_files(run_dir, resolved, messages)
