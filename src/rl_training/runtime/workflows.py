@@ -28,6 +28,7 @@ from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.validation import validate
 
 PathLike = str | Path
+AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "output_dir", "algo_kwargs.max_updates"}
 
 
@@ -74,13 +75,21 @@ def plain_action(action: Any) -> Any:
     return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
+def read_config(config: AnyConfig, env: Callable[..., Env] | None) -> TrainConfig:
+    """The config as `load_config` reads it; a mapping needs no env_id where a callable makes the environment."""
+    if isinstance(config, Mapping) and env is not None:
+        name = getattr(env, "__name__", "")
+        config = {"env_id": name if name.isidentifier() else "custom", **config}
+    return load_config(config)
+
+
 def train(
-    config: TrainConfig, *, env: Callable[..., Env] | None = None, callbacks: Iterable[Callback] | None = None,
+    config: AnyConfig, *, env: Callable[..., Env] | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
-    """One run from the start."""
+    """One run from the start; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
     told = read_callbacks(callbacks)
-    session = open_session(config, env=env)
+    session = open_session(read_config(config, env), env=env)
     try:
         run_dir = make_run_dir(session.config, run_suffix)
     except UserError:
