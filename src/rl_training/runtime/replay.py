@@ -119,13 +119,13 @@ class ReplaySource(BufferedSource):
         )
         self._numpy_policy: Any = None
         self._asked_for_policy = False
-        self._has_support = hasattr(self.params, "v_min")
         self._updates = self._looks_at_clipping = 0
 
     def describe(self) -> str:
         """The buffer's size, for the start of a run."""
         kind = "prioritized replay" if self.params.prioritized else "replay"
-        support = f", returns from {self.params.v_min:g} to {self.params.v_max:g}" if self._has_support else ""
+        ends = [getattr(self.params, name, None) for name in ("v_min", "v_max")]
+        support = "" if None in ends else f", returns from {ends[0]:g} to {ends[1]:g}"
         return f"{kind} of {self.buffer.capacity:,} transitions: {format_bytes(self.buffer.nbytes)}{support}"
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
@@ -180,15 +180,15 @@ class ReplaySource(BufferedSource):
         """Errors become priorities."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
-        if self._has_support:
-            self._watch_clipping(result)
+        if "clipped_targets" in result.metrics:
+            self._watch_clipping(result.metrics["clipped_targets"])
 
-    def _watch_clipping(self, result: UpdateResult) -> None:
+    def _watch_clipping(self, clipped: Any) -> None:
         """Say once when much of the targets has lain outside of the support for a while."""
         self._updates += 1
         if self._updates % LOOK_EVERY or self._looks_at_clipping >= LOOKS:
             return
-        share = read_metrics({"share": result.metrics["clipped_targets"]})["share"]
+        share = read_metrics({"share": clipped})["share"]
         self._looks_at_clipping = self._looks_at_clipping + 1 if share > MUCH_CLIPPED else 0
         if self._looks_at_clipping == LOOKS:
             ends = f"v_min is {self.params.v_min:g} and v_max {self.params.v_max:g}"
