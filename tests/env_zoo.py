@@ -174,6 +174,16 @@ class Masked(Walk):
         return {"action_mask": (np.arange(5) == self.legal).astype(np.int8)}
 
 
+class LastMoves(Masked):
+    """As `Masked`, but truncated after three steps, and where it ends by itself no action is legal any more."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def info(self) -> dict[str, Any]:
+        return {"action_mask": super().info()["action_mask"] * int(abs(self.position) <= 3.0)}
+
+
 class MaskedFactors(Walk):
     """MultiDiscrete [3, 5]: two legal choices, then one; the mask is a tuple, as Gymnasium's own masks are."""
 

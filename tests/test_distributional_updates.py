@@ -123,6 +123,18 @@ def test_illegal_next_actions_and_terminations_in_the_target(head, double_q):
     torch.testing.assert_close(means, torch.tensor([1.5, 0.5, 0.5, 1.5]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("double_q", [False, True])
+def test_an_end_without_a_legal_action_leaves_every_number_finite(head, double_q):
+    torch.manual_seed(0)
+    learner, batch = make_learner(head, double_q=double_q), two_states()
+    batch["next_action_masks"] = ~batch["terminated"][:, None].expand(-1, 2)
+    result = learner.update(batch)
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert result.priorities.isfinite().all()
+    assert all(p.isfinite().all() for p in learner.parameters())
+
+
 @pytest.mark.parametrize("head", ["iqn", "fqf", "c51"])
 def test_state_is_complete(head):
     def make(seed):

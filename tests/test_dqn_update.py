@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from resume_cases import tiny
 from rl_training.algorithms.dqn import DQN, dqn_loss
 from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
@@ -14,6 +15,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_q_network import MLPQNetwork
+from rl_training.runtime.session import open_session
 
 
 def table(rows):
@@ -196,6 +198,21 @@ def test_illegal_next_actions_are_never_chosen_in_the_target(double_q):
     }  # fmt: skip
     algorithm.update(batch)
     assert algorithm.last_td_errors.tolist() == [3.0, 7.0]
+
+
+def test_masks_of_final_observations_reach_the_replay_buffer(tmp_path):
+    config = tiny("dqn", tmp_path, env_id="env_zoo:LastMoves", num_envs=2, kwargs={"learning_starts": 400})
+    session = open_session(config)
+    source, buffer = session.source, session.source.buffer
+    for step in range(0, 400, 4):
+        source.collect(session.algorithm, step)
+    batch = buffer.gather(np.arange(len(buffer)))
+    source.close()
+    position, time = batch["next_obs"].T
+    legal = (torch.arange(5) == ((time + (position * 10).trunc()) % 5)[:, None]) & ~batch["terminated"][:, None]
+    assert batch["terminated"].any()
+    assert (batch["truncated"] & ~batch["terminated"]).any()
+    assert torch.equal(batch["next_action_masks"], legal)
 
 
 def test_learning_rate_zero_leaves_the_parameters():

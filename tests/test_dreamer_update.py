@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from rl_training.algorithms.base import read_metrics
 from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.errors import UserError
-from rl_training.models.dreamer import SIZES, TwoHotHead, sample_one_hot, straight_through
+from rl_training.models.dreamer import RSSM, SIZES, TwoHotHead, sample_one_hot, straight_through
 from rl_training.models.dreamer_behavior import GaussianActor
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
 from rl_training.runtime.params import read_params
@@ -77,11 +78,19 @@ def test_a_number_comes_back_from_its_two_hot_code() -> None:
     torch.testing.assert_close(head.mean(codes.clamp(min=1e-30).log()), values, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_bins", [255, 64])
+def test_a_mix_of_two_numbers_reads_their_mean(num_bins: int) -> None:
+    head = TwoHotHead(feature_dim=3, hidden_sizes=(4,), num_bins=num_bins)
+    mix = head.codes(torch.tensor([0.0, 1000.0])).mean(0)
+    torch.testing.assert_close(head.mean(mix.clamp(min=1e-30).log()), torch.tensor(500.0))
+
+
 def test_rewards_and_values_start_at_zero() -> None:
     algorithm = make()
     features = torch.randn(50, algorithm.world_model.rssm.feature_dim)
     for head in (algorithm.world_model.reward_head, algorithm.critic, algorithm.slow_critic):
-        torch.testing.assert_close(head.mean(head(features)), torch.zeros(50), atol=1e-5, rtol=0)
+        assert head.mean(head(features)).eq(0.0).all()
+    assert TwoHotHead(feature_dim=3, hidden_sizes=(4,), num_bins=64).mean(torch.full((64,), 0.3)) == 0.0
 
 
 def test_the_two_hot_loss_is_least_at_the_value_itself() -> None:
@@ -146,6 +155,127 @@ def test_no_choice_of_a_latent_or_of_the_policy_is_impossible() -> None:
     with torch.no_grad():
         algorithm.actor.network[-1].bias.copy_(torch.tensor([100.0, 0.0]))
     assert algorithm.actor.probabilities(torch.zeros(1, rssm.feature_dim)).min() >= 0.005 - 1e-6
+
+
+def test_a_little_of_the_uniform_distribution_is_mixed_in_and_the_rest_gives_way() -> None:
+    algorithm = make()
+    rssm, logits = algorithm.world_model.rssm, np.random.default_rng(0).normal(size=(5, 4, 4))
+    expected = 0.99 * softmax(logits) + 0.01 / 4
+    probs = rssm.probabilities(torch.from_numpy(logits).flatten(1))
+    np.testing.assert_allclose(probs.numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(expected.sum(-1), 1.0)
+    features = torch.randn(5, rssm.feature_dim)
+    policy = 0.99 * softmax(algorithm.actor.network(features).detach().double().numpy()) + 0.01 / 2
+    np.testing.assert_allclose(algorithm.actor.probabilities(features).detach().numpy(), policy, atol=1e-6)
+
+
+# ---- the recurrent cell ----------------------------------------------------------------------------------------------
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+class Reference:
+    """The RSSM in numpy, from its weights: h' = (1 - u) h + u tanh(r c), and the two distributions of z."""
+
+    def __init__(self, rssm: RSSM) -> None:
+        self.weights = {name: value.double().numpy() for name, value in rssm.state_dict().items()}
+
+    def layer(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
+
+    def silu_norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        x = self.norm(name, x)
+        return x * sigmoid(x)
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        scaled = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-3)
+        return scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
+
+    def recur(self, h: np.ndarray, z: np.ndarray, a: np.ndarray) -> np.ndarray:
+        inputs = self.silu_norm("input_norm", self.layer("action_input", a) + self.layer("latent_input", z))
+        gates = self.norm("cell_norm", self.layer("cell", np.concatenate([inputs, h], -1)))
+        reset, update, candidate = np.split(gates, 3, -1)
+        update = sigmoid(update)
+        return (1.0 - update) * h + update * np.tanh(sigmoid(reset) * candidate)
+
+    def prior(self, h: np.ndarray) -> np.ndarray:
+        hidden = self.silu_norm("prior_network.1", self.layer("prior_network.0", h))
+        return self.mixed(self.layer("prior_network.3", hidden))
+
+    def posterior(self, h: np.ndarray, embed: np.ndarray) -> np.ndarray:
+        hidden = self.silu_norm("posterior_norm", self.layer("deter_input", h) + self.layer("embed_input", embed))
+        return self.mixed(self.layer("posterior_output", hidden))
+
+    @staticmethod
+    def mixed(logits: np.ndarray) -> np.ndarray:
+        return 0.99 * softmax(logits.reshape(*logits.shape[:-1], 4, 4)) + 0.01 / 4
+
+
+def stir(module: torch.nn.Module, seed: int = 5) -> None:
+    """Weights that are all different, norms and biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_the_next_recurrent_state_is_that_of_the_equations() -> None:
+    rssm, rng = make().world_model.rssm, np.random.default_rng(0)
+    stir(rssm)
+    h, a = rng.normal(size=(7, 32)), rng.normal(size=(7, 2))
+    z = np.eye(4)[rng.integers(0, 4, (7, 4))].reshape(7, 16)
+    features = torch.from_numpy(np.concatenate([h, z], -1)).float()
+    after = rssm.imagine(features, torch.from_numpy(a).float(), None).detach().numpy()
+    expected = Reference(rssm).recur(h, z, a)
+    np.testing.assert_allclose(after[:, :32], expected, atol=1e-5)
+    likeliest = np.eye(4)[Reference(rssm).prior(expected).argmax(-1)]  # without noise
+    np.testing.assert_array_equal(after[:, 32:], likeliest.reshape(7, 16))
+
+
+def test_a_new_cell_keeps_three_quarters_of_its_state() -> None:
+    rssm = make().world_model.rssm
+    torch.nn.init.zeros_(rssm.cell.weight)  # what is left of the gates is their bias
+    h = torch.randn(5, 32)
+    kept = rssm.recur(h, torch.zeros(5, 16), torch.zeros(5, 32)).detach()
+    torch.testing.assert_close(kept, (1.0 - 1.0 / (1.0 + math.e)) * h)
+
+
+def test_the_kl_of_an_update_is_from_the_posterior_to_the_prior_along_the_window() -> None:
+    algorithm = make(free_nats=0.0)
+    model = algorithm.world_model
+    stir(model.rssm)
+    inputs = algorithm.prepare(make_batch())
+    reference = Reference(model.rssm)
+    with torch.no_grad():
+        embeds = model.encoder(model.prepare(inputs["obs"])).double().numpy()
+    h, z, kls = np.zeros((3, 32)), np.zeros((3, 16)), []
+    for t in range(6):
+        h = reference.recur(h, z, inputs["actions"][t].double().numpy())
+        posterior, prior = reference.posterior(h, embeds[t]), reference.prior(h)
+        kls.append((posterior * np.log(posterior / prior)).sum((-2, -1)))
+        below = inputs["noise"][t].numpy() <= posterior.cumsum(-1)
+        z = np.eye(4)[below.argmax(-1)].reshape(3, 16)
+    metrics, _ = algorithm.world_model_step(inputs)
+    assert metrics["kl"].item() == pytest.approx(np.mean(kls), rel=1e-4)
+    assert metrics["kl_loss"].item() == pytest.approx(1.1 * np.mean(kls), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["small image", "large image"])
+def test_an_image_is_scored_by_the_cross_entropy_of_its_pixels(kind: str) -> None:
+    decoder = make(kind).world_model.decoder
+    shape = (2, 3, *SPACES[kind].obs_shape)
+    rng = np.random.default_rng(0)
+    logits, pixels = rng.normal(size=shape), rng.random(shape)
+    said = sigmoid(logits)
+    expected = -(pixels * np.log(said) + (1.0 - pixels) * np.log(1.0 - said)).reshape(2, 3, -1).sum(-1)
+    np.testing.assert_allclose(decoder.loss(torch.from_numpy(logits), torch.from_numpy(pixels)).numpy(), expected)
 
 
 # ---- the scan --------------------------------------------------------------------------------------------------------
@@ -242,22 +372,31 @@ def symlog(values: Tensor) -> Tensor:
     return values.sign() * (1.0 + values.abs()).log()
 
 
+def bins_of(head: TwoHotHead) -> np.ndarray:
+    """symexp of equal steps from -20 to 20."""
+    steps = np.linspace(-20.0, 20.0, len(head.bins))
+    return np.sign(steps) * np.expm1(np.abs(steps))
+
+
 def expected_number(head: TwoHotHead, features: Tensor) -> Tensor:
-    """symexp of the mean bin."""
-    means = (head.network(features).softmax(-1) * head.bins).sum(-1)
-    return means.sign() * (means.abs().exp() - 1.0)
+    """The mean of the bins, each as likely as its logit says."""
+    probs = head.network(features).double().softmax(-1)
+    return (probs * torch.from_numpy(bins_of(head))).sum(-1).float()
 
 
 def two_hot_loss(head: TwoHotHead, features: Tensor, values: Tensor) -> Tensor:
     """Cross-entropy to the two bins around each value, each weighted by how near it is."""
-    distances = (symlog(values).unsqueeze(-1) - head.bins).abs() / (head.bins[1] - head.bins[0])
-    return -((1.0 - distances).clamp(min=0.0) * head.network(features).log_softmax(-1)).sum(-1)
+    codes = [np.interp(values.numpy(), bins_of(head), row) for row in np.eye(len(head.bins))]
+    return -(torch.from_numpy(np.stack(codes, -1)).float() * head.network(features).log_softmax(-1)).sum(-1)
 
 
 def shake(*heads: TwoHotHead) -> None:
-    """Heads as after some learning: new ones say 0 everywhere."""
+    """Heads as after some learning: new ones say 0 everywhere, and the far bins have little to say."""
     for head in heads:
-        torch.nn.init.normal_(head.network[-1].weight, std=0.3)  # type: ignore[arg-type]
+        last = head.network[-1]
+        torch.nn.init.normal_(last.weight, std=0.3)  # type: ignore[arg-type]
+        with torch.no_grad():
+            last.bias.copy_(-torch.linspace(-20.0, 20.0, len(head.bins)).abs())  # type: ignore
 
 
 def test_every_row_of_a_window_is_scored_against_its_own_observation_reward_and_end() -> None:
@@ -341,7 +480,7 @@ def test_a_dream_that_begins_at_an_end_teaches_nothing() -> None:
 def test_the_actor_learns_in_imagination_what_the_reward_head_likes() -> None:
     algorithm = make(learning_rate=3e-3, gamma=0.5)
     generator = torch.Generator().manual_seed(0)
-    for number in range(120):
+    for number in range(200):
         batch = make_batch(rows=4, seed=number)
         batch["obs"] = torch.zeros_like(batch["obs"])
         batch["actions"] = torch.randint(0, 2, (4, 6), generator=generator)

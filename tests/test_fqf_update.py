@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def test_first_fractions_are_about_even():
 def test_update_reports_the_contract_metrics_and_priorities():
     learner = make_learner()
     result = learner.update(make_batch())
-    names = {"loss", "q_value_mean", "target_mean", "td_error_mean", "fraction_loss", "entropy_loss"}
+    names = {"loss", "q_value_mean", "target_mean", "td_error_mean", "fraction_loss", "entropy_loss", "fraction_shift"}
     assert names <= set(result.metrics)
     assert all(math.isfinite(value) for value in result.metrics.values())
     assert result.metrics["entropy_loss"] == pytest.approx(-math.log(8), abs=1e-2)
@@ -202,3 +203,36 @@ def test_the_network_must_have_as_many_fractions_as_the_learner():
     network = MLPFQFNetwork(obs_dim=3, action_dim=2, hidden_sizes=(4,), num_quantiles=8)
     with pytest.raises(UserError, match="num_quantiles is 32"):
         FQF(q_network=network, num_quantiles=32)
+
+
+def skewed(fractions):
+    """The quantile function of a return that is mostly within [0, 1] and one time in five anywhere up to 21."""
+    return np.where(fractions < 0.8, fractions / 0.8, 1.0 + 100.0 * (fractions - 0.8))
+
+
+def fit_to_skewed_returns(fraction_learning_rate):
+    """The 1-Wasserstein error of the learned distribution, and how far its fractions are from even ones."""
+    torch.manual_seed(0)
+    network = MLPFQFNetwork(obs_dim=1, action_dim=1, hidden_sizes=(16,), num_quantiles=4, embedding_dim=8)
+    learner = FQF(
+        q_network=network, num_quantiles=4, learning_rate=1e-2, fraction_learning_rate=fraction_learning_rate, kappa=0.0
+    )
+    rng, obs = np.random.default_rng(0), torch.ones(64, 1)
+    batch = {"obs": obs, "next_obs": obs, "actions": torch.zeros(64).long(), "dones": torch.ones(64)}
+    for update in range(800):
+        learner.learning_rate = 1e-2 if update < 600 else 1e-3
+        result = learner.update({**batch, "rewards": torch.from_numpy(skewed(rng.random(64))).float()}, sync=False)
+    with torch.no_grad():
+        output = network(obs[:1])
+    grid = (np.arange(10_000) + 0.5) / 10_000
+    interval = np.searchsorted(output.taus[0].numpy(), grid, side="right") - 1
+    error = np.abs(skewed(grid) - output.quantile_hats[0, 0].numpy()[interval]).mean()
+    return error, result.metrics["fraction_shift"].mean().item()
+
+
+def test_fractions_that_learn_fit_a_skewed_return_better_and_the_metric_shows_that_they_moved():
+    still, still_shift = fit_to_skewed_returns(2.5e-9)
+    moved, moved_shift = fit_to_skewed_returns(1e-3)
+    assert still_shift < 0.01
+    assert moved_shift > 0.05
+    assert moved < 0.8 * still

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import yaml
 
 import env_zoo
 import rl_training
@@ -16,7 +17,9 @@ from resume_cases import SPECS, tiny
 from rl_training import A2C, IMPALA, PPO, TrainConfig
 from rl_training.envs.episodes import episode_seed
 from rl_training.errors import UserError
+from rl_training.experiment.config import dump_yaml, load_config
 from rl_training.runtime.evaluation import EVALUATION_STREAM
+from rl_training.runtime.workflows import train
 
 OBS = np.array([0.0, 0.1, 0.02, -0.1], dtype=np.float32)
 
@@ -47,6 +50,36 @@ def test_a_config_is_a_train_config_a_mapping_a_preset_or_a_file(
     assert all(config == configs[0] for config in configs)
     assert PPO("ppo/cartpole").config == PPO("configs/ppo/cartpole.yaml").config
     assert PPO("ppo/cartpole").config.env_id == "CartPole-v1"
+
+
+def test_workflows_train_takes_what_the_classes_take(tmp_path: Path) -> None:
+    config = tiny("ppo", tmp_path, total_timesteps=16, eval_episodes=0)
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump_yaml(config.model_dump(mode="json")))
+    runs = [train(given, console=False) for given in (config, config.model_dump(), file, str(file))]
+    assert [run.metrics["global_step"] for run in runs] == [16] * 4
+    own = {name: value for name, value in config.model_dump().items() if name != "env_id"}
+    result = train(own, env=env_zoo.Walk, console=False)
+    assert yaml.safe_load((result.run_dir / "config.yaml").read_text())["env_id"] == "Walk"
+    with pytest.raises(UserError, match="'ppo/nothing' is neither a file nor a packaged preset"):
+        train("ppo/nothing")
+
+
+def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
+    config = TrainConfig(
+        algo="dqn", env_id="CartPole-v1", total_timesteps=64, eval_episodes=0, output_dir=tmp_path / "runs",
+        algo_kwargs={**tiny("dqn", tmp_path).algo_kwargs, "replay_folder": tmp_path / "replay"},
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert config.output_dir == str(tmp_path / "runs")
+    result = train(config, console=False)
+    assert result.run_dir.parent == tmp_path / "runs"
+    assert list((tmp_path / "replay").iterdir())
+    stored = yaml.safe_load((result.run_dir / "config.yaml").read_text())
+    assert stored["algo_kwargs"]["replay_folder"] == str(tmp_path / "replay")
+    data = {"dataset_kind": "checkpoint", "dataset_path": result.checkpoint_path}
+    assert SPECS["rlpd"].params(**data).dataset_path == str(result.checkpoint_path)  # type: ignore[attr-defined]
+    mine = load_config({"algo": "ppo", "env_id": "Ant-v5", "total_timesteps": 1, "env_kwargs": {"xml_file": tmp_path}})
+    assert mine.env_kwargs == {"xml_file": str(tmp_path)}
 
 
 def test_a_config_of_another_algorithm_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,10 @@ _WANTED = {  # by the kind of complaint or its first word, in words that are not
 
 
 class StrictModel(BaseModel):
-    """A pydantic model that refuses unknown keys, booleans as numbers, and NaN; reads `1e5` as a whole number."""
+    """A pydantic model that refuses unknown keys, booleans as numbers, and NaN; reads `1e5` as a whole number.
+
+    A `pathlib.Path` is read as its text, in a mapping of names to values too.
+    """
 
     # constants: an infinity in env_kwargs must not come back from a checkpoint as None
     model_config = ConfigDict(
@@ -37,7 +41,7 @@ class StrictModel(BaseModel):
     def _read_numbers(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        return {key: _read_number(key, value, cls.model_fields.get(key)) for key, value in data.items()}
+        return {key: _read_number(key, _read_path(value), cls.model_fields.get(key)) for key, value in data.items()}
 
 
 def check_plain(data: Any, where: str) -> None:
@@ -56,6 +60,12 @@ def check_plain(data: Any, where: str) -> None:
         elif type(value) not in (bool, int, float, str, type(None)):
             raise ValueError(f"{place} is a {type(value).__name__}; a config holds numbers, words, lists and mappings")
     raise ValueError(f"{where} holds more than {LARGEST_TREE} values")
+
+
+def _read_path(value: Any) -> Any:
+    if isinstance(value, Mapping) and any(isinstance(part, os.PathLike) for part in value.values()):
+        return {key: _read_path(part) if isinstance(part, os.PathLike) else part for key, part in value.items()}
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _read_number(key: Any, value: Any, field: Any) -> Any:

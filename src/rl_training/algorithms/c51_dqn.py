@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy, project_categorical
+from rl_training.algorithms.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.errors import UserError
 
@@ -42,17 +42,19 @@ class C51DQN(QLearning):
         weights = np.exp(outputs - outputs.max(-1, keepdims=True))
         return (weights @ self.support.numpy()) / weights.sum(-1)
 
-    def targets(self, rows: Batch) -> tuple[Tensor, Tensor]:
-        """Projected distributions [B, K], and their means [B] before the projection clips them."""
+    def targets(self, rows: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Projected distributions [B, K], their means [B] before the projection clips them, and how much it clips."""
         logits = self.target_network(rows["next_obs"])
         probs = choose(logits, self.next_scores(rows, logits).argmax(-1)).softmax(-1)
         atoms = torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), self.support)
-        return project_categorical(atoms=atoms, probs=probs, support=self.support), (probs * atoms).sum(-1)
+        projected = project_categorical(atoms=atoms, probs=probs, support=self.support)
+        return projected, (probs * atoms).sum(-1), outside_mass(atoms, probs, self.support)
 
-    def terms(self, rows: Batch, targets: tuple[Tensor, Tensor]) -> SampleTerms:
+    def terms(self, rows: Batch, targets: tuple[Tensor, Tensor, Tensor]) -> SampleTerms:
         """Cross-entropies to the projected distributions."""
         outputs, gradients = self.evaluate(rows["obs"])
         logits = choose(outputs, rows["actions"])
         losses = categorical_cross_entropy(logits=logits, target_probs=targets[0])
         probs = logits.softmax(-1)
-        return SampleTerms(outputs, gradients, losses, probs - targets[0], losses, probs @ self.support, targets[1])
+        q_values, metrics = probs @ self.support, {"clipped_targets": targets[2]}
+        return SampleTerms(outputs, gradients, losses, probs - targets[0], losses, q_values, targets[1], metrics)

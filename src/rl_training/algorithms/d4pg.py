@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Batch
 from rl_training.algorithms.ddpg import DDPG
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy, project_categorical
+from rl_training.algorithms.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
 from rl_training.errors import UserError
 
 
@@ -64,5 +64,6 @@ class D4PG(DDPG):
                 "critic_loss": loss.detach(),
                 "target_q_mean": (target_probs @ support).mean(),
                 "q_value_mean": (logits.softmax(-1) @ support).mean(),
+                "clipped_targets": outside_mass(atoms, next_probs, support).mean(),
             }
         return metrics, errors.detach()

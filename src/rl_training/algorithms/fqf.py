@@ -85,7 +85,11 @@ class FQF(QLearning):
         on_inner = fraction_gradient(
             quantiles_tau=choose(network.quantiles(features, inner), actions), quantile_hats=hats
         )
-        metrics = {"fraction_loss": (on_inner * inner).sum(-1), "entropy_loss": -fractions.entropy}
+        even = torch.arange(1, self.num_quantiles, device=inner.device) / self.num_quantiles
+        metrics = {
+            "fraction_loss": (on_inner * inner).sum(-1), "entropy_loss": -fractions.entropy,
+            "fraction_shift": (inner - even).abs().amax(-1),  # how far the fractions are from even ones
+        }  # fmt: skip
         on_logits = fraction_logit_gradient(on_inner, fractions.widths, fractions.entropy, self.entropy_coef)
         return SampleTerms(
             outputs, gradients, losses, slopes, losses, (fractions.widths * hats).sum(-1), targets, metrics,

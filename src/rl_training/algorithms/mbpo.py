@@ -1,15 +1,16 @@
 """MBPO: model-based policy optimization (Janner et al. 2019, arXiv:1906.08253).
 
 SAC whose batches are mostly imagined: an ensemble of probabilistic networks learns p(r, s' - s | s, a) from real
-transitions, and short rollouts of the current policy through it start at real states. Which batch holds what, when the
-model is fitted and when rollouts are made is decided where batches are made.
+transitions, and short rollouts of the current policy through it start at real states. `fit` is all of the model's
+learning; when the model is fitted, when rollouts are made and which batch holds what is decided where batches are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,8 @@ from rl_training.algorithms.base import Batch, UpdateResult, attribute_of
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 
+HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
+PATIENCE, LEAST_GAIN = 5, 0.01  # epochs without a member's error falling by this share, after which a fit stops
 Termination = Callable[[Tensor], Tensor]  # next observations [B, O] -> whether the episode ends there [B]
 
 
@@ -62,7 +65,8 @@ class MBPO(SAC):
 
     def __init__(
         self, *, policy_model: Any, dynamics_model: Any, policy_learning_rate: float = 3e-4,
-        model_learning_rate: float = 1e-3, num_elites: int | None = None, **options: Any,
+        model_learning_rate: float = 1e-3, model_weight_decay: float = 0.0, num_elites: int | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         """`num_elites`: all but two of the members unless given; `options` are SAC's."""
         members = dynamics_model.num_ensembles
@@ -71,11 +75,13 @@ class MBPO(SAC):
             raise UserError(f"num_elites is {elites}; from 1 to num_ensembles ({members}) are possible.")
         super().__init__(model=policy_model, learning_rate=policy_learning_rate, **options)
         self.dynamics_model: Any = dynamics_model
+        self.model_weight_decay = model_weight_decay
         self.model_optimizer = self.make_optimizer("model_optimizer", dynamics_model.parameters(), model_learning_rate)
         self.elites: Tensor
         self.last_disagreement: Tensor  # on held-out rows
         self.register_buffer("elites", torch.arange(elites, device=self.device))
         self.register_buffer("last_disagreement", torch.zeros((), device=self.device))
+        self.fit_metrics: dict[str, Tensor | float] = {}  # of the last fit
 
     @property
     def learning_rate(self) -> float:
@@ -90,7 +96,7 @@ class MBPO(SAC):
 
     policy_learning_rate = learning_rate
 
-    def update_model(self, batch: Batch) -> UpdateResult:
+    def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
         """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...].
 
         The head of termination learns where the batch has `terminated`.
@@ -105,7 +111,10 @@ class MBPO(SAC):
             }, self.model_loss_name,
         )  # fmt: skip
         ends = termination_loss(prediction.termination_logits, batch).sum()
-        self.model_optimizer.step(losses[self.model_loss_name] + self.dynamics_model.bounds_loss() + ends)
+        loss = losses[self.model_loss_name] + self.dynamics_model.bounds_loss() + ends
+        if self.model_weight_decay:
+            loss = loss + self.model_weight_decay * self.dynamics_model.weight_loss()
+        self.model_optimizer.step(loss)
         return UpdateResult({name: value.detach() for name, value in losses.items()})
 
     @torch.no_grad()
@@ -119,9 +128,40 @@ class MBPO(SAC):
         scaled = (prediction.means - dynamics_targets(batch)) / self.dynamics_model.target_std
         return scaled.square().mean((1, 2)) + termination_loss(prediction.termination_logits, batch)
 
-    def choose_elites(self, errors: Tensor) -> None:
-        """The members of least held-out error [E] imagine from now on."""
-        self.elites.copy_(errors.argsort()[: len(self.elites)])
+    def fit(
+        self, data: Mapping[str, Tensor], rng: np.random.Generator, most_updates: int, batch_size: int
+    ) -> Iterator[Batch]:
+        """Batches for `update_model` out of rows [N, ...], until held-out rows say stop; then elites are chosen.
+
+        A fifth of the rows is held out; each member learns from its own bootstrap sample of the others, [E, B, ...].
+        It starts from the weights of the last fit and ends with those of its best epoch, where a gain counts from one
+        per cent. What it was before counts for nothing: it has seen most held-out rows in earlier fits.
+        """
+        total = len(data["rewards"])
+        order, held = rng.permutation(total), min(max(1, int(HELDOUT_SHARE * total)), MOST_HELDOUT)
+        training, heldout = _take(data, order[held:] if total > 1 else order), _take(data, order[:held])
+        model, rows = self.dynamics_model, len(training["rewards"])
+        model.standardize(torch.cat([training["obs"], training["actions"]], -1), dynamics_targets(training))
+        bootstrap = rng.integers(0, rows, (model.num_ensembles, rows))
+        weights = model.member_parameters()
+        kept = [weight.clone() for weight in weights]
+        best = torch.full((model.num_ensembles,), torch.inf, device=self.device)
+        stale = updates = 0
+        while stale < PATIENCE and updates < most_updates:
+            rng.permuted(bootstrap, axis=1, out=bootstrap)
+            for start in range(0, rows, batch_size)[: most_updates - updates]:
+                yield _take(training, bootstrap[:, start : start + batch_size])
+                updates += 1
+            errors = self.heldout_errors(heldout)
+            better = errors < (1.0 - LEAST_GAIN) * best
+            for weight, keep in zip(weights, kept, strict=True):
+                keep[better] = weight[better]
+            best = torch.where(better, errors, best)
+            stale = 0 if bool(better.any()) else stale + 1
+        for weight, keep in zip(weights, kept, strict=True):
+            weight.copy_(keep)
+        self.elites.copy_(best.argsort()[: len(self.elites)])
+        self.fit_metrics = {"heldout_error": best[self.elites].mean(), "model_fit_updates": float(updates)}
 
     @torch.no_grad()
     def imagine(self, obs: Tensor, terminates: Termination | None = None) -> dict[str, Tensor]:
@@ -152,3 +192,8 @@ class MBPO(SAC):
     def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:
         """What SAC is told of predicted rewards [B]: as they are."""
         return rewards
+
+
+def _take(data: Mapping[str, Tensor], rows: Any) -> dict[str, Tensor]:
+    index = torch.from_numpy(rows)
+    return {name: column[index.to(column.device)] for name, column in data.items()}

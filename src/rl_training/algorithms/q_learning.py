@@ -225,8 +225,11 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def mask_scores(scores: Tensor, masks: Tensor | None) -> Tensor:
-    """Scores [B, A] with -inf at illegal actions."""
-    return scores if masks is None else scores.masked_fill(~masks.bool(), -torch.inf)
+    """Scores [B, A] with -inf at illegal actions; as they are where none is legal, which only an end has."""
+    if masks is None:
+        return scores
+    legal = masks.bool()
+    return scores.masked_fill(~legal & legal.any(-1, keepdim=True), -torch.inf)
 
 
 def choose(outputs: Tensor, actions: Tensor) -> Tensor:

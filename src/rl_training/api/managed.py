@@ -11,16 +11,18 @@ import numpy as np
 from rl_training.envs.factory import UserEnv
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import save_checkpoint
-from rl_training.experiment.config import TrainConfig, load_config
+from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.run import Callback
 from rl_training.runtime.workflows import (
+    AnyConfig,
     TrainedPolicy,
     TrainResult,
     evaluate_checkpoint,
     load_policy,
     plain_action,
     read_checkpoint,
+    read_config,
     resume_training,
     train,
 )
@@ -59,18 +61,10 @@ class ManagedAlgorithm:
 
     algo: ClassVar[str] = ""
 
-    def __init__(
-        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: UserEnv | None = None
-    ) -> None:
+    def __init__(self, config: AnyConfig, *, env: UserEnv | None = None) -> None:
         if env is not None and not (callable(env) or isinstance(env, str)):
             raise UserError(f"env is a {type(env).__name__}; it must be a callable that makes one, such as a class.")
-        if isinstance(config, Mapping):
-            config = {"algo": self.algo, **config}
-            if env is not None:
-                name = getattr(env, "__name__", "")
-                name = env if isinstance(env, str) else name if name.isidentifier() else "custom"
-                config.setdefault("env_id", name)
-        self.config = load_config(config)
+        self.config = read_config({"algo": self.algo, **config} if isinstance(config, Mapping) else config, env)
         if self.config.algo != self.algo:
             raise UserError(f"algo is {self.config.algo!r}; {type(self).__name__} needs {self.algo!r}.")
         self.env: UserEnv = self.config.named if env is None else env

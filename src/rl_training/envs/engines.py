@@ -25,7 +25,8 @@ class Step(NamedTuple):
     """One step of N environments, rows in order.
 
     `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and is None when no row
-    ended. `valid` is None, or false in the rows in which an engine with next-step autoreset only reset.
+    ended; `final_masks` are the legal actions there. `valid` is None, or false in the rows in which an engine with
+    next-step autoreset only reset.
     """
 
     obs: Array
@@ -35,6 +36,7 @@ class Step(NamedTuple):
     final_obs: Array | None = None
     masks: Array | None = None
     valid: Array | None = None
+    final_masks: Array | None = None
 
 
 class Engine(Protocol):
@@ -84,6 +86,7 @@ class SyncEngine:
         terminated = np.zeros(count, dtype=bool)
         truncated = np.zeros(count, dtype=bool)
         finals: dict[int, Any] = {}
+        final_infos: list[Any] = []
         given = actions.tolist() if self._as_list else actions
         try:
             for i, (env, action) in enumerate(zip(self.envs, given, strict=True)):
@@ -91,16 +94,20 @@ class SyncEngine:
                 if ended or cut:
                     terminated[i], truncated[i] = ended, cut
                     finals[i] = rows[i]
+                    final_infos.append(infos[i])
                     rows[i], infos[i] = env.reset()
         except (Exception, SystemExit) as error:
             raise self._failure(error) from error
         obs = self.spaces.encode_rows(rows)
-        final_obs = None
-        if finals:
-            final_obs = obs.copy()
-            final_obs[list(finals)] = self.spaces.encode_rows(list(finals.values()))
         masks = _stack_masks(infos, self.spaces) if self._has_mask else None
-        return Step(obs, rewards, terminated, truncated, final_obs, masks)
+        final_obs = final_masks = None
+        if finals:
+            final_obs, done = obs.copy(), list(finals)
+            final_obs[done] = self.spaces.encode_rows(list(finals.values()))
+            if masks is not None:
+                final_masks = masks.copy()
+                final_masks[done] = [read_action_mask(info, self.spaces) for info in final_infos]
+        return Step(obs, rewards, terminated, truncated, final_obs, masks, final_masks=final_masks)
 
     def _failure(self, error: BaseException) -> EnvironmentFailure:
         self._broken = True
@@ -160,13 +167,17 @@ class AsyncEngine:
         rows = self.rows
         rows.actions[:] = actions
         self.workers.call_pickled(STEP)
-        obs, final_obs = self._read(rows.obs), None
+        obs, masks = self._read(rows.obs), self._masks()
         terminated, truncated = rows.terminated.copy(), rows.truncated.copy()
+        final_obs = final_masks = None
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
             final_obs = obs.copy()
             final_obs[ended] = self.spaces.encode(rows.final_obs[ended])
-        return Step(obs, rows.rewards.copy(), terminated, truncated, final_obs, self._masks())
+            if masks is not None:
+                final_masks = masks.copy()
+                final_masks[ended] = rows.final_masks[ended]
+        return Step(obs, rows.rewards.copy(), terminated, truncated, final_obs, masks, final_masks=final_masks)
 
     def _read(self, rows: Array) -> Array:
         return self.spaces.encode(rows.copy())

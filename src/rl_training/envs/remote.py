@@ -29,7 +29,7 @@ class SharedRows:
             *[(row.shape, row.dtype)] * 2,
             ((), np.int64) if spaces.action_kind == "discrete" else (action.shape or (), action.dtype),
             ((), np.float32), *[((), np.bool_)] * 2,
-            ((spaces.action_dim if spaces.has_action_mask else 0,), np.bool_),
+            *[((spaces.action_dim if spaces.has_action_mask else 0,), np.bool_)] * 2,
         ]  # fmt: skip
         sizes = [count * int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout]
         starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
@@ -39,7 +39,8 @@ class SharedRows:
             np.ndarray((count, *shape), dtype, memory, start)
             for (shape, dtype), start in zip(layout, starts[:-1], strict=True)
         ]
-        self.obs, self.final_obs, self.actions, self.rewards, self.terminated, self.truncated, self.masks = arrays
+        self.obs, self.final_obs, self.actions, self.rewards, self.terminated, self.truncated = arrays[:6]
+        self.masks, self.final_masks = arrays[6:]
 
 
 def _open_memory(size: int) -> int:
@@ -80,6 +81,8 @@ class RemoteEnvironment:
         rows.terminated[index], rows.truncated[index] = terminated, truncated
         if terminated or truncated:
             rows.final_obs[index] = self.spaces.read_row(obs)
+            if self.spaces.has_action_mask:
+                rows.final_masks[index] = read_action_mask(info, self.spaces)
             obs, info = self.env.reset()
         self._keep(obs, info)
 

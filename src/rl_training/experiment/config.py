@@ -29,7 +29,7 @@ class TrainConfig(StrictModel):
     total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
     output_dir: str = Field("runs", min_length=1, description="Folder in which the run's own folder is made.")
     execution_backend: str = Field("local_sync", description="Where collection runs; only local_sync exists.")
-    device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU when there is one).")
+    device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU where there is one and it pays).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
     eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_training.envs.factory import UserEnv
-from rl_training.experiment.config import TrainConfig, load_config
+from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.registry import get_algorithm_spec
 from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Callback
-from rl_training.runtime.workflows import TrainResult, resume_training, train
+from rl_training.runtime.workflows import AnyConfig, TrainResult, read_config, resume_training, train
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,8 @@ class Experiment:
 class DefaultExperimentManager:
     """Checks a config against the registry and hands out the experiment."""
 
-    def setup(
-        self, config: TrainConfig | Mapping[str, Any] | str | Path, *, env: UserEnv | None = None
-    ) -> Experiment:
+    def setup(self, config: AnyConfig, *, env: UserEnv | None = None) -> Experiment:
         """The experiment of a config, a mapping, a file or a preset; wrong names and bounds are refused here."""
-        loaded = load_config(config)
+        loaded = read_config(config, env)
         read_params(get_algorithm_spec(loaded.algo).params, loaded.algo_kwargs)
         return Experiment(loaded, env)

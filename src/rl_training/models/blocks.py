@@ -49,7 +49,8 @@ def mlp(
 class ImageEncoder(nn.Sequential):
     """Convolutions that fit the size of the image, then one linear layer: [B, C, H, W] -> [B, out_dim].
 
-    From 36 pixels a side the three layers of the DQN paper; below that one 3x3 layer, as MinAtar's authors use.
+    From 36 pixels a side the three layers of the DQN paper; below that one 3x3 layer, as MinAtar's authors use. `width`
+    is that of their linear layer. With `out_dim` 0 there is none, for a network whose head has it.
     """
 
     def __init__(self, shape: Sequence[int], out_dim: int | None = None) -> None:
@@ -64,15 +65,16 @@ class ImageEncoder(nn.Sequential):
             ]  # fmt: skip
         else:
             layers = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten()]
-        out_dim = out_dim or (512 if large else 128)
+        width = 512 if large else 128
+        out_dim = width if out_dim is None else out_dim
         with torch.no_grad():
             features = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
         for layer in layers:
             if isinstance(layer, nn.Conv2d):
                 nn.init.orthogonal_(layer.weight, math.sqrt(2.0))
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-        super().__init__(*layers, linear(features, out_dim), nn.ReLU())
-        self.out_dim = out_dim
+        super().__init__(*layers, *([linear(features, out_dim), nn.ReLU()] if out_dim else []))
+        self.width, self.out_dim = width, out_dim or features
 
 
 def encoded_dim(obs_dim: int, encoder: nn.Module | None) -> int:

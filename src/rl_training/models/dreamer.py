@@ -134,7 +134,10 @@ class Decoder(nn.Module):
 
 
 class TwoHotHead(nn.Module):
-    """A number as a distribution over bins that are equally spaced in symlog; it starts at exactly that of 0."""
+    """A number as a distribution over bins, symexp of equal steps; a new head says exactly 0.
+
+    The number is the mean of the bins themselves, as in the published code: an even mix of 0 and 1,000 reads 500.
+    """
 
     def __init__(
         self, *, feature_dim: int, hidden_sizes: Sequence[int], num_bins: int = 255, activation: str = "silu"
@@ -143,19 +146,24 @@ class TwoHotHead(nn.Module):
         self.network = norm_mlp(feature_dim, hidden_sizes, num_bins, activation)
         nn.init.zeros_(self.network[-1].weight)  # type: ignore[arg-type]
         self.bins: Tensor
-        self.register_buffer("bins", torch.linspace(-BIN_LIMIT, BIN_LIMIT, num_bins), persistent=False)
+        steps = torch.linspace(-BIN_LIMIT, BIN_LIMIT, num_bins)
+        self.register_buffer("bins", symexp((steps - steps.flip(0)) / 2.0), persistent=False)  # exactly antisymmetric
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits [..., F] -> [..., K]."""
         return self.network(features)
 
     def mean(self, logits: Tensor) -> Tensor:
-        """The number that the logits stand for: [..., K] -> [...]."""
-        return symexp((logits.float().softmax(-1) * self.bins).sum(-1))
+        """The number that the logits stand for: [..., K] -> [...].
+
+        Bins are summed in pairs b and -b: left to right, rounding alone would give a head that knows nothing a value.
+        """
+        probs, half = logits.float().softmax(-1), len(self.bins) // 2
+        return ((probs[..., -half:] - probs[..., :half].flip(-1)) * self.bins[-half:]).sum(-1)
 
     def codes(self, values: Tensor) -> Tensor:
         """Two-hot targets: [...] -> [..., K]."""
-        return two_hot(symlog(values), self.bins)
+        return two_hot(values, self.bins)
 
     def loss(self, logits: Tensor, values: Tensor) -> Tensor:
         """Cross-entropy to the code of each value: [..., K], [...] -> [...]."""
@@ -256,8 +264,8 @@ class RSSM(nn.Module):
         inputs = self.activation(self.input_norm(inputs))
         gates = self.cell_norm(self.cell(torch.cat([inputs, deter], -1))).float()
         reset, update = gates[:, : 2 * self.deter_dim].sigmoid().chunk(2, -1)
-        # tanh(x / 2), by the sigmoid: torch's own tanh takes six times as long on a CPU
-        candidate = 2.0 * torch.sigmoid(reset * gates[:, 2 * self.deter_dim :]) - 1.0
+        # tanh by the sigmoid: torch's own takes six times as long on a CPU
+        candidate = 2.0 * torch.sigmoid(2.0 * reset * gates[:, 2 * self.deter_dim :]) - 1.0
         return torch.lerp(deter, candidate, update)
 
     def observe(

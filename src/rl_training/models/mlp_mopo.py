@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.ensemble import MLPEnsemble
 
+LAYER_DECAYS = (2.5e-5, 5e-5, 7.5e-5, 7.5e-5, 1e-4)  # L2 from the first layer to the last, in the published code
 BOUNDS_WEIGHT = 0.01  # how hard the loss pulls the two bounds of the log-variance together
 
 
@@ -69,6 +71,12 @@ class MLPMOPOEnsembleModel(nn.Module):
     def bounds_loss(self) -> Tensor:
         """What keeps the bounds no wider than the data asks for."""
         return BOUNDS_WEIGHT * (self.max_logvar.sum() - self.min_logvar.sum())
+
+    def weight_loss(self) -> Tensor:
+        """L2 of every layer's weights with the published coefficients, stretched over as many layers as there are."""
+        squares = torch.stack([p.square().sum() for name, p in self.members.named_parameters() if "weight" in name])
+        places = np.linspace(0.0, 1.0, len(squares)), np.linspace(0.0, 1.0, len(LAYER_DECAYS))
+        return 0.5 * (torch.from_numpy(np.interp(*places, LAYER_DECAYS)).to(squares) * squares).sum()
 
     @torch.no_grad()
     def standardize(self, inputs: Tensor, targets: Tensor) -> None:

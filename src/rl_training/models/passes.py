@@ -68,7 +68,8 @@ class StackedHead(StackedPass):
 
     def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
         """Write the parameters' gradients."""
-        torch.bmm(grad.unsqueeze(1), x, out=on_weight.mT)
+        rows = x if x.dim() == 3 else x.expand(len(grad), *x.shape)
+        torch.bmm(grad.unsqueeze(1), rows, out=on_weight.mT)
         torch.sum(grad, 1, keepdim=True, out=on_bias.squeeze(-1))
 
     def into_input(self, grad: Tensor) -> Tensor:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_training.algorithms.d4pg import D4PG
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_d4pg import MLPD4PGModel
-from rl_training.runtime.replay import FIXED_ATOMS, ReplayParams, ReplaySource
+from rl_training.runtime.replay import ReplayParams, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.support import SupportParams
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class D4PGParams(ReplayParams):
+class D4PGParams(SupportParams, ReplayParams):
     """Hyper-parameters of D4PG."""
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of actor and critic.")
@@ -27,27 +28,13 @@ class D4PGParams(ReplayParams):
         None, gt=0, description="Largest norm of dQ/da in the actor's step; null does not clip."
     )
     n_step: int = Field(5, ge=1, le=1_000, description="Steps of reward before bootstrapping.")
-    v_min: float = Field(-150.0, description="Smallest return that the critic's support holds.")
-    v_max: float = Field(150.0, description="Largest return that the critic's support holds.")
-    num_atoms: int = Field(51, ge=2, le=10_001, description="Points of the support.")
-
-    @model_validator(mode="after")
-    def _support_is_a_range(self) -> D4PGParams:
-        if not self.v_min < self.v_max:
-            raise ValueError(f"v_min is {self.v_min}; it must be below v_max ({self.v_max})")
-        return self
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """Also the ends of the support."""
-        return super().fixed_numbers() | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
 
 
 def build(params: D4PGParams, spaces: EnvSpaces) -> D4PG:
     """The learner with fresh networks."""
     model = MLPD4PGModel(
         obs_dim=spaces.obs_dim, action_dim=spaces.action_dim, hidden_sizes=params.hidden_sizes,
-        activation=params.activation, observation_input=make_input(spaces),
-        v_min=params.v_min, v_max=params.v_max, num_atoms=params.num_atoms,
+        activation=params.activation, observation_input=make_input(spaces), **params.support,
     )  # fmt: skip
     return D4PG(model=model, **params.arguments_of(D4PG))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model
 
 from rl_training.algorithms.c51_dqn import C51DQN
 from rl_training.algorithms.dqn import DQN
@@ -19,11 +19,12 @@ from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.runtime.params import Schedule
-from rl_training.runtime.replay import FIXED_ATOMS, ReplayParams, ReplaySource
+from rl_training.runtime.params import WIDEST, Schedule
+from rl_training.runtime.replay import ReplayParams, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.support import SupportParams
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
@@ -41,6 +42,10 @@ class DQNParams(ReplayParams):
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="State value and advantages in streams of their own.")
     noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")
+    head_hidden_sizes: tuple[Annotated[int, Field(ge=1, le=WIDEST)], ...] | None = Field(
+        None, max_length=16,
+        description="On images, widths of the hidden layers behind the convolutions; null is one of 512 (small: 128).",
+    )  # fmt: skip
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also what epsilon's own schedule is made of."""
@@ -56,22 +61,8 @@ class DQNParams(ReplayParams):
         return schedules
 
 
-class C51DQNParams(DQNParams):
+class C51DQNParams(SupportParams, DQNParams):
     """Hyper-parameters of C51 and Rainbow."""
-
-    v_min: float = Field(0.0, description="Smallest return that the atoms can say.")
-    v_max: float = Field(100.0, description="Largest return that the atoms can say.")
-    num_atoms: int = Field(51, ge=2, le=10_000, description="Atoms of the distribution.")
-
-    @model_validator(mode="after")
-    def _support_has_width(self) -> C51DQNParams:
-        if self.v_max <= self.v_min:
-            raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
-        return self
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """Also the ends of the support."""
-        return super().fixed_numbers() | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
 
 
 class QRDQNParams(DQNParams):
@@ -100,13 +91,18 @@ class FQFParams(QRDQNParams):
 
 
 def network_options(params: DQNParams, spaces: EnvSpaces) -> dict[str, Any]:
-    """What every network of the family takes: hidden layers on vectors, a CNN in their place on images."""
-    image = spaces.obs_kind == "image"
+    """What every network of the family takes: hidden layers, on images behind convolutions.
+
+    The layer behind the convolutions is the head's, which makes it noisy, or one per stream, as the papers do.
+    """
+    encoder, sizes = None, params.hidden_sizes
+    if spaces.obs_kind == "image":
+        encoder = ImageEncoder(spaces.obs_shape, out_dim=0)
+        sizes = (encoder.width,) if params.head_hidden_sizes is None else params.head_hidden_sizes
     return {
-        "obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim,
-        "hidden_sizes": () if image else params.hidden_sizes, "activation": params.activation,
-        "dueling": params.dueling, "noisy": params.noisy,
-        "encoder": ImageEncoder(spaces.obs_shape) if image else None, "observation_input": make_input(spaces),
+        "obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "hidden_sizes": sizes,
+        "activation": params.activation, "dueling": params.dueling, "noisy": params.noisy, "encoder": encoder,
+        "observation_input": make_input(spaces),
     }  # fmt: skip
 
 
@@ -118,7 +114,7 @@ def build_dqn(params: DQNParams, spaces: EnvSpaces) -> DQN:
 def build_c51(params: C51DQNParams, spaces: EnvSpaces) -> C51DQN:
     """The categorical head."""
     network = MLPQNetwork(num_outputs=params.num_atoms, **network_options(params, spaces))
-    return C51DQN(q_network=network, **params.arguments_of(C51DQN))
+    return C51DQN(q_network=network, **params.arguments_of(C51DQN) | params.support)
 
 
 def build_qr(params: QRDQNParams, spaces: EnvSpaces) -> QRDQN:

@@ -26,7 +26,7 @@ class DreamerParams(SequenceParams):
     size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Widths of all networks, as a preset.")
     hidden_sizes: tuple[int, ...] = Field((), max_length=16, description="Widths of the MLPs; empty as `size` says.")
     activation: Activation = Field("silu", description="Activation of the hidden layers.")
-    num_bins: int = Field(255, ge=3, le=10_000, description="Bins of rewards and returns, equally spaced in symlog.")
+    num_bins: int = Field(255, ge=3, le=10_000, description="Bins of rewards and returns: symexp of equal steps.")
     gamma: float = Field(0.997, ge=0, le=1, description="Discount per environment step.")
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size where the three below are null.")
     world_model_learning_rate: float | None = Field(None, ge=0, le=10, description="Step size of the world model.")
@@ -91,8 +91,10 @@ SPECS = [
         name="dreamer", class_name="Dreamer", year=2023, lane="sequences",
         paper="Hafner et al. 2023, Mastering Diverse Domains through World Models (arXiv:2301.04104)",
         scope="DreamerV3: RSSM with categorical latents, two-hot symlog heads, REINFORCE in imagination, return "
-        "normalisation; vectors and images, discrete and continuous actions; uniform replay, no stored latents; "
-        "no replay-value loss; Adam and global norm clipping in place of LaProp and AGC.",
+        "normalisation; vectors and images, discrete and continuous actions. Not as published: no replay-value loss "
+        "and no stored latents (values rest on dreams alone, windows start from zeros: more steps on long sparse "
+        "tasks); Adam and norm clipping for LaProp and AGC (rates do not carry over between sizes: presets set their "
+        "own); LayerNorm for RMSNorm, one prior layer for two (a smaller model), cross-entropy for MSE on images.",
         params=DreamerParams, learner=Dreamer, build=build, source=make_source,
         action_kinds=("discrete", "continuous"), defaults={"log_interval": 50, "total_timesteps": 100_000},
     )

@@ -42,8 +42,7 @@ SPECS = [
     AlgorithmSpec(
         name="mbpo", class_name="MBPO", year=2019, lane="model rollouts",
         paper="Janner et al. 2019, When to Trust Your Model: Model-Based Policy Optimization (arXiv:1906.08253)",
-        scope="SAC on short rollouts through an ensemble of probabilistic networks, from real states; no L2 per "
-        "layer of the model; vectors.",
+        scope="SAC on short rollouts through an ensemble of probabilistic networks, from real states; vectors.",
         params=MBPOParams, learner=MBPO, build=build, source=ModelReplaySource,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 5_000},

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, read_metrics
-from rl_training.algorithms.mbpo import MBPO, dynamics_targets
+from rl_training.algorithms.mbpo import MBPO
 from rl_training.data.memory import format_bytes
 from rl_training.data.synthetic import SyntheticBuffer
 from rl_training.envs.spaces import EnvSpaces
@@ -31,8 +31,6 @@ from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 
-HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
-PATIENCE, LEAST_GAIN = 5, 0.01  # epochs without a member's error falling by this share, after which a fit stops
 CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
 Learner = TypeVar("Learner", bound=MBPO)
 KEYS = ("obs", "actions", "rewards", "next_obs", "dones")  # of a policy batch
@@ -52,11 +50,16 @@ class ModelParams(StrictModel):
         None, description="Entropy that auto holds; null is minus the number of action dimensions."
     )
     model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the model's Adam.")
+    model_weight_decay: float = Field(
+        0.0, ge=0, description="L2 of the model's weights, as a multiple of the published (2.5e-5 to 1e-4 by layer)."
+    )
     model_hidden_sizes: tuple[int, ...] = Field(
         (200, 200, 200, 200), max_length=16, description="Widths of the hidden layers of each member of the model."
     )
     num_ensembles: int = Field(7, ge=1, le=100, description="Members of the model.")
-    num_elites: int = Field(5, ge=1, description="Members, those of least held-out error, that are rolled out.")
+    num_elites: int | None = Field(
+        None, ge=1, description="Members, those of least held-out error, that are rolled out; null is all but two."
+    )
     model_batch_size: int = Field(256, ge=1, le=10**6, description="Rows per gradient step of each member.")
     model_updates: int = Field(
         2_000, ge=1, description="Most gradient steps of one fit; the held-out error mostly stops it earlier."
@@ -73,7 +76,7 @@ class ModelParams(StrictModel):
 
     @model_validator(mode="after")
     def _model_fits(self) -> ModelParams:
-        if self.num_elites > self.num_ensembles:
+        if self.num_elites is not None and self.num_elites > self.num_ensembles:
             raise ValueError(
                 f"num_elites is {self.num_elites}; it must be at most num_ensembles ({self.num_ensembles})"
             )
@@ -137,39 +140,16 @@ class ModelRollouts:
     # the model ------------------------------------------------------------------------------------------------------
 
     def fit(self, algorithm: MBPO, transitions: Mapping[str, Array]) -> Iterator[tuple[str, Batch]]:
-        """Model batches [E, B, ...], each member's rows its own bootstrap sample, until held-out rows stop them.
+        """Model batches [E, B, ...] until held-out rows stop them.
 
-        A fifth of the rows is held out. Each member ends with the weights of its best epoch, where a gain counts from
-        one per cent; the best members become elites. It starts from the weights of the last fit.
+        The learner says how; this keeps its metrics.
         """
-        data, total = self._as_tensors(transitions), len(transitions["rewards"])
-        order, held = self.rng.permutation(total), min(max(1, int(HELDOUT_SHARE * total)), MOST_HELDOUT)
-        training, heldout = _take(data, order[held:] if total > 1 else order), _take(data, order[:held])
-        model = algorithm.dynamics_model
-        model.standardize(torch.cat([training["obs"], training["actions"]], -1), dynamics_targets(training))
-        rows = len(training["rewards"])
-        bootstrap = self.rng.integers(0, rows, (model.num_ensembles, rows))
-        weights = model.member_parameters()
-        kept, best = [weight.clone() for weight in weights], algorithm.heldout_errors(heldout)
-        stale = updates = 0
-        while stale < PATIENCE and updates < self.params.model_updates:
-            self.rng.permuted(bootstrap, axis=1, out=bootstrap)
-            left = self.params.model_updates - updates
-            for start in range(0, rows, self.params.model_batch_size)[:left]:
-                yield "model", _take(training, bootstrap[:, start : start + self.params.model_batch_size])
-                updates += 1
-            errors = algorithm.heldout_errors(heldout)
-            better = best - errors > LEAST_GAIN * best
-            for weight, keep in zip(weights, kept, strict=True):
-                keep[better] = weight[better]
-            best = torch.where(better, errors, best)
-            stale = 0 if bool(better.any()) else stale + 1
-        for weight, keep in zip(weights, kept, strict=True):
-            weight.copy_(keep)
-        algorithm.choose_elites(best)
+        limits = self.params.model_updates, self.params.model_batch_size
+        for batch in algorithm.fit(self._as_tensors(transitions), self.rng, *limits):
+            yield "model", batch
         if self._last_result is not None:
             self.metrics |= read_metrics(self._last_result.metrics)
-        self.metrics |= {"heldout_error": float(best[algorithm.elites].mean()), "model_fit_updates": float(updates)}
+        self.metrics |= read_metrics(algorithm.fit_metrics)
 
     def _as_tensors(self, transitions: Mapping[str, Array]) -> dict[str, Tensor]:
         names = [name for name in KEYS if name != "dones"] + (["terminated"] if self.terminates is None else [])
@@ -211,11 +191,6 @@ class ModelRollouts:
         """The inverse of `state_dict`."""
         self.updates_since_round = int(state["updates_since_round"])
         self.metrics = {str(name): float(value) for name, value in state["metrics"].items()}
-
-
-def _take(data: Mapping[str, Tensor], rows: Array) -> dict[str, Tensor]:
-    index = torch.from_numpy(rows)
-    return {name: column[index.to(column.device)] for name, column in data.items()}
 
 
 class ModelReplaySource(ReplaySource):

@@ -46,8 +46,8 @@ SPECS = [
     AlgorithmSpec(
         name="mopo", class_name="MOPO", year=2020, lane="model rollouts",
         paper="Yu et al. 2020, MOPO: Model-based Offline Policy Optimization (arXiv:2005.13239)",
-        scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; no L2 per layer of the model; "
-        "a timestep is a policy update; vectors.",
+        scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; a timestep is a policy "
+        "update; vectors.",
         params=MOPOParams, learner=MOPO, build=build, source=ModelDatasetSource,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 50_000},

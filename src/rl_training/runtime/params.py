@@ -104,6 +104,10 @@ class Params(StrictModel):
         """Width of the widest hidden layer: what the number of threads is chosen by."""
         return max(self.hidden_sizes, default=0)
 
+    def settle(self, recipe: Any, spaces: Any, seed: int) -> Any:
+        """The same with every number decided that is left to the environment."""
+        return self
+
     def check_new_run(self) -> None:
         """Refuse what a checkpoint of an earlier version may hold but no new run should start with."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, attribute_of
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, attribute_of, read_metrics
 from rl_training.algorithms.q_learning import random_actions
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.envs.spaces import EnvSpaces
@@ -17,8 +18,8 @@ from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Activation, Params, Schedule
 from rl_training.runtime.spec import Collected, SourceContext
 
-# Why no schedule moves a number: the ends of sentences.
-FIXED_ATOMS = "the atoms are placed once, when the learner is built"
+# Why no schedule moves a number: the end of a sentence.
+LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between looks at `clipped_targets`, and when they are too much
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 
 
@@ -118,11 +119,14 @@ class ReplaySource(BufferedSource):
         )
         self._numpy_policy: Any = None
         self._asked_for_policy = False
+        self._updates = self._looks_at_clipping = 0
 
     def describe(self) -> str:
         """The buffer's size, for the start of a run."""
         kind = "prioritized replay" if self.params.prioritized else "replay"
-        return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}"
+        ends = [getattr(self.params, name, None) for name in ("v_min", "v_max")]
+        support = "" if None in ends else f", returns from {ends[0]:g} to {ends[1]:g}"
+        return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}"
 
     def collect(self, algorithm: Algorithm, step: int) -> Collected:
         """About `train_frequency` environment steps, at random until `learning_starts`."""
@@ -138,6 +142,7 @@ class ReplaySource(BufferedSource):
             self.buffer.add(
                 obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
                 final_obs=result.final_obs, valid=result.valid, masks=masks, next_masks=result.masks,
+                final_masks=result.final_masks,
             )  # fmt: skip
             episodes += ended
             taken += len(obs) if result.valid is None else int(np.count_nonzero(result.valid))
@@ -175,6 +180,19 @@ class ReplaySource(BufferedSource):
         """Errors become priorities."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
+        if "clipped_targets" in result.metrics:
+            self._watch_clipping(result.metrics["clipped_targets"])
+
+    def _watch_clipping(self, clipped: Any) -> None:
+        """Say once when much of the targets has lain outside of the support for a while."""
+        self._updates += 1
+        if self._updates % LOOK_EVERY or self._looks_at_clipping >= LOOKS:
+            return
+        share = read_metrics({"share": clipped})["share"]
+        self._looks_at_clipping = self._looks_at_clipping + 1 if share > MUCH_CLIPPED else 0
+        if self._looks_at_clipping == LOOKS:
+            ends = f"v_min is {self.params.v_min:g} and v_max {self.params.v_max:g}"
+            warnings.warn(f"{share:.0%} of the targets lie outside of the atoms ({ends}); widen them.", stacklevel=2)
 
 
 def first_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.random.Generator) -> Array:

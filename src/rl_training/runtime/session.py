@@ -25,6 +25,12 @@ from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
 from rl_training.runtime.spec import AlgorithmSpec, Source, SourceContext, get_algorithm_spec
 
+WIDEST_ON_CPU, MOST_MEMBERS_ON_CPU = 256, 2
+SMALL_NETWORKS = (
+    f"device auto is the CPU: layers of at most {WIDEST_ON_CPU} units on vectors learn faster there than on the GPU "
+    "(device: cuda takes it)"
+)
+
 
 @dataclass
 class Session:
@@ -38,6 +44,7 @@ class Session:
     algorithm: Algorithm
     stepper: Stepper
     source: Source
+    notes: tuple[str, ...] = ()  # on what was decided, for the start of a run
 
 
 def open_session(
@@ -55,7 +62,8 @@ def open_session(
         params.check_new_run()
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
-    config = resolve(config, params, recipe, spaces)
+    params = params.settle(recipe, spaces, config.seed)
+    asked, config = config, resolve(config, params, recipe, spaces)
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
     stored = None if restored is None else restored["algorithm"]
@@ -70,7 +78,9 @@ def open_session(
         if not isinstance(error, MemoryError):
             raise
         raise UserError(f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}.") from None
-    return Session(spec, config, params, recipe, spaces, algorithm, stepper, source)
+    passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
+    notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
+    return Session(spec, config, params, recipe, spaces, algorithm, stepper, source, notes)
 
 
 def describe_machine(config: TrainConfig) -> dict[str, str]:
@@ -102,10 +112,8 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
 
 
 def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None) -> TrainConfig:
-    """The config with every `auto` decided (threads where the spaces are known) and every default spelled out."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    """The config with every `auto` decided (device, threads: where the spaces are known), every default spelled out."""
+    device = choose_device(params, spaces) if config.device == "auto" and spaces is not None else config.device
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
@@ -120,6 +128,19 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
             "algo_kwargs": dump_params(params),
         }
     )
+
+
+def choose_device(params: Params, spaces: EnvSpaces) -> str:
+    """A GPU where there is one and it pays.
+
+    A step of a small network is launches, not arithmetic: PPO with 8 CartPoles does 43,000 steps/s on a CPU and 900 on
+    a GPU. What pays are images, wide layers, many networks side by side, and an update captured as one graph.
+    """
+    members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
+    small = spaces.obs_kind == "vector" and params.widest_layer <= WIDEST_ON_CPU and members <= MOST_MEMBERS_ON_CPU
+    if not torch.cuda.is_available() or (small and not getattr(params, "capture", False)):
+        return "cpu"
+    return "cuda"
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:

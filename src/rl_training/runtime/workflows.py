@@ -38,6 +38,7 @@ from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.validation import validate
 
 PathLike = str | Path
+AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {"output_dir", "algo_kwargs.replay_folder"}
 
@@ -101,14 +102,22 @@ def plain_action(action: Any) -> Any:
     return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
+def read_config(config: AnyConfig, env: UserEnv | None) -> TrainConfig:
+    """The config as `load_config` reads it; a mapping needs no env_id where the user gives the environment."""
+    if isinstance(config, Mapping) and env is not None:
+        name = env if isinstance(env, str) else getattr(env, "__name__", "")
+        config = {"env_id": name if isinstance(env, str) or name.isidentifier() else "custom", **config}
+    return load_config(config)
+
+
 @threads_restored()
 def train(
-    config: TrainConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
+    config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
-    """One run from the start."""
+    """One run from the start; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
     told = read_callbacks(callbacks)
-    session = open_session(config, env=env)
+    session = open_session(read_config(config, env), env=env)
     try:
         run_dir = make_run_dir(session.config, run_suffix)
     except UserError:
@@ -151,6 +160,7 @@ def execute(
         f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
         f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}, {kept})",
         *warnings,
+        *session.notes,
         *notes,
     ]
     shows = sys.stderr.isatty() if console is None else console

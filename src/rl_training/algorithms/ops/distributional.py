@@ -23,6 +23,13 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
     return projected.scatter_add_(-1, upper, upper_mass).scatter_add_(-1, upper - 1, probs - upper_mass)
 
 
+def outside_mass(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
+    """The share of a distribution that `project_categorical` clips, beyond rounding: [B, M], [B, M], [K] -> [B]."""
+    slack = 1e-3 * (support[1] - support[0])
+    outside = (atoms < support[0] - slack) | (atoms > support[-1] + slack)
+    return (probs * outside).sum(-1)
+
+
 def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
     """-sum_k target_k log softmax(logits)_k over the last dimension: [..., K], [..., K] -> [...]."""
     return -(target_probs * logits.log_softmax(-1)).sum(-1)

@@ -1,0 +1,106 @@
+"""The support of a categorical distribution of returns: given, or derived from rewards before a run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import EnvironmentFailure
+from rl_training.runtime.random_play import play
+from rl_training.validation import StrictModel
+
+FIXED_ATOMS = "the atoms are placed once, when the learner is built"
+EPISODES, STEPS = 10, 5_000  # most of random play
+UNKNOWN = (-10.0, 10.0)  # where random play earns nothing: the support of Bellemare et al. 2017
+ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may gain, or lose
+EDGE = 0.05  # of the support, on both sides
+
+
+class SupportParams(StrictModel):
+    """Hyper-parameters of a categorical head; a part of `Params`."""
+
+    v_min: float | None = Field(None, description="Smallest return that the atoms can say; null measures it.")
+    v_max: float | None = Field(None, description="Largest return that the atoms can say; null measures it.")
+    num_atoms: int = Field(51, ge=2, le=10_001, description="Atoms of the distribution.")
+
+    @model_validator(mode="after")
+    def _support_has_width(self) -> SupportParams:
+        if self.v_min is not None and self.v_max is not None and self.v_max <= self.v_min:
+            raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
+        return self
+
+    @property
+    def support(self) -> dict[str, Any]:
+        """What a categorical head is made with; before `settle`, ends that nobody gave are those of `UNKNOWN`."""
+        ends = zip(("v_min", "v_max"), (self.v_min, self.v_max), UNKNOWN, strict=True)
+        return {name: other if end is None else end for name, end, other in ends} | {"num_atoms": self.num_atoms}
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also the ends of the support."""
+        inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
+
+    def settle(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Any:
+        """With both ends of the support."""
+        if self.v_min is not None and self.v_max is not None:
+            return self
+        schedule = self.schedules.get("gamma")  # type: ignore[attr-defined]
+        gamma = self.gamma if schedule is None else max(schedule.value(0.0), schedule.value(1.0))  # type: ignore[attr-defined]
+        low, high = derive_support(recipe, spaces, gamma, seed)
+        low = low if self.v_min is None else self.v_min
+        high = high if self.v_max is None else self.v_max
+        if high <= low:  # the end that is given lies beyond all that was seen
+            low, high = (low, low + 1.0) if self.v_max is None else (high - 1.0, high)
+        return self.model_copy(update={"v_min": low, "v_max": high})
+
+
+def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int) -> tuple[float, float]:
+    """Ends that returns will hardly leave, from the environment's `reward_range` or from a few random episodes.
+
+    No return exceeds the largest reward at every step of the longest episode; where rewards are rare that is far too
+    much, so a learner is also not expected to gain more than `ROOM_ABOVE` times the range of random returns.
+    """
+    env = make_env(recipe)
+    declared, limit = getattr(env.unwrapped, "reward_range", None), getattr(env.spec, "max_episode_steps", None)
+    env.close()
+    steps = limit or recipe.max_episode_steps or math.inf
+    weight = min(steps, (1.0 - gamma**steps) / (1.0 - gamma) if gamma < 1.0 else STEPS)  # of a reward at every step
+    if declared is not None and not recipe.wrappers.clip_reward and all(map(math.isfinite, declared)):
+        low, high = (weight * float(reward) for reward in declared)
+    else:
+        rewards, returns = random_returns(recipe, spaces, gamma, seed)
+        spread = max(0.0, *returns) - min(0.0, *returns)
+        low = max(weight * min(rewards), min(returns) - ROOM_BELOW * spread)
+        high = min(weight * max(rewards), max(returns) + ROOM_ABOVE * spread)
+    low, high = min(0.0, low), max(0.0, high)  # an episode may end at any step
+    edge = EDGE * (high - low)
+    return (float(f"{low - edge:.3g}"), float(f"{high + edge:.3g}")) if edge else UNKNOWN
+
+
+def random_returns(
+    recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
+) -> tuple[list[float], list[float]]:
+    """Rewards of random play, and the discounted returns from every step of it."""
+    rewards: list[float] = []
+    returns: list[float] = []
+    begun = ended = 0
+    try:
+        for _, reward, terminated, truncated, _ in play(recipe, spaces, seed, STEPS):
+            rewards.append(float(reward))
+            if terminated or truncated or len(rewards) == STEPS:
+                total = 0.0
+                for earned in reversed(rewards[begun:]):
+                    total = earned + gamma * total
+                    returns.append(total)
+                begun, ended = len(rewards), ended + 1
+                if ended == EPISODES:
+                    break
+    except Exception as error:
+        raise EnvironmentFailure.raised(spaces.env_id, type(error).__name__, str(error)) from error
+    if not all(map(math.isfinite, rewards)):
+        raise EnvironmentFailure.not_finite(spaces.env_id, "a reward")
+    return rewards, returns

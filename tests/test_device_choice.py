@@ -1,0 +1,45 @@
+"""`device: auto`: a GPU only where it pays, and a run that passes over one says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from resume_cases import SPECS, tiny
+from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.runtime.session import choose_device
+from rl_training.runtime.workflows import train
+
+VECTOR = probe_spaces(read_recipe("CartPole-v1", {}))
+IMAGE = probe_spaces(read_recipe("env_zoo:MinAtarLike", {}))
+CASES: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("ppo", {}, VECTOR, "cpu"), ("sac", {}, VECTOR, "cpu"), ("ppo", {"hidden_sizes": (64, 257)}, VECTOR, "cuda"),
+    ("dqn", {}, IMAGE, "cuda"), ("rlpd", {}, VECTOR, "cuda"), ("mbpo", {}, VECTOR, "cuda"),
+    ("dreamer", {"size": "xs"}, VECTOR, "cuda"), ("dreamer", {"size": "xs", "capture": False}, VECTOR, "cpu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algo", "kwargs", "spaces", "device"), CASES)
+def test_a_gpu_is_taken_where_it_pays(
+    algo: str, kwargs: dict[str, Any], spaces: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SPECS[algo].params(**kwargs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(params, spaces) == device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(params, spaces) == "cpu"
+
+
+@pytest.mark.parametrize(("device", "has_gpu", "said"), [("auto", True, 1), ("auto", False, 0), ("cpu", True, 0)])
+def test_a_run_that_passes_over_a_gpu_says_so(
+    device: str, has_gpu: bool, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    result = train(tiny("ppo", tmp_path, device=device, eval_episodes=0), console=False)
+    config, log = (result.run_dir / name for name in ("config.yaml", "manifest.json"))
+    assert yaml.safe_load(config.read_text())["device"] == "cpu"
+    assert log.read_text().count("device auto is the CPU: layers of at most 256 units on vectors learn faster") == said

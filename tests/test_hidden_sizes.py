@@ -1,0 +1,63 @@
+"""`hidden_sizes` and its kin over the whole registry: no hidden layer at all, and layers behind an image encoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import env_zoo
+from resume_cases import SPECS, tiny
+from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.models.noisy import NoisyLinear
+from rl_training.runtime.workflows import train
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_every_algorithm_learns_without_a_hidden_layer(algo: str, tmp_path: Path) -> None:
+    """For Dreamer an empty list means the widths of its `size`."""
+    names = [name for name in SPECS[algo].params.model_fields if name.endswith("hidden_sizes")]
+    config = tiny(algo, tmp_path, total_timesteps=64, eval_episodes=1, kwargs={name: [] for name in names})
+    result = train(config, console=False)
+    assert result.metrics["updates"] > 0
+
+
+class Screen(env_zoo.Image):
+    """Large enough for the three convolutions of the DQN paper, whose features are 3 x 3 x 64 here."""
+
+    shape = (52, 52, 1)
+
+
+LARGE = probe_spaces(read_recipe("Screen", {}, Screen))
+SMALL = probe_spaces(read_recipe("env_zoo:MinAtarLike", {}))
+
+
+def layers_of(algo: str, spaces: EnvSpaces, **kwargs: Any) -> list[tuple[bool, int, int]]:
+    """(noisy, inputs, outputs) of every layer behind the convolutions."""
+    spec = SPECS[algo]
+    network = spec.build(spec.params(**kwargs), spaces).q_network  # type: ignore[attr-defined]
+    layers = [part for part in network.modules() if isinstance(part, (nn.Linear, NoisyLinear))]
+    return [(isinstance(part, NoisyLinear), part.weight.shape[1], part.weight.shape[0]) for part in layers]
+
+
+def test_heads_on_images_are_those_of_the_papers() -> None:
+    assert layers_of("dqn", LARGE) == [(False, 576, 512), (False, 512, 2)]
+    assert layers_of("noisy_dqn", LARGE) == [(True, 576, 512), (True, 512, 2)]
+    # both streams' hidden layers stand as one
+    assert layers_of("dueling_dqn", LARGE) == [(False, 576, 1024), (False, 512, 1), (False, 512, 2)]
+    assert layers_of("rainbow_dqn", LARGE, num_atoms=11) == [(True, 576, 1024), (True, 512, 11), (True, 512, 22)]
+    inputs = layers_of("dqn", SMALL)[0][1]
+    assert layers_of("noisy_dqn", SMALL)[0] == (True, inputs, 128)
+    assert layers_of("iqn", SMALL, noisy=True, embedding_dim=4)[0] == (True, inputs, 128)
+
+
+def test_hidden_layers_behind_the_convolutions_may_be_given() -> None:
+    assert layers_of("dqn", LARGE, head_hidden_sizes=(7, 9)) == [(False, 576, 7), (False, 7, 9), (False, 9, 2)]
+    assert layers_of("dqn", LARGE, head_hidden_sizes=()) == [(False, 576, 2)]
+    assert layers_of("noisy_dqn", LARGE, head_hidden_sizes=(7, 9)) == [(False, 576, 7), (True, 7, 9), (True, 9, 2)]
+    assert layers_of("dueling_dqn", LARGE, head_hidden_sizes=(7, 9))[:2] == [(False, 576, 7), (False, 7, 18)]
+    vectors = probe_spaces(read_recipe("CartPole-v1", {}))
+    assert layers_of("dqn", vectors, hidden_sizes=(5,), head_hidden_sizes=(7,)) == [(False, 4, 5), (False, 5, 2)]
