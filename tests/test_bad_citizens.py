@@ -144,7 +144,8 @@ def judge(fault: str, command: str, outcome: Outcome, folder: Path) -> str:
     assert "Traceback" not in text, text
     if outcome.signals:
         assert code in (0, 1, 130, -signal.SIGTERM), text
-        return f"ends at SIGTERM ({code})" if outcome.signals == 1 else f"ends at the second SIGTERM ({code})"
+        assert outcome.signals == 1, "one is enough"
+        return f"ends at SIGTERM ({code})"
     if fault in FINE or (fault, command) in UNSEEN:
         assert code == 0, text
         warned = name == "doctor" and "!" in text
