@@ -36,8 +36,8 @@ def maker(act: Callable[..., Any], close: Callable[[], Any] = int) -> Any:
 
 
 @contextmanager
-def running(*makers: Any, timeout: float = LIMIT) -> Iterator[Workers]:
-    workers = Workers(makers, "mine", timeout)
+def running(*makers: Any) -> Iterator[Workers]:
+    workers = Workers(makers, "mine", LIMIT)
     processes = [worker.process for worker in workers._workers]
     try:
         yield workers
@@ -123,8 +123,9 @@ def test_a_result_that_cannot_be_pickled_is_told_too() -> None:
 
 def test_a_silent_worker_ends_the_call_and_close_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "LEAVE_SECONDS", 0.1)
-    with running(maker(int), maker(partial(time.sleep, 1000)), timeout=1.0) as workers:
+    with running(maker(int), maker(partial(time.sleep, 1000))) as workers:
         pids = workers.call("pid")
+        workers.timeout = 1.0
         with pytest.raises(WorkerFailure, match=r"gave no answer for 1 seconds \(worker_timeout\) \(worker 2 of 2\)"):
             workers.call("act")
         assert not any(map(is_running, pids))
@@ -274,6 +275,14 @@ def test_steps_are_not_seen_through_the_memory_that_the_next_ones_write() -> Non
     assert np.array_equal(masks, kept[1])
     for part, value in zip(step, values, strict=True):
         assert part is None or np.array_equal(part, value)
+
+
+def test_an_environment_whose_module_registers_it_is_made_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    recipe = read_recipe("ZooWalk-v0", {})
+    engine = make_engine(recipe, probe_spaces(recipe), 1, 0, "async")
+    engine.reset()
+    engine.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_environment_registered_in_this_process_alone_is_known_there() -> None:

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -119,6 +120,8 @@ def pickle_registrations() -> dict[str, bytes]:
 
 def register_missing(registrations: Mapping[str, bytes]) -> None:
     """Register with Gymnasium here what is not, as `pickle_registrations` found it elsewhere."""
+    # a module that registers its environments when it is imported finds them there
+    warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry")
     for name, pickled in registrations.items():
         if name not in gym.registry:
             with suppress(Exception):
