@@ -254,8 +254,8 @@ def _stack_masks(infos: Iterable[dict[str, Any]], spaces: EnvSpaces) -> Array:
     return masks
 
 
-def _make_replayable(recipe: EnvRecipe, seed: int, index: int, evaluation: bool = False) -> ReplayableEpisodes:
-    return ReplayableEpisodes(make_env(recipe, evaluation=evaluation), seed, index)
+def _make_replayable(recipe: EnvRecipe, seed: int, index: int) -> ReplayableEpisodes:
+    return ReplayableEpisodes(make_env(recipe), seed, index)
 
 
 def has_native_engine(recipe: EnvRecipe) -> bool:
@@ -278,15 +278,14 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
 
 
 def make_engine(
-    recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0,
-    *, evaluation: bool = False,
-) -> Engine:  # fmt: skip
+    recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0
+) -> Engine:
     """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments."""
     if vectorization == "native":
         limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
         vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
         return CartPoleEngine(vector.unwrapped, seed)
-    makers = [partial(_make_replayable, recipe, seed, index, evaluation) for index in range(num_envs)]
+    makers = [partial(_make_replayable, recipe, seed, index) for index in range(num_envs)]
     if vectorization == "async":
         return AsyncEngine(makers, spaces, worker_timeout)
     return SyncEngine([maker() for maker in makers], spaces)

@@ -40,7 +40,7 @@ from rl_training.validation import validate
 PathLike = str | Path
 AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
-FREE_KEYS = BUDGET_KEYS | {"output_dir", "algo_kwargs.replay_folder"}
+FREE_KEYS = BUDGET_KEYS | {"output_dir", "worker_timeout", "algo_kwargs.replay_folder"}  # none changes what is learned
 
 
 @dataclass(frozen=True)
