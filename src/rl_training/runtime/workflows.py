@@ -410,7 +410,7 @@ def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
 def keep_replay_at_home(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, list[str]]:
     """A mapped buffer's files in the run's own folder: a checkpoint must not decide where a resume writes."""
     named = config.algo_kwargs.get("replay_folder")
-    home = str(run_dir_of(checkpoint) or checkpoint.resolve().parent)
+    home = str(run_dir_of(checkpoint) or TrainConfig.model_fields["output_dir"].default)
     if named in (None, home):
         return config, []
     note = f"the replay buffer is mapped to files in {home}; --set replay_folder={named} puts them where they were"
