@@ -103,8 +103,9 @@ def test_a_checkpoint_beside_somebodys_config_is_resumed_in_a_folder_of_its_own(
     (project / "config.yaml").write_text("mine: true\n")
     (project / "models" / "policy.ckpt").write_bytes(halfway.checkpoint_path.read_bytes())
     resumed = resume_training(project / "models" / "policy.ckpt", console=False)
-    assert resumed.run_dir.parent == tmp_path / "runs"
-    assert sorted(path.name for path in project.rglob("*")) == ["config.yaml", "models", "policy.ckpt"]
+    assert resumed.run_dir.parent == project / "models"  # next to the checkpoint, which does not say where to write
+    assert sorted(path.name for path in project.iterdir()) == ["config.yaml", "models"]
+    assert sorted((project / "models").iterdir()) == sorted([project / "models" / "policy.ckpt", resumed.run_dir])
     assert (project / "config.yaml").read_text() == "mine: true\n"
 
 

@@ -227,7 +227,7 @@ def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str,
         extra = state.get(name)
         if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
             continue
-        if extra.get("device") not in (None, own["device"]):
+        if isinstance(extra.get("device"), str) and extra["device"] != own["device"]:
             changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
     return {**state, **changed}
 
