@@ -226,6 +226,16 @@ def test_minibatches_have_the_keys_of_replay() -> None:
     np.testing.assert_array_equal(batch["obs"].numpy(), dataset.obs[rows])
 
 
+def test_arrays_of_another_byte_order_are_read_and_of_another_width_refused() -> None:
+    rows = episodes().arrays()
+    swapped = {name: array.astype(array.dtype.newbyteorder(">")) for name, array in rows.items()}
+    dataset = TransitionDataset.from_arrays(swapped, "big.npz")
+    assert dataset.minibatch(np.random.default_rng(0), 4)["obs"].shape[0] == 4
+    assert dataset.sha256 == TransitionDataset.from_arrays(rows, "little.npz").sha256
+    with pytest.raises(UserError, match="not rows of numbers"):
+        TransitionDataset.from_arrays({**rows, "obs": rows["obs"].astype(np.longdouble)}, "long.npz")
+
+
 def test_minari_round_trip(tmp_path: Path) -> None:
     pytest.importorskip("minari")
     dataset = load_transition_dataset("random", env_id="CartPole-v1", size=120, seed=1)

@@ -75,9 +75,11 @@ class TransitionDataset:
         missing = [name for name in REQUIRED if name not in named]
         if missing:
             raise UserError(f"{source} holds no {', '.join(missing)}; a data set needs {', '.join(REQUIRED)}.")
-        for name in {*REQUIRED, "behavior_logprobs"} & set(named):
-            if named[name].dtype.kind not in "biuf" or named[name].ndim < 1:
-                raise UserError(f"{name} in {source} is {named[name].dtype} {named[name].shape}, not rows of numbers.")
+        for name in [name for name in (*REQUIRED, "behavior_logprobs") if name in named]:
+            dtype = named[name].dtype
+            if dtype.kind not in "biuf" or dtype.itemsize > 8 or named[name].ndim < 1:
+                raise UserError(f"{name} in {source} is {dtype} {named[name].shape}, not rows of numbers.")
+            named[name] = named[name].astype(dtype.newbyteorder("="), copy=False)  # the only order that torch reads
         flat = {name: _flat(named[name], name, source) for name in ("rewards", "terminated", "truncated")}
         logprobs = named.get("behavior_logprobs")
         return cls(named["obs"], named["actions"], flat["rewards"], named["next_obs"], flat["terminated"],
