@@ -184,7 +184,7 @@ def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) ->
     class Look(Callback):
         def on_update(self, run: Any) -> None:
             if examiner.is_due(run.step):
-                policy = TrainedPolicy(run.session.algorithm, run.session.spaces, job.seed)
+                policy = TrainedPolicy(run.session.algorithm, run.session.spaces, run.session.config)
                 examiner.look(run.step, policy.predict, settings["curve_episodes"])
 
     result = train(our_config(settings, job, folder), callbacks=[Look()], console=False)

@@ -187,14 +187,14 @@ def test_a_checkpoint_does_not_say_where_its_resumed_run_writes(
     tree["config"]["output_dir"] = str(tmp_path / "of the checkpoint")
     path = save_checkpoint(tmp_path / "downloads" / "policy.ckpt", tree)
     result = resume_training(path, total_timesteps=160, console=False)
-    assert result.run_dir.parent == path.parent
-    assert load_config(result.run_dir / "config.yaml").output_dir == str(path.parent)
+    assert result.run_dir.resolve().parent == tmp_path / "runs"
+    assert load_config(result.run_dir / "config.yaml").output_dir == "runs"
     chosen = resume_training(path, total_timesteps=160, output_dir=tmp_path / "chosen", console=False)
     assert chosen.run_dir.parent == tmp_path / "chosen"
     # a branch of a run lies next to the run
     tree["run"]["step"] = 64
     branch = save_checkpoint(result.run_dir / "checkpoints" / "step_64.ckpt", tree)
-    assert resume_training(branch, total_timesteps=160, console=False).run_dir.parent == result.run_dir.parent
+    assert resume_training(branch, total_timesteps=160, console=False).run_dir.parent == result.run_dir.resolve().parent
     assert not (tmp_path / "of the checkpoint").exists()
 
 

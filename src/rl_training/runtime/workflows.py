@@ -443,8 +443,9 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
         return []
     try:
         seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, before=330, after=100)
-    except Exception:  # of environments made only to look at them; the run's own tell what is wrong
-        return []
+    except Exception as error:  # of environments made only to look at them
+        reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
+        return [f"{reason}, so nobody knows whether this resume is exact."]
     if not seen:
         return []
     return [
