@@ -100,6 +100,6 @@ def assert_steps_touch_only_their_own_network(learner: DDPG) -> None:
     assert all(same(critics, learner.model.critics))
     assert not any(same(actor, learner.model.actor))
     actor = tensors(learner.model.actor)
-    learner.critic_step(batch, torch.full((8,), 0.9), None)
+    learner.critic_step(batch, None)
     assert all(same(actor, learner.model.actor))
     assert not any(same(critics, learner.model.critics))

@@ -39,7 +39,7 @@ def test_target_is_the_minimum_over_the_subset_alone() -> None:
     actions = learner.model.actor.sample(batch["next_obs"], noise).actions
     values = learner.target_critics(batch["next_obs"], actions)
     expected = batch["rewards"] + 0.9 * torch.minimum(values[3], values[1])
-    metrics, _ = learner.critic_step(batch, torch.full((8,), 0.9), noise, 0.0, subset)
+    metrics, _ = learner.critic_step({**batch, "discounts": torch.full((8,), 0.9)}, noise, subset)
     assert float(metrics["target_q_mean"]) == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
@@ -59,8 +59,8 @@ def test_the_actor_climbs_the_mean_over_all_critics() -> None:
     learner, batch, noise = make(alpha=0.2), make_batch(), torch.randn(8, 2)
     actions, logprobs = learner.model.actor.sample(batch["obs"], noise)
     expected = (0.2 * logprobs).mean() - learner.model.q_values(batch["obs"], actions).mean()
-    learner.actor_step(batch["obs"], noise, 0.2)
-    assert float(learner.last_actor[0]) == pytest.approx(expected.item(), rel=1e-5)
+    losses = learner.actor_step(batch["obs"], noise)
+    assert losses["actor_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_actor_and_temperature_move_once_per_interval_and_targets_every_time() -> None:

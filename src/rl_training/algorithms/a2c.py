@@ -7,26 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, entropy_gradient, means, normalize, shares
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize
 from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient
 
 
-def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
     """From logprobs, advantages, values, returns and entropy, all [B]."""
-    squares = (batch["returns"] - batch["values"]).square()
-    gain, square, entropy = means(batch["logprobs"] * batch["advantages"], squares, batch["entropy"])
-    policy_loss, value_loss, entropy_loss = -gain, 0.5 * square, -entropy
-    loss = policy_loss + vf_coef * value_loss + ent_coef * entropy_loss
-    return {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss}
-
-
-def a2c_gradients(batch: Batch, ent_coef: float, vf_coef: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `a2c_loss` with respect to logprobs, values and entropy."""
-    share = shares(batch["advantages"])
-    on_values = (batch["values"] - batch["returns"]) * (vf_coef * share)
-    return batch["advantages"] * -share, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
+    gain = policy_gradient(batch["logprobs"], batch["advantages"])
+    return actor_critic_losses(gain, batch["values"], batch["returns"], batch["entropy"], ent_coef, vf_coef)
 
 
 class A2C(ActorCriticAlgorithm):
@@ -50,9 +41,9 @@ class A2C(ActorCriticAlgorithm):
         """One gradient step on the whole rollout."""
         rows = self.rows(batch)
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
-        policy, gradients = self.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        policy, backward = self.trace(rows)
         terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
         losses = a2c_loss(terms, self.ent_coef, self.vf_coef)
-        grad_norm = self.optimizer.apply_gradients(gradients(*a2c_gradients(terms, self.ent_coef, self.vf_coef)))
+        grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         self.move_normalizers(rows)
         return UpdateResult({**losses, "grad_norm": grad_norm})

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy
+from rl_training.algorithms.ops.policy import approx_kl
 from rl_training.algorithms.ops.returns import gae
-from rl_training.algorithms.optimization import Gradients, Optimizer
+from rl_training.algorithms.optimization import Backward, Optimizer
 
 
 class RewardScale(nn.Module):
@@ -84,25 +84,10 @@ class ActorCriticAlgorithm(Algorithm):
         out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
         return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 
-    def evaluate_actions(
-        self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
-    ) -> tuple[Any, Callable[..., Gradients]]:
-        """The policy's logprobs, values and entropy [B], without a graph, and a function that differentiates them.
-
-        It takes a loss's gradients with respect to the three, None for an entropy of weight 0, and returns those of
-        the parameters. The losses here are means of a few terms; autograd takes longer to find their gradients than
-        the networks'. So each stands written out beside its loss, and a test compares the two.
-        """
-        quick = getattr(self.policy, "evaluate_with_gradients", None)
-        if quick is not None and (found := quick(obs, actions, action_masks)) is not None:
-            return found
-        policy = self.policy.evaluate_actions(obs, actions, action_masks)
-
-        def gradients(*on_outputs: Tensor | None) -> Gradients:
-            given = [(output, on) for output, on in zip(policy, on_outputs, strict=True) if on is not None]
-            return self.optimizer.differentiate(*zip(*given, strict=True))
-
-        return type(policy)(*(output.detach() for output in policy)), gradients
+    def trace(self, rows: Batch) -> tuple[Any, Backward]:
+        """log-probabilities, values and entropy [B] of rows, and the way from a loss's slopes there to gradients."""
+        evaluate = self.policy.evaluate_actions
+        return self.optimizer.trace(self.policy, evaluate, rows["obs"], rows["actions"], rows.get("action_masks"))
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
         """What returns are computed from, all [T, N]: rewards, discounts and cuts."""
@@ -158,27 +143,10 @@ def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
     return terminated, ended
 
 
-def means(*columns: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The mean of each, over the rows whose weight is not 0; 0 where there is none, as in a minibatch of reset rows."""
-    table = torch.stack(columns).flatten(1)
-    return (table.mean(1) if weights is None else table @ shares(table[0], weights.flatten())).unbind()
-
-
-def shares(x: Tensor, weights: Tensor | None = None) -> Any:
-    """What each row counts in a mean: one number for all, or a tensor by weight."""
-    return 1.0 / x.numel() if weights is None else weights / weights.sum().clamp(min=1e-8)
-
-
-def surrogate_gradient(logratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Gradient of `clipped_surrogate` with respect to `logratio`: r A, and 0 where the clip holds it back."""
-    ratio = logratio.exp()
-    moved = ratio * advantages
-    return moved.masked_fill_(moved > ratio.clamp_(1.0 - clip_coef, 1.0 + clip_coef) * advantages, 0.0)
-
-
-def entropy_gradient(entropy: Tensor, ent_coef: float, share: Any) -> Tensor | None:
-    """Gradient of -ent_coef times a mean entropy; None without weight, which spares its backward pass."""
-    return torch.full_like(entropy, -ent_coef) * share if ent_coef else None
+def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
+    """How far the policy is from the one that acted, per sample: approx_kl, and whether the ratio left its range."""
+    apart = logratio.detach()
+    return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
 
 
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import entropy_gradient, means, normalize, shares, surrogate_gradient
+from rl_training.algorithms.actor_critic import normalize, ratio_statistics
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.impala import IMPALA, flat_obs
-from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
+from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
+from rl_training.algorithms.ops.losses import Losses, clipped_surrogate, means
 
 METRICS = (
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
@@ -27,29 +27,11 @@ METRICS = (
 )  # fmt: skip
 
 
-def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
     """From what `impala_loss` takes; the surrogate's ratio is target over behaviour probability."""
     logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
-    targets, advantages, apart = batch["vtrace_targets"].detach(), batch["pg_advantages"].detach(), logratio.detach()
-    surrogate, square, entropy, *statistics = means(
-        clipped_surrogate(logratio, advantages, clip_coef), (targets - batch["values"]).square(), batch["entropy"],
-        apart.exp(), targets, advantages, approx_kl(apart), (apart.expm1().abs() > clip_coef).to(apart.dtype),
-        weights=batch.get("weights"),
-    )  # fmt: skip
-    policy_loss, value_loss, entropy_loss = -surrogate, 0.5 * square, -entropy
-    loss = policy_loss + vf_coef * value_loss + ent_coef * entropy_loss
-    return dict(zip(METRICS, (loss, policy_loss, value_loss, entropy_loss, *statistics), strict=False))
-
-
-def appo_gradients(
-    batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `appo_loss` with respect to target_logprobs, values and entropy."""
-    share = shares(batch["values"], batch.get("weights"))
-    logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
-    on_logprobs = surrogate_gradient(logratio, batch["pg_advantages"], clip_coef).mul_(-share)
-    on_values = (batch["values"] - batch["vtrace_targets"]).mul_(vf_coef).mul_(share)
-    return on_logprobs, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
+    gain = clipped_surrogate(logratio, batch["pg_advantages"], clip_coef)
+    return vtrace_losses(batch, gain, ent_coef, vf_coef, ratio_statistics(logratio, clip_coef))
 
 
 class APPO(IMPALA):
@@ -81,8 +63,8 @@ class APPO(IMPALA):
 
     def minibatch_step(self, rollout: Batch) -> Tensor:
         """One gradient step on trajectories [T, B]; returns its metrics in the order of METRICS."""
-        policy, gradients = self.evaluate_with_gradients(rollout)
-        quantities = {**rollout, **policy}
+        (policy, backward), weights = self.trace_rollout(rollout), rollout.get("weights")
+        terms = {**rollout, **policy}
         if self.target is None:
             targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], None)
             kl = torch.zeros((), device=targets.device)
@@ -90,20 +72,18 @@ class APPO(IMPALA):
             reference = self._target_logprobs(rollout)
             targets, advantages = self.vtrace(rollout, reference, policy["values"], self.pg_rho_clip)
             correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
-            quantities["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
-            (kl,) = means(self._target_kl(rollout), weights=rollout.get("weights"))
+            terms["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
+            (kl,) = means(self._target_kl(rollout), weights=weights)
         if self.normalize_advantages:
-            advantages = normalize(advantages, rollout.get("weights"))
-        quantities |= {"vtrace_targets": targets, "pg_advantages": advantages}
-        coefficients = (self.clip_coef, self.ent_coef, self.vf_coef)
-        losses = appo_loss(quantities, *coefficients)
-        found = gradients(*appo_gradients(quantities, *coefficients))
+            advantages = normalize(advantages, weights)
+        terms |= {"vtrace_targets": targets, "pg_advantages": advantages}
+        losses = appo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
+        gradients = backward(*losses.slopes)
         if self.target is not None:
             penalty = self.kl_coef * kl
             losses["loss"] = losses["loss"] + penalty.detach()
-            on_policy = self.optimizer.differentiate(penalty)
-            found = [x if x is None or y is None else x + y for x, y in zip(found, on_policy, strict=True)]
-        grad_norm = self.optimizer.apply_gradients(found)
+            gradients = self.optimizer.add_gradients(gradients, penalty)
+        grad_norm = self.optimizer.apply_gradients(gradients)
         return torch.stack([*losses.values(), kl.detach(), grad_norm])
 
     @torch.no_grad()

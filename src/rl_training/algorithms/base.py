@@ -29,6 +29,10 @@ class UpdateResult:
     num_gradient_steps: int = 1
     priorities: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Let go of the graphs behind losses."""
+        self.metrics = {name: x.detach() if isinstance(x, Tensor) else x for name, x in self.metrics.items()}
+
 
 @dataclass(frozen=True)
 class ActOutput:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy, project_categorical
+from rl_training.algorithms.ops.distributional import cross_entropy, project_categorical
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.errors import UserError
 
@@ -49,10 +49,8 @@ class C51DQN(QLearning):
         atoms = torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), self.support)
         return project_categorical(atoms=atoms, probs=probs, support=self.support), (probs * atoms).sum(-1)
 
-    def terms(self, rows: Batch, targets: tuple[Tensor, Tensor]) -> SampleTerms:
+    def terms(self, rows: Batch, outputs: Tensor, targets: tuple[Tensor, Tensor]) -> SampleTerms:
         """Cross-entropies to the projected distributions."""
-        outputs, gradients = self.evaluate(rows["obs"])
         logits = choose(outputs, rows["actions"])
-        losses = categorical_cross_entropy(logits=logits, target_probs=targets[0])
-        probs = logits.softmax(-1)
-        return SampleTerms(outputs, gradients, losses, probs - targets[0], losses, probs @ self.support, targets[1])
+        losses, slopes = cross_entropy(logits=logits, target_probs=targets[0])
+        return SampleTerms(losses, slopes, losses, logits.softmax(-1) @ self.support, targets[1])

@@ -12,43 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import (
-    ActorCriticAlgorithm,
-    entropy_gradient,
-    means,
-    normalize,
-    select_rows,
-    shares,
-    surrogate_gradient,
-)
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, ratio_statistics, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate
 
 
-def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
     """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B]."""
     logratio = batch["new_logprobs"] - batch["logprobs"]
-    apart = logratio.detach()
-    surrogate, square, entropy, kl, clip_fraction = means(
-        clipped_surrogate(logratio, batch["advantages"], clip_coef), (batch["returns"] - batch["values"]).square(),
-        batch["entropy"], approx_kl(apart), (apart.expm1().abs() > clip_coef).to(apart.dtype),
+    gain = clipped_surrogate(logratio, batch["advantages"], clip_coef)
+    return actor_critic_losses(
+        gain, batch["values"], batch["returns"], batch["entropy"], ent_coef, vf_coef,
+        statistics=ratio_statistics(logratio, clip_coef),
     )  # fmt: skip
-    policy_loss, value_loss, entropy_loss = -surrogate, 0.5 * square, -entropy
-    return {
-        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
-        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
-        "approx_kl": kl, "clip_fraction": clip_fraction,
-    }  # fmt: skip
-
-
-def ppo_gradients(
-    batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `ppo_loss` with respect to new_logprobs, values and entropy."""
-    share = shares(batch["advantages"])
-    on_logprobs = surrogate_gradient(batch["new_logprobs"] - batch["logprobs"], batch["advantages"], clip_coef)
-    on_values = (batch["values"] - batch["returns"]) * (vf_coef * share)
-    return on_logprobs.mul_(-share), on_values, entropy_gradient(batch["entropy"], ent_coef, share)
 
 
 class PPO(ActorCriticAlgorithm):
@@ -71,15 +47,14 @@ class PPO(ActorCriticAlgorithm):
 
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
-        policy, gradients = self.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        policy, backward = self.trace(rows)
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
         terms = {
             "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],
         }  # fmt: skip
-        coefficients = (self.clip_coef, self.ent_coef, self.vf_coef)
-        losses = ppo_loss(terms, *coefficients)
-        grad_norm = self.optimizer.apply_gradients(gradients(*ppo_gradients(terms, *coefficients)))
+        losses = ppo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
+        grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         return torch.stack([*losses.values(), grad_norm])
 
     def minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:

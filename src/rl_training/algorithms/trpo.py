@@ -15,18 +15,25 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult, attribute_of
+from rl_training.algorithms.ops.losses import squared_error
 from rl_training.algorithms.ops.policy import conjugate_gradient
 from rl_training.algorithms.optimization import flatten_parameters
 
 
+def surrogate(new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """What the policy's step raises: the mean of r A (eq. 14), all [B]."""
+    return ((new_logprobs - logprobs).exp() * advantages).mean()
+
+
 def trpo_loss(batch: Batch) -> dict[str, Tensor]:
-    """From new_logprobs, logprobs, advantages, values, returns and entropy, all [B]."""
-    ratio = (batch["new_logprobs"] - batch["logprobs"]).exp()
-    return {
-        "policy_loss": -(ratio * batch["advantages"]).mean(),
-        "value_loss": 0.5 * (batch["returns"] - batch["values"]).square().mean(),
+    """From new_logprobs, logprobs, advantages, values, returns, entropy, all [B]; what a step did passes through."""
+    gain = surrogate(batch["new_logprobs"], batch["logprobs"], batch["advantages"])
+    losses = {
+        "surrogate_gain": gain, "policy_loss": -gain, "value_loss": squared_error(batch["values"], batch["returns"])[0],
         "entropy": batch["entropy"].mean(),
-    }
+    }  # fmt: skip
+    step = ("approx_kl", "accepted_step", "step_norm", "backtrack_steps", "cg_iterations")
+    return losses | {name: batch[name] for name in step if name in batch}
 
 
 class TRPO(ActorCriticAlgorithm):
@@ -79,8 +86,8 @@ class TRPO(ActorCriticAlgorithm):
         obs, actions, masks = rows["obs"], rows["actions"], rows.get("action_masks")
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
         policy = self.policy.distribution(obs, masks)
-        surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
-        gradient = self._actor_gradient(surrogate)
+        gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
+        gradient = self._actor_gradient(gain)
         old = policy.detach()
         kl_gradient = self._actor_gradient(old.kl(policy).mean(), create_graph=True)
 
@@ -90,33 +97,33 @@ class TRPO(ActorCriticAlgorithm):
         direction = conjugate_gradient(fisher, gradient, self.cg_iterations)
         curvature = direction.dot(fisher(direction)).clamp(min=1e-12)
         full_step = direction * (2.0 * self.max_kl / curvature).sqrt()
-        start, before = self._actor_flat.clone(), surrogate.detach()
+        start, before = self._actor_flat.clone(), gain.detach()
         fraction, backtracks, accepted = 1.0, 0, False
         while not accepted and backtracks < self.line_search_steps:
             self._actor_flat.copy_(start + fraction * full_step)
             with torch.no_grad():
                 policy = self.policy.distribution(obs, masks)
-                surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
+                gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
                 kl = old.kl(policy).mean()
-            accepted = bool((kl <= self.max_kl) & (surrogate > before))
+            accepted = bool((kl <= self.max_kl) & (gain > before))
             if not accepted:
                 fraction, backtracks = fraction * self.line_search_shrink, backtracks + 1
         if not accepted:
             self._actor_flat.copy_(start)
-            policy, surrogate, kl, fraction = old, before, torch.zeros_like(kl), 0.0
+            policy, gain, kl, fraction = old, before, torch.zeros_like(kl), 0.0
         return {
-            "surrogate_gain": gradient.dot(full_step) * fraction, "surrogate_improvement": surrogate - before,
-            "policy_loss": -surrogate, "entropy": policy.entropy().mean(), "approx_kl": kl,
+            "surrogate_gain": gradient.dot(full_step) * fraction, "surrogate_improvement": gain - before,
+            "policy_loss": -gain, "entropy": policy.entropy().mean(), "approx_kl": kl,
             "accepted_step": float(accepted), "step_norm": full_step.norm() * fraction, "backtrack_steps": backtracks,
             "line_search_fraction": fraction, "cg_iterations": self.cg_iterations,
         }  # fmt: skip
 
     def value_step(self, features: Tensor, returns: Tensor) -> Tensor:
         """One gradient step of the critic on rows [B]; returns half the mean squared error before it."""
-        values, gradients = self.policy.values_with_gradients(features)
-        errors = values - returns
-        self.value_optimizer.apply_gradients(gradients(errors / len(errors)))
-        return errors.dot(errors) * (0.5 / len(errors))
+        values, backward = self.policy.trace_values(features)
+        loss, slopes = squared_error(values, returns)
+        self.value_optimizer.apply_gradients(backward(slopes))
+        return loss
 
     def _value_minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
         """`value_updates` minibatches, reshuffled whenever the rows are used up."""
