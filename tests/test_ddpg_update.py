@@ -131,3 +131,16 @@ def test_ddpg_solves_a_bandit() -> None:
     torch.manual_seed(0)
     model = MLPDDPGModel(obs_dim=3, action_dim=1, hidden_sizes=(32, 32))
     assert_solves_bandit(DDPG(model=model, learning_rate=3e-3), 600)
+
+
+@pytest.mark.parametrize("rates", [{"actor_learning_rate": 0.0}, {"critic_learning_rate": 0.0}])
+def test_actor_and_critics_may_have_rates_of_their_own(rates: dict[str, float]) -> None:
+    learner = make(learning_rate=0.01, **rates)
+    before = tensors(learner.model)
+    learner.update(make_batch())
+    moved = {
+        name: not torch.equal(old, new)
+        for old, (name, new) in zip(before, learner.model.named_parameters(), strict=True)
+    }
+    still = "actor" if "actor_learning_rate" in rates else "critics"
+    assert {name for name, has_moved in moved.items() if not has_moved} == {n for n in moved if n.startswith(still)}

@@ -11,13 +11,14 @@ from torch import nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 
 
 def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
     """From logprobs, advantages, values, returns and entropy, all [B]."""
     gain = policy_gradient(batch["logprobs"], batch["advantages"])
-    return actor_critic_losses(gain, batch["values"], batch["returns"], batch["entropy"], ent_coef, vf_coef)
+    error = value_error(batch["values"], batch["returns"])
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef)
 
 
 class A2C(ActorCriticAlgorithm):
@@ -31,13 +32,17 @@ class A2C(ActorCriticAlgorithm):
         max_grad_norm: float | None = 0.5, optimizer: str = "rmsprop_tf", optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.ent_coef, self.vf_coef, self.normalize_advantages = ent_coef, vf_coef, normalize_advantages
+        self.normalize_advantages = normalize_advantages
+        self.numbers.update(
+            ent_coef=ent_coef, vf_coef=vf_coef,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
+            max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rows = self.rows(batch)
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]

@@ -57,13 +57,14 @@ class ActorCriticAlgorithm(Algorithm):
 
     optimizer: Optimizer
     reads_logprobs = True  # of the policy that acted
+    reads_values = True  # of the critic that acted, where the batch has them; else observations to value itself
 
     def __init__(
         self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False
     ) -> None:
         super().__init__()
         self.policy: Any = policy
-        self.gamma, self.gae_lambda = gamma, gae_lambda
+        self.numbers.update(gamma=gamma, gae_lambda=gae_lambda)
         self.reward_scale = RewardScale(gamma) if normalize_rewards else None
 
     def acting(self) -> nn.Module:
@@ -78,7 +79,7 @@ class ActorCriticAlgorithm(Algorithm):
     @torch.no_grad()
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
+        action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """Actions, with the log-probabilities and values that a rollout stores beside them."""
         out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
@@ -98,6 +99,23 @@ class ActorCriticAlgorithm(Algorithm):
             rewards = self.reward_scale(rewards, cuts, batch.get("valid"))
         return {"rewards": rewards, "discounts": self.gamma * (~terminated).to(rewards.dtype), "cuts": cuts}
 
+    @torch.no_grad()
+    def successor_values(self, values: Tensor, batch: Batch) -> Tensor:
+        """Value of each row's successor [T, N]: of the final observation at a truncation, the bootstrap at the end.
+
+        Of `bootstrap_obs` [N, ...] and `final_obs` [T, N, ...] by the critic that learns; else as the batch gives them.
+        """
+        given = "bootstrap_obs" not in batch
+        last = batch["bootstrap_value"].to(values.dtype) if given else self.policy.values(batch["bootstrap_obs"])
+        following = torch.cat([values[1:], last.unsqueeze(0)])
+        if "final_obs" in batch:
+            rows = batch["truncated"].flatten().nonzero().squeeze(-1)
+            finals = self.policy.values(batch["final_obs"].flatten(0, 1).index_select(0, rows))
+            return following.flatten().index_copy_(0, rows, finals).view_as(following)
+        if "truncation_values" not in batch:
+            return following
+        return torch.where(batch["truncated"].bool(), batch["truncation_values"], following)
+
     def advantages(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """GAE advantages and returns [T, N] from the behaviour critic's values."""
         values = batch.get("values")
@@ -105,7 +123,7 @@ class ActorCriticAlgorithm(Algorithm):
             flat = batch["obs"].flatten(0, 1)
             with torch.no_grad():
                 values = self.policy.values(flat).view(batch["obs"].shape[:2])
-        next_values = successor_values(values, batch)
+        next_values = self.successor_values(values, batch)
         advantages = gae(values=values, next_values=next_values, lambda_=self.gae_lambda, **self.time_major(batch))
         return advantages, advantages + values
 
@@ -115,7 +133,7 @@ class ActorCriticAlgorithm(Algorithm):
             advantages, returns = self.advantages(batch)
             batch = {**batch, "advantages": advantages, "returns": returns}
         lead = batch["advantages"].dim()
-        names = ("obs", "actions", "logprobs", "advantages", "returns", "action_masks")
+        names = ("obs", "actions", "logprobs", "values", "advantages", "returns", "action_masks")
         rows = {name: batch[name] if lead == 1 else batch[name].flatten(0, 1) for name in names if name in batch}
         valid = batch.get("valid")
         return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
@@ -152,14 +170,6 @@ def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
     """The given rows of every tensor."""
     return {name: value.index_select(0, index) for name, value in rows.items()}
-
-
-def successor_values(values: Tensor, batch: Batch) -> Tensor:
-    """Value of each row's true successor [T, N]: of the final observation at a truncation, the bootstrap at the end."""
-    following = torch.cat([values[1:], batch["bootstrap_value"].to(values.dtype).unsqueeze(0)])
-    if "truncation_values" not in batch:
-        return following
-    return torch.where(batch["truncated"].bool(), batch["truncation_values"], following)
 
 
 def normalize(x: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -1,9 +1,11 @@
 """APPO: PPO's clipped surrogate on V-trace targets, for experience of an older policy.
 
-Two readings exist. The default has no target network, as in Sample Factory (Petrenko et al. 2020, arXiv:2006.11751):
-the ratio is pi/mu with mu the policy that acted, and V-trace uses the same ratio. With `target_policy` it is RLlib's
-(after Luo et al. 2019, IMPACT, arXiv:1912.00167): V-trace uses pi_T/mu with a slowly copied pi_T, the surrogate's ratio
-is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalised with a coefficient that adapts to `kl_target`.
+Two readings exist. The default has no target network, like Sample Factory (Petrenko et al. 2020, arXiv:2006.11751): the
+ratio is pi/mu with mu the policy that acted, and V-trace uses the same ratio. Its advantage is V-trace's without the
+factor rho, since the surrogate multiplies by the ratio already; Sample Factory multiplies by both. With `target_policy`
+it is RLlib's (after Luo et al. 2019, IMPACT, arXiv:1912.00167): V-trace uses pi_T/mu with a slowly copied pi_T, the
+surrogate's ratio is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalised with a coefficient that adapts to
+`kl_target`.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ class APPO(IMPALA):
         target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, learning_rate=learning_rate, **options)
-        self.clip_coef, self.update_epochs, self.minibatch_size = clip_coef, update_epochs, minibatch_size
+        self.numbers.update(clip_coef=clip_coef, kl_target=kl_target)
+        self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages = normalize_advantages
-        self.target_update_interval, self.kl_target = target_update_interval, kl_target
+        self.target_update_interval = target_update_interval
         self.target: Any = copy.deepcopy(policy).requires_grad_(False) if target_policy else None
         self.kl_coef: Tensor
         self.register_buffer("kl_coef", torch.tensor(kl_coef))
@@ -59,7 +62,7 @@ class APPO(IMPALA):
             return
         order = torch.randperm(count, generator=self.generator, device=rollout["rewards"].device)
         for chosen in order.split(size):
-            yield {name: x.index_select(0 if name == "bootstrap_value" else 1, chosen) for name, x in rollout.items()}
+            yield {name: x.index_select(0 if "bootstrap" in name else 1, chosen) for name, x in rollout.items()}
 
     def minibatch_step(self, rollout: Batch) -> Tensor:
         """One gradient step on trajectories [T, B]; returns its metrics in the order of METRICS."""
@@ -105,7 +108,7 @@ class APPO(IMPALA):
         self.kl_coef.mul_(torch.where(kl > 2 * self.kl_target, 1.5, torch.where(kl < 0.5 * self.kl_target, 0.5, 1.0)))
         self.target.load_state_dict(self.policy.state_dict())
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """`update_epochs` passes over the rollout, V-trace anew on each since the values move."""
         rollout = self.trajectories(batch)
         steps: list[Tensor] = []

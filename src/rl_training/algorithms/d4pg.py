@@ -2,7 +2,8 @@
 
 DDPG with a critic that gives a categorical distribution of the return on fixed atoms: the n-step Bellman target of the
 target distribution at mu'(s') is projected onto the atoms (Bellemare et al. 2017) and learned by cross-entropy, and the
-actor climbs the expectation. Here one process collects; the paper has many.
+actor climbs the expectation. Here one process collects; the paper has many. Targets trail by `tau` per update, as
+DDPG's; the paper copies them now and then, which is `tau` 1 with a `target_update_interval`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class D4PG(DDPG):
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, v_min: float | None = None, v_max: float | None = None,
-        num_atoms: int | None = None, **options: Any,
+        num_atoms: int | None = None, target_update_interval: int = 1, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(model=model, learning_rate=learning_rate, **options)
+        self.target_update_interval = target_update_interval
         support = self.model.support
         found = {"v_min": float(support[0]), "v_max": float(support[-1]), "num_atoms": len(support)}
         for name, value in {"v_min": v_min, "v_max": v_max, "num_atoms": num_atoms}.items():

@@ -46,20 +46,26 @@ class DDPG(GaussianExploration):
     """
 
     policy_delay = 1
+    target_update_interval: int | None = None  # updates between the targets' moves; None: with the actor's steps
 
     def __init__(
         self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
         exploration_noise: float = 0.1, action_gradient_clip: float | None = None, max_grad_norm: float | None = None,
-        optimizer: str = "adam", optimizer_eps: float = 1e-8,
+        optimizer: str = "adam", optimizer_eps: float = 1e-8, critic_learning_rate: float | None = None,
+        actor_learning_rate: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
-        self.gamma, self.tau = gamma, tau
-        self.exploration_noise, self.action_gradient_clip = exploration_noise, action_gradient_clip
-        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        self.numbers.update(
+            gamma=gamma, tau=tau, exploration_noise=exploration_noise, action_gradient_clip=action_gradient_clip,
+            learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
+            actor_learning_rate=actor_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
         critics, actor = model.critics.parameters(), model.actor.parameters()
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, learning_rate, **options)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, learning_rate, **options)
+        rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0], **options)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1], **options)
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
         self.last_actor_loss: Tensor
@@ -98,11 +104,13 @@ class DDPG(GaussianExploration):
         self.actor_optimizer.step(losses["actor_loss"])
         return losses
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """A critic step; every `policy_delay` of them an actor step and the targets' move."""
         metrics, priorities = self.critic_step(batch, self.draw_noise(batch["actions"]))
         if (self.num_updates + 1) % self.policy_delay == 0:
             self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())
+        if (self.num_updates + 1) % (self.target_update_interval or self.policy_delay) == 0:
             self._target.polyak_(self.tau)
         self.model.actor.observation_input.update(batch["obs"])
-        return UpdateResult({**metrics, "actor_loss": self.last_actor_loss.clone()}, priorities=priorities)
+        metrics["actor_loss"] = self.last_actor_loss.clone()
+        return UpdateResult(metrics, priorities=priorities, watch="critic_loss")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Array, Batch, attribute_of
+from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.ops.distributional import fraction_gradient, quantile_huber
 from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
@@ -23,10 +23,6 @@ from rl_training.errors import UserError
 
 class FQF(QLearning):
     """The learner; `q_network` has `propose` and a `fraction_layer` beside what IQN asks for (see `MLPFQFNetwork`)."""
-
-    learning_rate = attribute_of("optimizer", "learning_rate")  # of the quantiles alone
-    optimizer_eps = attribute_of("optimizer", "eps")
-    fraction_learning_rate = attribute_of("fraction_optimizer", "learning_rate")
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, fraction_learning_rate: float = 2.5e-9,
@@ -37,9 +33,10 @@ class FQF(QLearning):
             raise UserError(
                 f"num_quantiles is {num_quantiles}; the network proposes {self.q_network.num_quantiles} fractions."
             )
-        self.num_quantiles, self.kappa, self.entropy_coef = num_quantiles, kappa, entropy_coef
+        self.num_quantiles = num_quantiles
+        self.numbers.update(kappa=kappa, entropy_coef=entropy_coef, fraction_learning_rate=fraction_learning_rate)
         self.fraction_optimizer = self.make_optimizer(
-            "fraction_optimizer", self.q_network.fraction_layer.parameters(), fraction_learning_rate,
+            "fraction_optimizer", self.q_network.fraction_layer.parameters(), "fraction_learning_rate",
             kind="rmsprop", decay=0.95, eps=1e-5,
         )  # fmt: skip
         self.make_target()

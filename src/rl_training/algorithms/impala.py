@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, successor_values
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 from rl_training.algorithms.ops.returns import vtrace
 from rl_training.algorithms.optimization import Backward
 
@@ -33,18 +33,19 @@ def vtrace_losses(
         "rho_mean": (batch["target_logprobs"].detach() - batch["behavior_logprobs"]).exp(),
         "vtrace_target_mean": targets, "pg_advantage_mean": batch["pg_advantages"].detach(),
     }  # fmt: skip
-    return actor_critic_losses(
-        gain, batch["values"], targets, batch["entropy"], ent_coef, vf_coef, batch.get("weights"),
-        did | (statistics or {}),
-    )  # fmt: skip
+    error, statistics = value_error(batch["values"], targets), did | (statistics or {})
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, batch.get("weights"), statistics)
 
 
 class IMPALA(ActorCriticAlgorithm):
-    """The learner; the batch is a rollout [T, B] with the actor's `behavior_logprobs` and a `bootstrap_value` [B].
+    """The learner; the batch is a rollout [T, B] with the actor's `behavior_logprobs` and the `bootstrap_obs` [B, ...]
+    after it, which the critic that learns values at every step (or a given `bootstrap_value` [B]).
 
     `gae_lambda` below 1 shortens the traces (not in the paper); `importance_correction` off forces every ratio to 1,
     which is the control that shows what V-trace is for.
     """
+
+    reads_values = False
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 6e-4, ent_coef: float = 0.01, vf_coef: float = 0.5,
@@ -53,18 +54,21 @@ class IMPALA(ActorCriticAlgorithm):
         optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.ent_coef, self.vf_coef = ent_coef, vf_coef
-        self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
+        self.numbers.update(
+            ent_coef=ent_coef, vf_coef=vf_coef, rho_clip=rho_clip, c_clip=c_clip, pg_rho_clip=pg_rho_clip,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
         self.importance_correction = importance_correction
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
+            max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
     def trajectories(self, batch: Batch) -> dict[str, Tensor]:
         """The rollout [T, B] with what V-trace reads: rewards, discounts, cuts, weights, log-probabilities of mu."""
         names = (
-            "obs", "actions", "action_masks", "behavior_logprobs", "bootstrap_value", "truncated", "truncation_values",
+            "obs", "actions", "action_masks", "behavior_logprobs", "truncated",
+            "bootstrap_obs", "bootstrap_value", "final_obs", "truncation_values",
         )  # fmt: skip
         rollout = {name: batch[name] for name in names if name in batch} | self.time_major(batch)
         if "valid" in batch:
@@ -90,12 +94,12 @@ class IMPALA(ActorCriticAlgorithm):
         if not self.importance_correction:
             log_rhos = torch.zeros_like(log_rhos)
         return vtrace(
-            log_rhos=log_rhos, values=values, next_values=successor_values(values, rollout),
+            log_rhos=log_rhos, values=values, next_values=self.successor_values(values, rollout),
             rewards=rollout["rewards"], discounts=rollout["discounts"], cuts=rollout["cuts"],
             rho_clip=self.rho_clip, c_clip=self.c_clip, pg_rho_clip=pg_rho_clip, lambda_=self.gae_lambda,
         )  # fmt: skip
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rollout = self.trajectories(batch)
         policy, backward = self.trace_rollout(rollout)

@@ -27,7 +27,8 @@ class IQN(QLearning):
     ) -> None:  # fmt: skip
         super().__init__(q_network=q_network, **options)
         self.num_quantiles, self.num_target_quantiles = num_quantiles, num_target_quantiles or num_quantiles
-        self.num_acting_quantiles, self.kappa = num_acting_quantiles, kappa
+        self.num_acting_quantiles = num_acting_quantiles
+        self.numbers["kappa"] = kappa
         self.make_target()
 
     def draws(self, count: int) -> dict[str, Tensor]:

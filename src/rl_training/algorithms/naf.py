@@ -38,9 +38,12 @@ class NAF(GaussianExploration):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
-        self.gamma, self.tau, self.exploration_noise = gamma, tau, exploration_noise
-        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
-        self.optimizer = self.make_optimizer("optimizer", model.parameters(), learning_rate, **options)
+        self.numbers.update(
+            gamma=gamma, tau=tau, exploration_noise=exploration_noise, learning_rate=learning_rate,
+            optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
+        self.optimizer = self.make_optimizer("optimizer", model.parameters(), "learning_rate", **options)
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
 
@@ -58,7 +61,7 @@ class NAF(GaussianExploration):
         self.optimizer.step(losses["loss"])
         return losses, (targets - q_values.detach()).abs_()
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """A gradient step and the target's move."""
         metrics, priorities = self.critic_step(batch)
         self._target.polyak_(self.tau)

@@ -48,32 +48,62 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided(((end - start) // first.itemsize,), (1,))
 
 
+def _number(option: str) -> Any:
+    """An option that is read, and set, where its number stands."""
+
+    def read(optimizer: Optimizer) -> Any:
+        table, name, common = optimizer._where[option]
+        own = table[name]
+        return own if own is not None or common is None else table[common]
+
+    def write(optimizer: Optimizer, value: Any) -> None:
+        table, name, common = optimizer._where[option]
+        table[name if common is None or table[name] is not None else common] = value
+
+    return property(read, write)
+
+
 class Optimizer(nn.Module):
     """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
 
-    A module, so that its moments are in the algorithm's `state_dict` without a list of them anywhere.
+    A module, so that its moments are in the algorithm's `state_dict` without a list of them anywhere. `learning_rate`,
+    `eps` and `max_grad_norm` may be names in the table `numbers`, which is read at every step; "a|b" is a where that
+    is set, else b.
     """
+
+    learning_rate = _number("learning_rate")
+    eps = _number("eps")
+    max_grad_norm = _number("max_grad_norm")
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        learning_rate: float,
+        learning_rate: float | str,
         kind: str = "adam",
-        eps: float = 1e-8,
-        max_grad_norm: float | None = None,
+        eps: float | str = 1e-8,
+        max_grad_norm: float | str | None = None,
         decay: float = 0.99,
+        numbers: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if kind not in OPTIMIZERS:
             raise UserError(f"optimizer is {kind!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-        if learning_rate < 0:
-            raise UserError(f"learning_rate is {learning_rate}; it must be at least 0.")
+        own: dict[str, Any] = {}
+        self._where: dict[str, tuple[dict[str, Any], str, str | None]] = {}  # option -> table, its name, a common one
+        for option, value in (("learning_rate", learning_rate), ("eps", eps), ("max_grad_norm", max_grad_norm)):
+            if isinstance(value, str):
+                name, _, common = value.partition("|")
+                self._where[option] = numbers or {}, name, common or None
+            else:
+                own[option] = value
+                self._where[option] = own, option, None
+        if self.learning_rate < 0:
+            raise UserError(f"learning_rate is {self.learning_rate}; it must be at least 0.")
         params, flat = flatten_parameters(parameters)
         self._params, self.flat = tuple(params), flat  # plain attributes: the networks own the parameters
         self._one = flat.new_ones(())
-        self.learning_rate, self.kind, self.eps = learning_rate, kind, eps
-        self.max_grad_norm, self.decay = max_grad_norm, decay
+        self.kind, self.decay = kind, decay
         self.mean: Tensor
         self.square: Tensor
         self.steps: Tensor
@@ -122,8 +152,9 @@ class Optimizer(nn.Module):
         pairs = zip(self._params, gradients, strict=True)
         grad = flatten([torch.zeros_like(p) if g is None else g for p, g in pairs])
         norm = torch.linalg.vector_norm(grad)
-        if self.max_grad_norm is not None and (not norm.is_cpu or norm > self.max_grad_norm):  # looking is free there
-            grad.mul_((self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
+        longest = self.max_grad_norm
+        if longest is not None and (not norm.is_cpu or norm > longest):  # looking is free there
+            grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
         return norm
 

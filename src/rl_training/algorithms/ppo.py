@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, ratio_statistics, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
 
 def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
-    """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B]."""
+    """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B].
+
+    With `old_values` of the behaviour critic the values' loss is clipped too.
+    """
     logratio = batch["new_logprobs"] - batch["logprobs"]
     gain = clipped_surrogate(logratio, batch["advantages"], clip_coef)
-    return actor_critic_losses(
-        gain, batch["values"], batch["returns"], batch["entropy"], ent_coef, vf_coef,
-        statistics=ratio_statistics(logratio, clip_coef),
-    )  # fmt: skip
+    error = value_error(batch["values"], batch["returns"], batch.get("old_values"), clip_coef)
+    statistics = ratio_statistics(logratio, clip_coef)
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, statistics=statistics)
 
 
 class PPO(ActorCriticAlgorithm):
@@ -33,16 +35,20 @@ class PPO(ActorCriticAlgorithm):
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
         vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None, gamma: float = 0.99,
-        gae_lambda: float = 0.95, normalize_advantages: bool = True, target_kl: float | None = None,
+        gae_lambda: float = 0.95, normalize_advantages: bool = True, clip_value_loss: bool = False,
+        target_kl: float | None = None,
         max_grad_norm: float | None = 0.5, optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.clip_coef, self.ent_coef, self.vf_coef = clip_coef, ent_coef, vf_coef
-        self.update_epochs, self.minibatch_size, self.target_kl = update_epochs, minibatch_size, target_kl
-        self.normalize_advantages = normalize_advantages
+        self.numbers.update(
+            clip_coef=clip_coef, ent_coef=ent_coef, vf_coef=vf_coef, target_kl=target_kl,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
+        self.normalize_advantages, self.clip_value_loss = normalize_advantages, clip_value_loss
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
+            max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
     def minibatch_step(self, rows: Batch) -> Tensor:
@@ -53,6 +59,8 @@ class PPO(ActorCriticAlgorithm):
             "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],
         }  # fmt: skip
+        if self.clip_value_loss:
+            terms["old_values"] = rows["values"]
         losses = ppo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
         grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         return torch.stack([*losses.values(), grad_norm])
@@ -67,14 +75,15 @@ class PPO(ActorCriticAlgorithm):
             if start == 0 or count - start > 1:
                 yield {name: value[start : start + size] for name, value in shuffled.items()}
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
-        """`update_epochs` passes over the rollout, ended early when `target_kl` is passed."""
+    def learn(self, batch: Batch) -> UpdateResult:
+        """`update_epochs` passes over the rollout, ended early when an epoch's mean KL passes 1.5 `target_kl`."""
         rows = self.rows(batch)
         steps: list[Tensor] = []
         for _ in range(self.update_epochs):
+            before = len(steps)
             for minibatch in self.minibatches(rows):
                 steps.append(self.minibatch_step(minibatch))
-            if self.target_kl is not None and steps[-1][4] > 1.5 * self.target_kl:
+            if self.target_kl is not None and torch.stack(steps[before:])[:, 4].mean() > 1.5 * self.target_kl:
                 break
         self.move_normalizers(rows)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")

@@ -63,11 +63,14 @@ class QLearning(Algorithm):
         if target_update_interval < 1:
             raise UserError(f"target_update_interval is {target_update_interval}; it must be at least 1.")
         self.q_network: Any = q_network
-        self.gamma, self.double_q, self.epsilon = gamma, double_q, epsilon
-        self.target_update_interval, self.tau = target_update_interval, tau
+        self.numbers.update(
+            gamma=gamma, tau=tau, epsilon=epsilon,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.double_q, self.target_update_interval = double_q, target_update_interval
         self.optimizer = self.make_optimizer(
-            "optimizer", self.value_parameters(), learning_rate,
-            kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            "optimizer", self.value_parameters(), "learning_rate",
+            kind=optimizer, eps="optimizer_eps", max_grad_norm="max_grad_norm",
         )  # fmt: skip
         self.noisy = bool(getattr(q_network, "noise_dim", 0))
         self.last_td_errors: Tensor | None = None
@@ -143,7 +146,7 @@ class QLearning(Algorithm):
             self.q_network.set_noise(None)
         return metrics, terms.td_errors
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step, then the target network when it is due."""
         metrics, self.last_td_errors = self.critic_step(self.rows(batch))
         observation_input = getattr(self.q_network, "observation_input", None)
@@ -173,7 +176,7 @@ class QLearning(Algorithm):
     @torch.no_grad()
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
+        action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""
         if self.noisy:

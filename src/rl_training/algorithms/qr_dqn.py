@@ -21,7 +21,8 @@ class QRDQN(QLearning):
 
     def __init__(self, *, q_network: nn.Module, num_quantiles: int = 200, kappa: float = 1.0, **options: Any) -> None:
         super().__init__(q_network=q_network, **options)
-        self.num_quantiles, self.kappa = num_quantiles, kappa
+        self.num_quantiles = num_quantiles
+        self.numbers["kappa"] = kappa
         self.taus: Tensor
         self.register_buffer("taus", (torch.arange(num_quantiles).float() + 0.5) / num_quantiles)
         self.make_target()

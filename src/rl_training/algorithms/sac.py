@@ -6,6 +6,7 @@ alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrised, and alpha holds the p
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 class SAC(Algorithm):
     """The learner; `model` has `actor` (`sample(obs, noise)`), `critics(features, actions)` [E, B] and `features(obs)`.
 
-    `alpha` is a number, or "auto": tuned from 1 so that the entropy stays at `target_entropy` (-|A| unless given).
+    `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
+    unless given). Without `backup_entropy` the critics' targets leave the entropy out.
     """
 
     actor_update_interval = 1
@@ -54,20 +56,28 @@ class SAC(Algorithm):
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
         tau: float = 0.005, target_entropy: float | None = None, max_grad_norm: float | None = None,
-        optimizer: str = "adam", optimizer_eps: float = 1e-8,
+        optimizer: str = "adam", optimizer_eps: float = 1e-8, critic_learning_rate: float | None = None,
+        actor_learning_rate: float | None = None, initial_alpha: float = 1.0, backup_entropy: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model: Any = model
-        self.gamma, self.tau = gamma, tau
-        self.target_entropy = -float(model.action_dim) if target_entropy is None else target_entropy
-        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        self.numbers.update(
+            gamma=gamma, tau=tau, learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
+            actor_learning_rate=actor_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            target_entropy=-float(model.action_dim) if target_entropy is None else target_entropy,
+        )  # fmt: skip
+        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
         critics, actor = model.critics.parameters(), model.actor.parameters()
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, learning_rate, **options)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, learning_rate, **options)
-        self.log_alpha = nn.Parameter(torch.zeros((), device=self.device)) if alpha == "auto" else None
+        rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0], **options)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1], **options)
+        start = torch.tensor(math.log(initial_alpha), device=self.device)
+        self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
-            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], learning_rate, **options)
-        self.fixed_alpha = 1.0 if alpha == "auto" else float(alpha)
+            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], **options)
+        else:
+            self.numbers["alpha"] = float(alpha)
+        self.backup_entropy = backup_entropy
         self._target = TargetNetwork(model.critics)
         self.target_critics = self._target.network
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
@@ -76,11 +86,7 @@ class SAC(Algorithm):
     @property
     def alpha(self) -> Tensor | float:
         """The temperature, fixed or tuned."""
-        return self.fixed_alpha if self.log_alpha is None else self.log_alpha.detach().exp()
-
-    @alpha.setter
-    def alpha(self, value: float) -> None:
-        self.fixed_alpha = value
+        return self.numbers["alpha"] if self.log_alpha is None else self.log_alpha.detach().exp()
 
     def acting(self) -> nn.Module:
         """The actor."""
@@ -117,8 +123,9 @@ class SAC(Algorithm):
         with torch.no_grad():
             next_actions, next_logprobs = model.actor.sample(batch["next_obs"], noise)
             next_q = self.target_critics(model.features(batch["next_obs"]), next_actions, subset).amin(0)
-            soft_values = next_q - self.alpha * next_logprobs
-            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), soft_values)
+            if self.backup_entropy:
+                next_q = next_q - self.alpha * next_logprobs
+            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_q)
         inputs = model.features(batch["obs"]), batch["actions"]
         q_values, backward = self.critic_optimizer.trace(model.critics, model.critics, *inputs)
         losses = critic_losses(q_values, targets, batch.get("weights"))
@@ -135,7 +142,7 @@ class SAC(Algorithm):
             self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
         return losses
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""
         obs, alpha = batch["obs"], self.alpha
         metrics, priorities = self.critic_step(batch, self.draw_noise(obs), self.draw_subset())
@@ -145,4 +152,4 @@ class SAC(Algorithm):
         self._target.polyak_(self.tau)
         self.model.actor.observation_input.update(obs)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
-        return UpdateResult({**metrics, **last, "alpha": alpha}, priorities=priorities)
+        return UpdateResult({**metrics, **last, "alpha": alpha}, priorities=priorities, watch="critic_loss")

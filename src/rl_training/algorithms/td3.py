@@ -29,7 +29,8 @@ class TD3(DDPG):
         policy_delay: int = 2, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(model=model, learning_rate=learning_rate, **options)
-        self.policy_noise, self.noise_clip, self.policy_delay = policy_noise, noise_clip, policy_delay
+        self.numbers.update(policy_noise=policy_noise, noise_clip=noise_clip)
+        self.policy_delay = policy_delay
 
     def draw_noise(self, actions: Tensor) -> Tensor:
         """Clipped target noise [B, A]; actions live in [-1, 1], so it needs no scale of theirs."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
-from rl_training.algorithms.base import Batch, UpdateResult, attribute_of
+from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import squared_error
 from rl_training.algorithms.ops.policy import conjugate_gradient
 from rl_training.algorithms.optimization import flatten_parameters
@@ -39,7 +39,7 @@ def trpo_loss(batch: Batch) -> dict[str, Tensor]:
 class TRPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
-    value_learning_rate = attribute_of("value_optimizer", "learning_rate")
+    synonyms = {"learning_rate": "value_learning_rate"}  # there is no other
 
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
@@ -48,32 +48,18 @@ class TRPO(ActorCriticAlgorithm):
         normalize_advantages: bool = True, max_grad_norm: float | None = None, optimizer: str = "adam",
         optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
-        for name, value, bound, right in (
-            ("max_kl", max_kl, "> 0", max_kl > 0),
-            ("cg_damping", cg_damping, "> 0", cg_damping > 0),
-            ("cg_iterations", cg_iterations, ">= 1", cg_iterations >= 1),
-            ("line_search_steps", line_search_steps, ">= 1", line_search_steps >= 1),
-            ("line_search_shrink", line_search_shrink, "between 0 and 1", 0 < line_search_shrink < 1),
-            ("value_updates", value_updates, ">= 0", value_updates >= 0),
-            ("value_learning_rate", value_learning_rate, ">= 0", value_learning_rate >= 0),
-            ("value_minibatch_size", value_minibatch_size, ">= 1",
-             value_minibatch_size is None or value_minibatch_size >= 1),
-            ("gamma", gamma, "from 0 to 1", 0 <= gamma <= 1),
-            ("gae_lambda", gae_lambda, "from 0 to 1", 0 <= gae_lambda <= 1),
-            ("max_grad_norm", max_grad_norm, "> 0", max_grad_norm is None or max_grad_norm > 0),
-            ("optimizer_eps", optimizer_eps, "> 0", optimizer_eps > 0),
-        ):  # fmt: skip
-            if not right:
-                raise ValueError(f"{name} must be {bound}, got {value}")
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.max_kl, self.cg_iterations, self.cg_damping = max_kl, cg_iterations, cg_damping
-        self.line_search_steps, self.line_search_shrink = line_search_steps, line_search_shrink
+        self.numbers.update(
+            max_kl=max_kl, cg_damping=cg_damping, line_search_shrink=line_search_shrink,
+            value_learning_rate=value_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.cg_iterations, self.line_search_steps = cg_iterations, line_search_steps
         self.value_updates, self.value_minibatch_size = value_updates, value_minibatch_size
         self.normalize_advantages = normalize_advantages
         self._actor_params, self._actor_flat = flatten_parameters(self.policy.actor_parameters())
         self.value_optimizer = self.make_optimizer(
-            "value_optimizer", self.policy.critic.parameters(), value_learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "value_optimizer", self.policy.critic.parameters(), "value_learning_rate", kind=optimizer,
+            eps="optimizer_eps", max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
@@ -138,7 +124,7 @@ class TRPO(ActorCriticAlgorithm):
                 served += 1
                 yield {name: value[start : start + size] for name, value in shuffled.items()}
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One trust-region step, then `value_updates` gradient steps of the critic."""
         rows = self.rows(batch)
         metrics = self.policy_step(rows)
@@ -155,4 +141,4 @@ class TRPO(ActorCriticAlgorithm):
             "final_value_loss": losses[-1] if losses else zero,
             "value_updates": self.value_updates,
         }
-        return UpdateResult(metrics, num_gradient_steps=1 + self.value_updates)
+        return UpdateResult(metrics, num_gradient_steps=1 + self.value_updates, watch="surrogate_gain")

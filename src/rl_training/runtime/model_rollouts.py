@@ -56,7 +56,9 @@ class ModelParams(StrictModel):
         (200, 200, 200, 200), max_length=16, description="Widths of the hidden layers of each member of the model."
     )
     num_ensembles: int = Field(7, ge=1, le=100, description="Members of the model.")
-    num_elites: int = Field(5, ge=1, description="Members, those of least held-out error, that are rolled out.")
+    num_elites: int | None = Field(
+        None, ge=1, description="Members, those of least held-out error, that are rolled out; null is all but two."
+    )
     model_batch_size: int = Field(256, ge=1, le=10**6, description="Rows per gradient step of each member.")
     model_updates: int = Field(
         2_000, ge=1, description="Most gradient steps of one fit; the held-out error mostly stops it earlier."
@@ -73,7 +75,7 @@ class ModelParams(StrictModel):
 
     @model_validator(mode="after")
     def _model_fits(self) -> ModelParams:
-        if self.num_elites > self.num_ensembles:
+        if self.num_elites is not None and self.num_elites > self.num_ensembles:
             raise ValueError(
                 f"num_elites is {self.num_elites}; it must be at most num_ensembles ({self.num_ensembles})"
             )

@@ -24,27 +24,26 @@ class Losses(dict[str, Tensor]):
 
 
 def actor_critic_losses(
-    gain: tuple[Tensor, Tensor], values: Tensor, returns: Tensor, entropy: Tensor, ent_coef: float, vf_coef: float,
+    gain: tuple[Tensor, Tensor], error: tuple[Tensor, Tensor], entropy: Tensor, ent_coef: float, vf_coef: float,
     weights: Tensor | None = None, statistics: Mapping[str, Tensor] | None = None,
 ) -> Losses:  # fmt: skip
-    """What the rollout family minimises: -mean gain + c_v (R - V)^2 / 2 - c_e mean entropy; slopes in that order.
+    """What the rollout family minimises: -mean gain + c_v mean error - c_e mean entropy; slopes in that order.
 
-    `gain` comes with its slope towards the log-probabilities. All [...]; rows of weight 0 do not count. The means of
-    `statistics` are added.
+    `gain` comes with its slope towards the log-probabilities, `error` with its own towards the values. All [...]; rows
+    of weight 0 do not count. The means of `statistics` are added.
     """
     statistics = statistics or {}
-    errors = values - returns
-    share = shares(errors, weights)
-    mean_gain, square, mean_entropy, *others = means(
-        gain[0], errors.square(), entropy, *statistics.values(), weights=weights
+    share = shares(entropy, weights)
+    mean_gain, value_loss, mean_entropy, *others = means(
+        gain[0], error[0], entropy, *statistics.values(), weights=weights
     )
-    policy_loss, value_loss, entropy_loss = -mean_gain, 0.5 * square, -mean_entropy
+    policy_loss, entropy_loss = -mean_gain, -mean_entropy
     losses = {
         "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
         "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
     }  # fmt: skip
     on_entropy = torch.full_like(entropy, -ent_coef) * share if ent_coef else None
-    slopes = gain[1] * -share, (errors * (vf_coef * share)).detach(), on_entropy
+    slopes = gain[1] * -share, error[1] * (vf_coef * share), on_entropy
     return Losses(losses | dict(zip(statistics, others, strict=True)), slopes)
 
 
@@ -63,6 +62,22 @@ def squared_error(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Half the mean squared error, and its slopes: [B], [B] -> [], [B]."""
     errors = values - targets
     return errors.dot(errors) * (0.5 / len(errors)), errors.detach() / len(errors)
+
+
+def value_error(
+    values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip_coef: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error per sample, and its slope.
+
+    With `old_values` the larger of it and that of values held within `clip_coef` of them, as PPO's first code has it.
+    """
+    errors = values - returns
+    halves = 0.5 * errors.square()
+    if old_values is None:
+        return halves, errors.detach()
+    apart = (values - old_values).clamp(-clip_coef, clip_coef)  # type: ignore[arg-type]  # floats or tensors
+    held = 0.5 * (old_values + apart - returns).square()
+    return torch.maximum(halves, held), errors.detach().masked_fill(held > halves, 0.0)
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
