@@ -60,11 +60,12 @@ def make_parser(script: str, description: str | None, known: Sequence[str], *, r
 class Side:
     """The process of one side."""
 
-    def __init__(self, script: str, side: str) -> None:
+    def __init__(self, script: str, side: str, **environment: str) -> None:
         self.side = side
         self.process = subprocess.Popen(
-            [sys.executable, script, "--work"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, script, "--work"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
 
     def run(self, kind: str, name: str, **job: Any) -> dict[str, Any]:
         """Send one job and wait for its result."""

@@ -61,6 +61,14 @@ def assert_solves_bandit(learner: Algorithm, updates: int, tolerance: float = 0.
     assert (greedy - 0.3).abs().mean() < tolerance
 
 
+def move_target(learner: Any) -> None:
+    """Make the target network differ from the online one, so that a test tells them apart."""
+    target = learner.target_critics if hasattr(learner, "target_critics") else learner.target_network
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+
+
 def assert_only_termination_stops_bootstrapping(
     make: Callable[[], Algorithm], next_value: Callable[[Any, Tensor], Tensor], gamma: float = 0.9
 ) -> None:
@@ -73,6 +81,7 @@ def assert_only_termination_stops_bootstrapping(
     n_step = {**batch, "discounts": torch.full((8,), gamma**3), "dones": ended}
     for given, discount in ((terminated, 0.0), (truncated, gamma), (batch, gamma), (n_step, gamma**3)):
         learner = make()
+        move_target(learner)
         expected = rewards + discount * next_value(copy.deepcopy(learner), batch["next_obs"]).mean().detach()
         found = learner.update(given).metrics["target_q_mean"]
         assert found == pytest.approx(float(expected), abs=2e-5)
@@ -100,6 +109,6 @@ def assert_steps_touch_only_their_own_network(learner: DDPG) -> None:
     assert all(same(critics, learner.model.critics))
     assert not any(same(actor, learner.model.actor))
     actor = tensors(learner.model.actor)
-    learner.critic_step(batch, torch.full((8,), 0.9), None)
+    learner.critic_step(batch, None)
     assert all(same(actor, learner.model.actor))
     assert not any(same(critics, learner.model.critics))

@@ -266,3 +266,44 @@ def test_target_and_coefficient_are_in_the_state() -> None:
     for each in (learner, copy):
         each.update(make_rollout(make_policy()))
     assert torch.equal(weights_of(copy), weights_of(learner))
+
+
+def test_the_penalty_is_the_kl_of_the_target_to_the_policy_in_that_direction() -> None:
+    learner = APPO(policy=make_policy(), target_policy=True)
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    rollout = learner.trajectories(make_rollout(make_policy()))
+    obs = rollout["obs"].flatten(0, 1)
+    target, policy = learner.target.distribution(obs), learner.policy.distribution(obs)
+    forward, backward = target.kl(policy).mean().item(), policy.kl(target).mean().item()
+    assert abs(forward - backward) > 0.01 * forward
+    assert learner._target_kl(rollout).mean().item() == pytest.approx(forward, rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [IMPALA, APPO])
+def test_the_critic_that_learns_values_the_ends_in_every_epoch(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = make_rollout(make_policy(), truncates=True)
+    steps, envs = rollout["rewards"].shape
+    ends = {"bootstrap_obs": torch.randn(envs, 2), "final_obs": torch.randn(steps, envs, 2)}
+    options = {"learning_rate": 0.1, "optimizer": "sgd"} | ({"update_epochs": 2} if make is APPO else {})
+    learner = make(policy=make_policy(), **options)
+    seen: list[tuple[Tensor, Tensor]] = []
+    values_of = learner.successor_values
+
+    def watched(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        found = values_of(values, batch)
+        with torch.no_grad():
+            last = learner.policy.values(batch["bootstrap_obs"])
+            finals = learner.policy.values(batch["final_obs"].flatten(0, 1)).view(values.shape)
+        following = torch.cat([values[1:], last.unsqueeze(0)])
+        seen.append((found, torch.where(batch["truncated"], finals, following)))
+        return found
+
+    monkeypatch.setattr(learner, "successor_values", watched)
+    learner.update({**rollout, **ends})  # which win over the given values
+    assert len(seen) == options.get("update_epochs", 1)
+    for found, wanted in seen:
+        torch.testing.assert_close(found, wanted)
+    if make is APPO:
+        assert not torch.allclose(seen[0][0][-1], seen[1][0][-1])  # the weights moved in between

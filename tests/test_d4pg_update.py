@@ -120,3 +120,15 @@ def test_d4pg_solves_a_bandit() -> None:
     torch.manual_seed(0)
     model = MLPD4PGModel(obs_dim=3, action_dim=1, hidden_sizes=(32, 32), v_min=-2.0, v_max=0.5, num_atoms=51)
     assert_solves_bandit(D4PG(model=model, learning_rate=3e-3), 600)
+
+
+def test_hard_copies_of_the_targets_come_once_per_interval() -> None:
+    learner = make(tau=1.0, target_update_interval=3)
+    for update in range(1, 7):
+        before = [p.detach().clone() for p in learner.target_network.parameters()]
+        learner.update(make_batch(seed=update))
+        pairs = zip(learner.target_network.parameters(), learner.model.parameters(), strict=True)
+        copied = all(torch.equal(target, online) for target, online in pairs)
+        after = list(learner.target_network.parameters())
+        assert copied == (update % 3 == 0)
+        assert copied or all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,6 +1,7 @@
 """DDPG's mathematics: the deterministic policy gradient, targets, exploration, and exact restoring."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,20 +17,30 @@ from continuous_cases import (
     make_learner,
     tensors,
 )
-from rl_training.algorithms.ddpg import DDPG, ddpg_loss, dpg_loss
+from rl_training.algorithms.d4pg import D4PG
+from rl_training.algorithms.ddpg import DDPG, ddpg_loss
+from rl_training.models.mlp_d4pg import MLPD4PGModel
 from rl_training.models.mlp_ddpg import MLPDDPGModel
 
 make = partial(make_learner, DDPG, MLPDDPGModel)
 
 
-def test_dpg_loss_reproduces_rlax() -> None:
-    obs = torch.tensor([[0.0, 1, 0], [1, 1, 2]])
-    actions = (obs @ torch.ones(3, 2)).requires_grad_()
-    (gradients,) = torch.autograd.grad((actions @ torch.ones(2, 1)).sum(), actions)
-    losses = dpg_loss(actions, gradients, clip=1.0)
-    torch.testing.assert_close(losses, torch.tensor([0.5, 0.5]))
-    (moved,) = torch.autograd.grad(dpg_loss(actions, gradients).sum(), actions)
-    torch.testing.assert_close(moved, -gradients)
+@pytest.mark.parametrize(("make_one", "model"), [(DDPG, MLPDDPGModel), (D4PG, MLPD4PGModel)])
+def test_each_sample_s_action_gradient_is_clipped_before_it_reaches_the_actor(make_one: Any, model: Any) -> None:
+    clip, batch = 0.05, make_batch()
+    learner = make_learner(make_one, model, action_gradient_clip=clip, optimizer="sgd", learning_rate=1.0)
+    parameters = list(learner.model.actor.parameters())
+    actions = learner.model.actor(batch["obs"])
+    leaf = actions.detach().requires_grad_()
+    (rows,) = torch.autograd.grad(learner.model.q_values(batch["obs"], leaf).sum(), leaf)
+    lengths = rows.norm(dim=-1, keepdim=True)
+    assert (lengths > clip).any()
+    shortened = rows * (clip / lengths).clamp(max=1.0)
+    wanted = torch.autograd.grad(actions, parameters, shortened / len(rows))  # up the value, so plus
+    expected = [p.detach() + g for p, g in zip(parameters, wanted, strict=True)]
+    learner.actor_step(batch["obs"])
+    for one, other in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(one.detach(), other)
 
 
 def test_a_clip_that_never_binds_leaves_the_actor_step_unchanged() -> None:
@@ -120,3 +131,16 @@ def test_ddpg_solves_a_bandit() -> None:
     torch.manual_seed(0)
     model = MLPDDPGModel(obs_dim=3, action_dim=1, hidden_sizes=(32, 32))
     assert_solves_bandit(DDPG(model=model, learning_rate=3e-3), 600)
+
+
+@pytest.mark.parametrize("rates", [{"actor_learning_rate": 0.0}, {"critic_learning_rate": 0.0}])
+def test_actor_and_critics_may_have_rates_of_their_own(rates: dict[str, float]) -> None:
+    learner = make(learning_rate=0.01, **rates)
+    before = tensors(learner.model)
+    learner.update(make_batch())
+    moved = {
+        name: not torch.equal(old, new)
+        for old, (name, new) in zip(before, learner.model.named_parameters(), strict=True)
+    }
+    still = "actor" if "actor_learning_rate" in rates else "critics"
+    assert {name for name, has_moved in moved.items() if not has_moved} == {n for n in moved if n.startswith(still)}

@@ -9,9 +9,7 @@ from rl_training.algorithms.c51_dqn import C51DQN
 from rl_training.algorithms.dqn import DQN
 from rl_training.algorithms.fqf import FQF
 from rl_training.algorithms.iqn import IQN
-from rl_training.algorithms.ops.distributional import quantile_huber_loss
 from rl_training.algorithms.qr_dqn import QRDQN
-from rl_training.algorithms.quantile_huber import CHUNK, quantile_losses
 from rl_training.errors import UserError
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
@@ -170,23 +168,6 @@ def test_categorical_loss_is_the_golden_one():
     assert learner.numpy_policy() is None  # any module will do as a network; it then acts in torch
     with pytest.raises(UserError, match="v_max"):
         C51DQN(q_network=network, v_min=1.0, v_max=1.0)
-
-
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("n", "m"), [(3, 5), (200, 100)])
-def test_fused_quantile_loss_is_the_plain_one(n, m, kappa):
-    torch.manual_seed(0)
-    batch = 40
-    assert (batch * n * m > CHUNK) == (n == 200)  # the large one is done in pieces
-    quantiles = (2 * torch.randn(batch, n)).requires_grad_()
-    targets, taus, weights = 2 * torch.randn(batch, m), torch.rand(batch, n), torch.rand(batch)
-    expected = quantile_huber_loss(quantiles=quantiles, targets=targets, taus=taus, kappa=kappa)
-    losses, slopes = quantile_losses(quantiles, targets, taus, kappa)
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-    wanted = torch.autograd.grad((expected * weights).sum(), quantiles)[0]
-    torch.testing.assert_close(slopes * weights.unsqueeze(1), wanted, rtol=1e-4, atol=1e-5)
-    shared, _ = quantile_losses(quantiles, targets, taus[:1], kappa)
-    torch.testing.assert_close(shared, quantile_huber_loss(quantiles, targets, taus[:1].expand(batch, n), kappa))
 
 
 @pytest.mark.parametrize("head", ["qr", "iqn", "fqf"])

@@ -94,9 +94,9 @@ def test_the_reward_carries_no_gradient_and_ppo_leaves_the_discriminator_alone()
     seen: list[Tensor] = []
     learn = gail.ppo.learn
 
-    def watched(rollout: Any, *, step: int) -> Any:
+    def watched(rollout: Any) -> Any:
         seen.extend([rollout["rewards"], weights_of(gail.discriminator)])
-        return learn(rollout, step=step)
+        return learn(rollout)
 
     gail.ppo.learn = watched
     gail.update(batch)

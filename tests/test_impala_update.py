@@ -41,7 +41,7 @@ def targets_of(rollout: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tens
     """V-trace targets and advantages [T, B] that a learner computes from a rollout."""
     learner = IMPALA(policy=make_policy(), **options)
     trajectories = learner.trajectories(rollout)
-    policy = learner.evaluate(trajectories)
+    policy, _ = learner.trace_rollout(trajectories)
     return learner.vtrace(trajectories, policy["target_logprobs"], policy["values"], learner.pg_rho_clip)
 
 

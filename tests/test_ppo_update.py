@@ -197,3 +197,36 @@ def test_epochs_are_those_of_stable_baselines3(kind: str) -> None:
     assert result.metrics["clip_fraction"] == pytest.approx(logged["train/clip_fraction"], abs=1e-6)
     assert result.metrics["policy_loss"] == pytest.approx(logged["train/policy_gradient_loss"], rel=1e-3, abs=1e-5)
     assert result.metrics["value_loss"] == pytest.approx(0.5 * logged["train/value_loss"], rel=1e-4)
+
+
+def test_the_value_loss_can_be_clipped_around_the_old_values() -> None:
+    terms = {name: torch.zeros(3) for name in ("new_logprobs", "logprobs", "advantages", "entropy")}
+    terms |= {"values": torch.tensor([1.0, 0.1, 1.0]), "returns": torch.tensor([2.0, 2.0, 0.0])}
+    plain = ppo_loss(terms, 0.2, 0.0, 1.0)
+    assert float(plain["value_loss"]) == pytest.approx(0.5 * (1.0 + 1.9**2 + 1.0) / 3)
+    clipped = ppo_loss({**terms, "old_values": torch.zeros(3)}, 0.2, 0.0, 1.0)
+    assert float(clipped["value_loss"]) == pytest.approx(0.5 * (1.8**2 + 1.9**2 + 1.0) / 3)
+    torch.testing.assert_close(clipped.slopes[1], torch.tensor([0.0, -1.9, 1.0]) / 3)  # the first is held back
+    rollout, steps = make_rollout(make_policy()), []
+    for clip in (False, True):
+        policy = make_policy()
+        learner = PPO(policy=policy, clip_value_loss=clip, clip_coef=1e-4, update_epochs=2, **PLAIN_STEP)
+        with step_of(policy) as step:
+            learner.update(rollout)
+        steps.append(step)
+    assert not torch.allclose(*steps)
+
+
+def test_target_kl_looks_at_the_mean_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def epochs(kls: list[float]) -> int:
+        learner = PPO(policy=make_policy(), target_kl=0.01, update_epochs=5, minibatch_size=7)
+        steps = iter(range(100))
+
+        def step(rows: Any) -> Tensor:
+            return torch.tensor([0.0, 0, 0, 0, kls[next(steps) % len(kls)], 0, 0])
+
+        monkeypatch.setattr(learner, "minibatch_step", step)
+        return learner.update(make_rollout(make_policy(), steps=7, envs=3)).num_gradient_steps // 3
+
+    assert epochs([0.0, 0.0, 0.02]) == 5  # the last minibatch alone is above 1.5 times the target
+    assert epochs([0.03, 0.03, 0.0]) == 1

@@ -65,14 +65,14 @@ class Batches(Callback):
 
     def on_start(self, run: Run) -> None:
         algorithm = run.session.algorithm
-        learn = algorithm.learn
+        update = algorithm.update
 
-        def watched(batch: Any, *, step: int) -> Any:
+        def watched(batch: Any, *, global_step: int, **options: Any) -> Any:
             prior_rows = int((batch["rewards"] == MARK).sum())
-            self.seen.append((step, prior_rows, len(batch["rewards"])))
-            return learn(batch, step=step)
+            self.seen.append((global_step, prior_rows, len(batch["rewards"])))
+            return update(batch, global_step=global_step, **options)
 
-        algorithm.learn = watched  # type: ignore[method-assign]
+        algorithm.update = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_target_is_the_minimum_over_the_subset_alone() -> None:
     actions = learner.model.actor.sample(batch["next_obs"], noise).actions
     values = learner.target_critics(batch["next_obs"], actions)
     expected = batch["rewards"] + 0.9 * torch.minimum(values[3], values[1])
-    metrics, _ = learner.critic_step(batch, torch.full((8,), 0.9), noise, 0.0, subset)
+    metrics, _ = learner.critic_step({**batch, "discounts": torch.full((8,), 0.9)}, noise, subset)
     assert float(metrics["target_q_mean"]) == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
@@ -59,8 +59,8 @@ def test_the_actor_climbs_the_mean_over_all_critics() -> None:
     learner, batch, noise = make(alpha=0.2), make_batch(), torch.randn(8, 2)
     actions, logprobs = learner.model.actor.sample(batch["obs"], noise)
     expected = (0.2 * logprobs).mean() - learner.model.q_values(batch["obs"], actions).mean()
-    learner.actor_step(batch["obs"], noise, 0.2)
-    assert float(learner.last_actor[0]) == pytest.approx(expected.item(), rel=1e-5)
+    losses = learner.actor_step(batch["obs"], noise)
+    assert losses["actor_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_actor_and_temperature_move_once_per_interval_and_targets_every_time() -> None:
@@ -126,3 +126,28 @@ def test_rlpd_solves_a_bandit() -> None:
     torch.manual_seed(0)
     model = MLPSACModel(obs_dim=3, action_dim=1, hidden_sizes=(32, 32), num_critics=4, critic_layer_norm=True)
     assert_solves_bandit(RLPD(model=model, learning_rate=3e-3, alpha=0.01, actor_update_interval=2), 500)
+
+
+def test_layer_norm_stands_between_a_layer_and_its_activation() -> None:
+    torch.manual_seed(0)
+    critics = CriticEnsemble(num_critics=1, inputs=3, hidden_sizes=(6,), layer_norm=True)
+    x = torch.randn(5, 3)
+    hidden = torch.nn.functional.layer_norm(x @ critics.weight0[0] + critics.bias0[0], (6,)).relu()
+    expected = (hidden @ critics.weight1[0] + critics.bias1[0]).squeeze(-1)
+    torch.testing.assert_close(critics.run(x)[0], expected)
+
+
+def test_the_entropy_can_stay_out_of_the_targets() -> None:
+    batch, noise = make_batch(), torch.randn(8, 2)
+    learner = make(alpha=0.5, backup_entropy=False, critic_subset_size=5)
+    actions = learner.model.actor.sample(batch["next_obs"], noise).actions
+    next_q = learner.target_critics(batch["next_obs"], actions).amin(0)
+    metrics, _ = learner.critic_step(batch, noise, None)
+    assert float(metrics["target_q_mean"]) == pytest.approx((batch["rewards"] + 0.9 * next_q).mean().item(), rel=1e-5)
+
+
+def test_a_tuned_temperature_starts_where_it_is_told() -> None:
+    assert float(make(initial_alpha=0.1).alpha) == pytest.approx(0.1)
+    assert float(make().alpha) == 1.0
+    with pytest.raises(ValueError, match=r"^initial_alpha must be > 0, got 0$"):
+        make(initial_alpha=0)

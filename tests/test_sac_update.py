@@ -109,11 +109,11 @@ def test_target_is_soft_and_only_termination_stops_bootstrapping() -> None:
 def test_actor_and_critic_steps_touch_only_their_own_network() -> None:
     learner, batch = make(), make_batch()
     actor, critics = tensors(learner.model.actor), tensors(learner.model.critics)
-    learner.actor_step(batch["obs"], torch.randn(8, 2), 0.2)
+    learner.actor_step(batch["obs"], torch.randn(8, 2))
     assert all(same(critics, learner.model.critics))
     assert not any(same(actor, learner.model.actor))
     actor = tensors(learner.model.actor)
-    learner.critic_step(batch, torch.full((8,), 0.9), torch.randn(8, 2), 0.2, None)
+    learner.critic_step(batch, torch.randn(8, 2), None)
     assert all(same(actor, learner.model.actor))
     assert not any(same(critics, learner.model.critics))
 
@@ -125,10 +125,10 @@ def test_the_actor_step_follows_the_gradient_of_its_loss() -> None:
     loss = (0.2 * logprobs - torch.minimum(values[0], values[1])).mean()
     parameters = list(learner.model.actor.parameters())
     expected = [p - 0.1 * g for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True)]
-    learner.actor_step(batch["obs"], noise, 0.2)
+    losses = learner.actor_step(batch["obs"], noise)
     for one, other in zip(parameters, expected, strict=True):
         torch.testing.assert_close(one, other)
-    assert float(learner.last_actor[0]) == pytest.approx(loss.item(), rel=1e-5)
+    assert losses["actor_loss"].item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("target_entropy", "grows"), [(50.0, True), (-50.0, False)])
@@ -144,7 +144,7 @@ def test_temperature_step_equals_autograd() -> None:
     log_alpha = torch.zeros((), requires_grad=True)
     loss = -(log_alpha * (logprobs + learner.target_entropy)).mean()
     (gradient,) = torch.autograd.grad(loss, log_alpha)
-    learner.actor_step(make_batch()["obs"], noise, learner.alpha)
+    learner.actor_step(make_batch()["obs"], noise)
     assert learner.log_alpha is not None
     assert learner.log_alpha.item() == pytest.approx(-1e-3 * gradient.item(), rel=1e-5)
 

@@ -137,6 +137,13 @@ def test_what_cannot_move_is_refused_in_a_sentence(
     assert "\n" not in str(refused.value)
 
 
+def test_a_schedule_of_no_length_is_at_its_end_from_the_start(tmp_path: Path) -> None:
+    result = train(tiny("dqn", tmp_path, kwargs={"exploration_fraction": 0, "epsilon_end": 0.125}), console=False)
+    assert result.metrics["epsilon"] == 0.125
+    learner: Any = result.policy.algorithm
+    assert learner.epsilon == 0.125
+
+
 @pytest.mark.parametrize(("name", "value"), [("alpha", -0.1), ("max_grad_norm", 0.0), ("gamma", -0.1)])
 def test_a_schedule_stays_within_the_bounds_of_its_number(name: str, value: float, tmp_path: Path) -> None:
     schedule = {f"{name}_schedule": {"start": 0.5, "end": value}}

@@ -73,7 +73,12 @@ def test_loss_by_hand() -> None:
         "entropy": torch.tensor([0.2, 0.4]),
     }  # fmt: skip
     losses = {name: float(value) for name, value in trpo_loss(batch).items()}
-    assert losses == pytest.approx({"policy_loss": -(torch.e + 3.0) / 2, "value_loss": 1.0, "entropy": 0.3})
+    gain = (torch.e + 3.0) / 2
+    expected = {"surrogate_gain": gain, "policy_loss": -gain, "value_loss": 1.0, "entropy": 0.3}
+    assert losses == pytest.approx(expected)
+    step = {"approx_kl": 0.1, "accepted_step": 1.0, "step_norm": 0.5, "backtrack_steps": 2.0, "cg_iterations": 10.0}
+    passed = trpo_loss({**batch, **{name: torch.tensor(value) for name, value in step.items()}})
+    assert {name: float(value) for name, value in passed.items()} == pytest.approx({**expected, **step})
 
 
 def test_update_takes_flat_rows_and_reports_every_part_of_the_step() -> None:
@@ -93,10 +98,10 @@ def test_update_takes_flat_rows_and_reports_every_part_of_the_step() -> None:
     ("name", "value", "bound"),
     [
         ("max_kl", 0.0, "> 0"), ("max_kl", -0.1, "> 0"), ("cg_damping", 0.0, "> 0"), ("cg_iterations", 0, ">= 1"),
-        ("line_search_steps", 0, ">= 1"), ("line_search_shrink", 0.0, "between 0 and 1"),
-        ("line_search_shrink", 1.0, "between 0 and 1"), ("value_updates", -1, ">= 0"),
-        ("value_learning_rate", -1e-3, ">= 0"), ("value_minibatch_size", 0, ">= 1"), ("gamma", 1.1, "from 0 to 1"),
-        ("gae_lambda", -0.1, "from 0 to 1"), ("max_grad_norm", 0.0, "> 0"), ("optimizer_eps", 0.0, "> 0"),
+        ("line_search_steps", 0, ">= 1"), ("line_search_shrink", 0.0, r"in \(0, 1\)"),
+        ("line_search_shrink", 1.0, r"in \(0, 1\)"), ("value_updates", -1, ">= 0"),
+        ("value_learning_rate", 0.0, "> 0"), ("value_minibatch_size", 0, ">= 1"), ("gamma", 1.1, r"in \[0, 1\]"),
+        ("gae_lambda", -0.1, r"in \[0, 1\]"), ("max_grad_norm", 0.0, "> 0"), ("optimizer_eps", 0.0, "> 0"),
     ],
 )  # fmt: skip
 def test_a_bound_is_named_when_it_is_broken(name: str, value: float, bound: str) -> None:

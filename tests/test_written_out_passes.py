@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from rl_training.algorithms.ddpg import DDPG
 from rl_training.algorithms.dqn import DQN
 from rl_training.algorithms.fqf import FQF
 from rl_training.algorithms.iqn import IQN
+from rl_training.algorithms.ppo import PPO
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.algorithms.rlpd import RLPD
 from rl_training.algorithms.sac import SAC
 from rl_training.algorithms.td3 import TD3
 from rl_training.models import ensemble, mlp_iqn_network, passes
+from rl_training.models.blocks import mlp
 from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.models.mlp_d4pg import MLPD4PGModel
@@ -26,7 +29,7 @@ from rl_training.models.mlp_ddpg import MLPDDPGModel
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.models.mlp_sac import LOG_STD_RANGE, MLPSACModel
+from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.models.mlp_td3 import MLPTD3Model
 
 ROWS, OBS = 33, 5
@@ -58,120 +61,179 @@ def make_case(kind: str, activation: str, masked: bool) -> tuple[MLPActorCritic,
     return policy, obs, actions, masks
 
 
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on, every network runs by autograd alone."""
+
+    def switch() -> None:
+        for module in (passes, ensemble, mlp_iqn_network):
+            monkeypatch.setattr(module, "runs_written_out", lambda x: False)
+
+    return switch
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize(("kind", "masked"), CASES)
-def test_gradients_are_those_of_autograd(kind: str, masked: bool, activation: str, with_entropy: bool) -> None:
+def test_an_actor_critic_s_way_back_is_autograd_s(
+    kind: str, masked: bool, activation: str, with_entropy: bool, plainly: Callable[[], None]
+) -> None:
     policy, obs, actions, masks = make_case(kind, activation, masked)
-    on_logprobs, on_values, on_entropy = torch.randn(3, ROWS).unbind()
+    slopes = list(torch.randn(3, ROWS).unbind())
+    parameters, count = list(policy.parameters()), 3 if with_entropy else 2
+    traced = policy.trace(obs, actions, masks)
+    assert traced is not None
+    given = traced[1](*slopes[:count], *[None] * (3 - count))
+    node = policy.evaluate_actions(obs, actions, masks)
+    of_node = torch.autograd.grad(node[:count], parameters, slopes[:count], allow_unused=True)
+    plainly()
     expected = policy.evaluate_actions(obs, actions, masks)
-    loss = (expected.logprobs * on_logprobs + expected.values * on_values).sum()
-    if with_entropy:
-        loss = loss + (expected.entropy * on_entropy).sum()
-    wanted = torch.autograd.grad(loss, list(policy.parameters()), allow_unused=True)
-
-    found = policy.evaluate_with_gradients(obs, actions, masks)
-    assert found is not None
-    evaluation, gradients = found
-    for name in ("logprobs", "values", "entropy"):
-        torch.testing.assert_close(getattr(evaluation, name), getattr(expected, name).detach(), rtol=1e-5, atol=1e-6)
-    given = gradients(on_logprobs, on_values, on_entropy if with_entropy else None)
-    for (name, _), mine, theirs in zip(policy.named_parameters(), given, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    wanted = torch.autograd.grad(expected[:count], parameters, slopes[:count], allow_unused=True)
+    assert_close(traced[0], [output.detach() for output in expected])
+    assert_close(node, expected)
+    assert_close(given, wanted)
+    assert_close(of_node, wanted)
 
 
 def test_the_critic_alone_too() -> None:
     policy, obs, _, _ = make_case("discrete", "tanh", False)
-    on_values = torch.randn(ROWS)
-    values, gradients = policy.values_with_gradients(obs)
+    slopes = torch.randn(ROWS)
+    values, backward = policy.trace_values(obs)
     expected = policy.critic(obs).squeeze(-1)
     torch.testing.assert_close(values, expected.detach(), rtol=1e-5, atol=1e-6)
-    wanted = torch.autograd.grad(expected, list(policy.critic.parameters()), on_values)
-    for mine, theirs in zip(gradients(on_values), wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert_close(backward(slopes), torch.autograd.grad(expected, list(policy.critic.parameters()), slopes))
 
 
-def assert_same_gradients(network: Any, *inputs: torch.Tensor) -> None:
+NETWORKS: dict[str, tuple[Callable[[str], Any], tuple[tuple[int, ...], ...]]] = {
+    "q": (lambda a: MLPQNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=a), ((ROWS, OBS),)),
+    "q_of_5": (
+        lambda a: MLPQNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=a, num_outputs=5),
+        ((ROWS, OBS),),
+    ),
+    "iqn": (
+        lambda a: MLPIQNNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=a, embedding_dim=7),
+        ((ROWS, OBS), (ROWS, 4)),
+    ),
+    "actor": (
+        lambda a: MLPDDPGModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8), activation=a).actor, ((ROWS, OBS),)
+    ),
+    **{
+        f"critics_{count}_{outputs}": (
+            lambda a, count=count, outputs=outputs: CriticEnsemble(
+                num_critics=count, inputs=OBS + 2, hidden_sizes=(16, 8), outputs=outputs, activation=a
+            ),
+            ((ROWS, OBS), (ROWS, 2)),
+        )
+        for count, outputs in [(1, 1), (2, 1), (3, 4)]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_is_one_node_with_autograd_s_gradients(
+    name: str, activation: str, plainly: Callable[[], None]
+) -> None:
+    torch.manual_seed(0)
+    make, shapes = NETWORKS[name]
+    network, inputs = make(activation), [torch.rand(shape) for shape in shapes]
+    parameters = list(network.parameters())
+    outputs = network(*inputs)
+    slopes = torch.randn_like(outputs)
+    found = torch.autograd.grad(outputs, parameters, slopes)
+    traced = network.trace(*inputs) if hasattr(network, "trace") else None
+    given = None if traced is None else [g.clone() for g in traced[1](slopes)]
+    plainly()
     plain = network(*inputs)
-    grad = torch.randn_like(plain)
-    wanted = torch.autograd.grad(plain, list(network.parameters()), grad)
-    with torch.no_grad():
-        outputs, backward = network.with_gradients(*inputs)
-        given = backward(grad)
-    torch.testing.assert_close(outputs, plain.detach(), rtol=1e-5, atol=1e-6)
-    for (name, _), mine, theirs in zip(network.named_parameters(), given, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    wanted = torch.autograd.grad(plain, parameters, slopes)
+    torch.testing.assert_close(outputs, plain, rtol=1e-5, atol=1e-6)
+    assert_close(found, wanted)
+    if given is not None:
+        torch.testing.assert_close(traced[0], plain.detach(), rtol=1e-5, atol=1e-6)
+        assert_close(given, wanted)
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
-@pytest.mark.parametrize("num_outputs", [None, 5])
-def test_q_networks(activation: str, num_outputs: int | None) -> None:
-    network = MLPQNetwork(
-        obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=activation, num_outputs=num_outputs
-    )
-    obs = torch.randn(ROWS, OBS)
-    assert_same_gradients(network, obs)
-
-
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_implicit_quantile_networks(activation: str) -> None:
-    network = MLPIQNNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=activation, embedding_dim=7)
-    obs, taus = torch.randn(ROWS, OBS), torch.rand(ROWS, 4)
-    assert_same_gradients(network, obs, taus)
-
-
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
-@pytest.mark.parametrize(("num_critics", "outputs"), [(1, 1), (2, 1), (3, 4)])
-def test_critic_ensembles(activation: str, num_critics: int, outputs: int) -> None:
-    critics = CriticEnsemble(
-        num_critics=num_critics, inputs=OBS + 2, hidden_sizes=(16, 8), outputs=outputs, activation=activation
-    )
+@pytest.mark.parametrize("subset", [None, slice(0, 1), torch.tensor([2, 0])])
+def test_critics_differentiate_by_actions_and_leave_out_what_nobody_asks_for(
+    subset: Any, plainly: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    critics = CriticEnsemble(num_critics=3, inputs=OBS + 2, hidden_sizes=(16, 8))
     obs, actions = torch.randn(ROWS, OBS), torch.randn(ROWS, 2, requires_grad=True)
-    assert_same_gradients(critics, obs, actions.detach())
-    for subset in (None, slice(0, 1)):
-        plain = critics(obs, actions, subset)
-        grad = torch.randn_like(plain)
-        with torch.no_grad():
-            found = critics.with_action_gradients(obs, actions, subset)
-            assert found is not None
-            values, given = found[0], found[1](grad)
-        torch.testing.assert_close(values, plain.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(given, torch.autograd.grad(plain, actions, grad)[0], rtol=1e-4, atol=1e-5)
+    asked: list[bool] = []
+    backward = passes.SplitMLP.backward
+
+    def watched(split: Any, inputs: Any, grad: Any, into_parameters: bool, into_input: bool) -> Any:
+        asked.append(into_parameters)
+        return backward(split, inputs, grad, into_parameters, into_input)
+
+    monkeypatch.setattr(passes.SplitMLP, "backward", watched)
+    slopes = torch.randn_like(critics(obs, actions, subset))
+    (by_actions,) = torch.autograd.grad(critics(obs, actions, subset), actions, slopes)
+    by_both = torch.autograd.grad(critics(obs, actions, subset), [actions, *critics.parameters()], slopes)
+    assert asked == [False, True]
+    plainly()
+    wanted = torch.autograd.grad(critics(obs, actions, subset), [actions, *critics.parameters()], slopes)
+    assert_close([by_actions], wanted[:1])
+    assert_close(by_both, wanted)
 
 
-def test_deterministic_and_squashed_gaussian_actors() -> None:
-    actor = MLPDDPGModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8)).actor
-    obs, noise = torch.randn(ROWS, OBS), torch.randn(ROWS, 2)
-    torch.nn.init.normal_(actor.network[-2].weight)  # type: ignore[arg-type]
-    assert_same_gradients(actor, obs)
+def test_gradients_that_somebody_holds_are_not_overwritten() -> None:
+    network = MLPQNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8))
+    parameters = list(network.parameters())
+    one, other = torch.randn(ROWS, OBS), torch.randn(ROWS, OBS)
+    first = torch.autograd.grad(network(one).sum(), parameters)
+    kept = [g.clone() for g in first]
+    second = torch.autograd.grad(network(other).sum(), parameters)
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+    together = torch.autograd.grad(network(one).sum() + network(other).sum(), parameters)
+    assert_close(together, [a + b for a, b in zip(first, second, strict=True)])
 
-    gaussian = MLPSACModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8)).actor
-    torch.nn.init.normal_(gaussian.network[-1].weight, std=4.0)  # type: ignore[arg-type]
-    outputs = gaussian.network(obs)[:, 2:]
-    clamped = outputs > LOG_STD_RANGE[1]
-    assert clamped.any()
-    assert not clamped.all()
-    plain = gaussian.sample(obs, noise)
-    on_actions, on_logprobs = torch.randn(ROWS, 2), torch.randn(ROWS)
+
+def test_a_network_can_be_differentiated_twice(plainly: Callable[[], None]) -> None:
+    network = MLPQNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation="tanh")
+    obs = torch.randn(ROWS, OBS)
+
+    def curvature() -> Any:
+        parameters = list(network.parameters())
+        slopes = torch.autograd.grad(network(obs).square().sum(), parameters, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in slopes), parameters)
+
+    found = curvature()
+    plainly()
+    for mine, theirs in zip(found, curvature(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_replaced_network_is_the_one_that_learns() -> None:
+    policy, obs, actions, _ = make_case("discrete", "tanh", False)
+    policy.evaluate_actions(obs, actions)
     with torch.no_grad():
-        found = gaussian.sample_with_gradients(obs, noise)
-        assert found is not None
-        sampled, given = found[0], found[1](on_actions, on_logprobs)
-    torch.testing.assert_close(sampled.actions, plain.actions.detach())
-    torch.testing.assert_close(sampled.logprobs, plain.logprobs.detach(), rtol=1e-5, atol=1e-5)
-    wanted = torch.autograd.grad(plain, list(gaussian.parameters()), (on_actions, on_logprobs))
-    for mine, theirs in zip(given, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        before = policy.distribution(obs).log_prob(actions)
+    policy.actor = mlp(OBS, (16, 8), 4, output_gain=1.0)
+    policy.critic[-1] = torch.nn.Linear(8, 1)
+    with torch.no_grad():
+        logprobs = policy.distribution(obs).log_prob(actions)
+    assert not torch.allclose(logprobs, before)
+    rows = {"obs": obs, "actions": actions, "logprobs": logprobs, "returns": torch.ones(ROWS)}
+    rows["advantages"] = torch.randn(ROWS)
+    learner = PPO(policy=policy, learning_rate=0.1)
+    old = [p.detach().clone() for p in policy.parameters()]
+    assert learner.update(rows).metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)  # of the first step
+    assert all(not torch.equal(a, b) for a, b in zip(old, policy.parameters(), strict=True))
 
 
 def test_what_has_no_written_out_form_says_so() -> None:
     obs, actions = torch.randn(ROWS, OBS), torch.randn(ROWS, 2)
     for options in ({"activation": "elu"}, {"dueling": True}, {"noisy": True}):
-        assert MLPQNetwork(obs_dim=OBS, action_dim=2, **options).with_gradients(obs) is None  # type: ignore[arg-type]
+        assert MLPQNetwork(obs_dim=OBS, action_dim=2, **options).trace(obs) is None  # type: ignore[arg-type]
     for options in ({"activation": "elu"}, {"layer_norm": True}):
-        critics = CriticEnsemble(num_critics=2, inputs=OBS + 2, **options)
-        assert critics.with_gradients(obs, actions) is None
-        assert critics.with_action_gradients(obs, actions) is None
+        assert CriticEnsemble(num_critics=2, inputs=OBS + 2, **options).trace(obs, actions) is None
 
 
 SIZES: dict[str, Any] = {"obs_dim": OBS, "hidden_sizes": (16, 8)}
@@ -194,7 +256,7 @@ LEARNERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", LEARNERS)
-def test_an_update_is_the_one_of_autograd(name: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_the_one_of_autograd(name: str, weighted: bool, plainly: Callable[[], None]) -> None:
     torch.manual_seed(0)
     learner = LEARNERS[name]()
     for optimizer in learner._optimizers.values():  # Adam's step is about the gradient's sign; this is the gradient
@@ -212,8 +274,7 @@ def test_an_update_is_the_one_of_autograd(name: str, weighted: bool, monkeypatch
     updated = {name: value.clone() for name, value in learner.state_dict().items() if isinstance(value, torch.Tensor)}
     learner.load_state_dict(twin)
     learner.num_updates = 0
-    for module in (passes, ensemble, mlp_iqn_network):
-        monkeypatch.setattr(module, "runs_written_out", lambda x: False)
+    plainly()
     plain = learner.update(batch)
     assert quick.metrics == pytest.approx(plain.metrics, rel=1e-3, abs=1e-5)
     for key, value in learner.state_dict().items():

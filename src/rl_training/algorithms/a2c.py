@@ -7,26 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, entropy_gradient, means, normalize, shares
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize
 from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 
 
-def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
     """From logprobs, advantages, values, returns and entropy, all [B]."""
-    squares = (batch["returns"] - batch["values"]).square()
-    gain, square, entropy = means(batch["logprobs"] * batch["advantages"], squares, batch["entropy"])
-    policy_loss, value_loss, entropy_loss = -gain, 0.5 * square, -entropy
-    loss = policy_loss + vf_coef * value_loss + ent_coef * entropy_loss
-    return {"loss": loss, "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss}
-
-
-def a2c_gradients(batch: Batch, ent_coef: float, vf_coef: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `a2c_loss` with respect to logprobs, values and entropy."""
-    share = shares(batch["advantages"])
-    on_values = (batch["values"] - batch["returns"]) * (vf_coef * share)
-    return batch["advantages"] * -share, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
+    gain = policy_gradient(batch["logprobs"], batch["advantages"])
+    error = value_error(batch["values"], batch["returns"])
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef)
 
 
 class A2C(ActorCriticAlgorithm):
@@ -40,19 +32,23 @@ class A2C(ActorCriticAlgorithm):
         max_grad_norm: float | None = 0.5, optimizer: str = "rmsprop_tf", optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.ent_coef, self.vf_coef, self.normalize_advantages = ent_coef, vf_coef, normalize_advantages
+        self.normalize_advantages = normalize_advantages
+        self.numbers.update(
+            ent_coef=ent_coef, vf_coef=vf_coef,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
+            max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rows = self.rows(batch)
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
-        policy, gradients = self.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        policy, backward = self.trace(rows)
         terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
         losses = a2c_loss(terms, self.ent_coef, self.vf_coef)
-        grad_norm = self.optimizer.apply_gradients(gradients(*a2c_gradients(terms, self.ent_coef, self.vf_coef)))
+        grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         self.move_normalizers(rows)
         return UpdateResult({**losses, "grad_norm": grad_norm})

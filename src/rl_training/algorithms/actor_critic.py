@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy
+from rl_training.algorithms.ops.policy import approx_kl
 from rl_training.algorithms.ops.returns import gae
-from rl_training.algorithms.optimization import Gradients, Optimizer
+from rl_training.algorithms.optimization import Backward, Optimizer
 
 
 class RewardScale(nn.Module):
@@ -57,13 +57,14 @@ class ActorCriticAlgorithm(Algorithm):
 
     optimizer: Optimizer
     reads_logprobs = True  # of the policy that acted
+    reads_values = True  # of the critic that acted, where the batch has them; else observations to value itself
 
     def __init__(
         self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False
     ) -> None:
         super().__init__()
         self.policy: Any = policy
-        self.gamma, self.gae_lambda = gamma, gae_lambda
+        self.numbers.update(gamma=gamma, gae_lambda=gae_lambda)
         self.reward_scale = RewardScale(gamma) if normalize_rewards else None
 
     def acting(self) -> nn.Module:
@@ -78,31 +79,16 @@ class ActorCriticAlgorithm(Algorithm):
     @torch.no_grad()
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
+        action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """Actions, with the log-probabilities and values that a rollout stores beside them."""
         out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
         return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 
-    def evaluate_actions(
-        self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
-    ) -> tuple[Any, Callable[..., Gradients]]:
-        """The policy's logprobs, values and entropy [B], without a graph, and a function that differentiates them.
-
-        It takes a loss's gradients with respect to the three, None for an entropy of weight 0, and returns those of
-        the parameters. The losses here are means of a few terms; autograd takes longer to find their gradients than
-        the networks'. So each stands written out beside its loss, and a test compares the two.
-        """
-        quick = getattr(self.policy, "evaluate_with_gradients", None)
-        if quick is not None and (found := quick(obs, actions, action_masks)) is not None:
-            return found
-        policy = self.policy.evaluate_actions(obs, actions, action_masks)
-
-        def gradients(*on_outputs: Tensor | None) -> Gradients:
-            given = [(output, on) for output, on in zip(policy, on_outputs, strict=True) if on is not None]
-            return self.optimizer.differentiate(*zip(*given, strict=True))
-
-        return type(policy)(*(output.detach() for output in policy)), gradients
+    def trace(self, rows: Batch) -> tuple[Any, Backward]:
+        """log-probabilities, values and entropy [B] of rows, and the way from a loss's slopes there to gradients."""
+        evaluate = self.policy.evaluate_actions
+        return self.optimizer.trace(self.policy, evaluate, rows["obs"], rows["actions"], rows.get("action_masks"))
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
         """What returns are computed from, all [T, N]: rewards, discounts and cuts."""
@@ -113,6 +99,23 @@ class ActorCriticAlgorithm(Algorithm):
             rewards = self.reward_scale(rewards, cuts, batch.get("valid"))
         return {"rewards": rewards, "discounts": self.gamma * (~terminated).to(rewards.dtype), "cuts": cuts}
 
+    @torch.no_grad()
+    def successor_values(self, values: Tensor, batch: Batch) -> Tensor:
+        """Value of each row's successor [T, N]: of the final observation at a truncation, the bootstrap at the end.
+
+        Of `bootstrap_obs` [N, ...] and `final_obs` [T, N, ...] by the critic that learns; else as the batch gives them.
+        """
+        given = "bootstrap_obs" not in batch
+        last = batch["bootstrap_value"].to(values.dtype) if given else self.policy.values(batch["bootstrap_obs"])
+        following = torch.cat([values[1:], last.unsqueeze(0)])
+        if "final_obs" in batch:
+            rows = batch["truncated"].flatten().nonzero().squeeze(-1)
+            finals = self.policy.values(batch["final_obs"].flatten(0, 1).index_select(0, rows))
+            return following.flatten().index_copy_(0, rows, finals).view_as(following)
+        if "truncation_values" not in batch:
+            return following
+        return torch.where(batch["truncated"].bool(), batch["truncation_values"], following)
+
     def advantages(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """GAE advantages and returns [T, N] from the behaviour critic's values."""
         values = batch.get("values")
@@ -120,7 +123,7 @@ class ActorCriticAlgorithm(Algorithm):
             flat = batch["obs"].flatten(0, 1)
             with torch.no_grad():
                 values = self.policy.values(flat).view(batch["obs"].shape[:2])
-        next_values = successor_values(values, batch)
+        next_values = self.successor_values(values, batch)
         advantages = gae(values=values, next_values=next_values, lambda_=self.gae_lambda, **self.time_major(batch))
         return advantages, advantages + values
 
@@ -130,7 +133,7 @@ class ActorCriticAlgorithm(Algorithm):
             advantages, returns = self.advantages(batch)
             batch = {**batch, "advantages": advantages, "returns": returns}
         lead = batch["advantages"].dim()
-        names = ("obs", "actions", "logprobs", "advantages", "returns", "action_masks")
+        names = ("obs", "actions", "logprobs", "values", "advantages", "returns", "action_masks")
         rows = {name: batch[name] if lead == 1 else batch[name].flatten(0, 1) for name in names if name in batch}
         valid = batch.get("valid")
         return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
@@ -158,40 +161,15 @@ def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
     return terminated, ended
 
 
-def means(*columns: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The mean of each, over the rows whose weight is not 0; 0 where there is none, as in a minibatch of reset rows."""
-    table = torch.stack(columns).flatten(1)
-    return (table.mean(1) if weights is None else table @ shares(table[0], weights.flatten())).unbind()
-
-
-def shares(x: Tensor, weights: Tensor | None = None) -> Any:
-    """What each row counts in a mean: one number for all, or a tensor by weight."""
-    return 1.0 / x.numel() if weights is None else weights / weights.sum().clamp(min=1e-8)
-
-
-def surrogate_gradient(logratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Gradient of `clipped_surrogate` with respect to `logratio`: r A, and 0 where the clip holds it back."""
-    ratio = logratio.exp()
-    moved = ratio * advantages
-    return moved.masked_fill_(moved > ratio.clamp_(1.0 - clip_coef, 1.0 + clip_coef) * advantages, 0.0)
-
-
-def entropy_gradient(entropy: Tensor, ent_coef: float, share: Any) -> Tensor | None:
-    """Gradient of -ent_coef times a mean entropy; None without weight, which spares its backward pass."""
-    return torch.full_like(entropy, -ent_coef) * share if ent_coef else None
+def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
+    """How far the policy is from the one that acted, per sample: approx_kl, and whether the ratio left its range."""
+    apart = logratio.detach()
+    return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
 
 
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
     """The given rows of every tensor."""
     return {name: value.index_select(0, index) for name, value in rows.items()}
-
-
-def successor_values(values: Tensor, batch: Batch) -> Tensor:
-    """Value of each row's true successor [T, N]: of the final observation at a truncation, the bootstrap at the end."""
-    following = torch.cat([values[1:], batch["bootstrap_value"].to(values.dtype).unsqueeze(0)])
-    if "truncation_values" not in batch:
-        return following
-    return torch.where(batch["truncated"].bool(), batch["truncation_values"], following)
 
 
 def normalize(x: Tensor, weights: Tensor | None = None) -> Tensor:

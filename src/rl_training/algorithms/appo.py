@@ -1,9 +1,11 @@
 """APPO: PPO's clipped surrogate on V-trace targets, for experience of an older policy.
 
-Two readings exist. The default has no target network, as in Sample Factory (Petrenko et al. 2020, arXiv:2006.11751):
-the ratio is pi/mu with mu the policy that acted, and V-trace uses the same ratio. With `target_policy` it is RLlib's
-(after Luo et al. 2019, IMPACT, arXiv:1912.00167): V-trace uses pi_T/mu with a slowly copied pi_T, the surrogate's ratio
-is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalised with a coefficient that adapts to `kl_target`.
+Two readings exist. The default has no target network, like Sample Factory (Petrenko et al. 2020, arXiv:2006.11751): the
+ratio is pi/mu with mu the policy that acted, and V-trace uses the same ratio. Its advantage is V-trace's without the
+factor rho, since the surrogate multiplies by the ratio already; Sample Factory multiplies by both. With `target_policy`
+it is RLlib's (after Luo et al. 2019, IMPACT, arXiv:1912.00167): V-trace uses pi_T/mu with a slowly copied pi_T, the
+surrogate's ratio is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalised with a coefficient that adapts to
+`kl_target`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import entropy_gradient, means, normalize, shares, surrogate_gradient
+from rl_training.algorithms.actor_critic import normalize, ratio_statistics
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.impala import IMPALA, flat_obs
-from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
+from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
+from rl_training.algorithms.ops.losses import Losses, clipped_surrogate, means
 
 METRICS = (
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
@@ -27,29 +29,11 @@ METRICS = (
 )  # fmt: skip
 
 
-def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
     """From what `impala_loss` takes; the surrogate's ratio is target over behaviour probability."""
     logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
-    targets, advantages, apart = batch["vtrace_targets"].detach(), batch["pg_advantages"].detach(), logratio.detach()
-    surrogate, square, entropy, *statistics = means(
-        clipped_surrogate(logratio, advantages, clip_coef), (targets - batch["values"]).square(), batch["entropy"],
-        apart.exp(), targets, advantages, approx_kl(apart), (apart.expm1().abs() > clip_coef).to(apart.dtype),
-        weights=batch.get("weights"),
-    )  # fmt: skip
-    policy_loss, value_loss, entropy_loss = -surrogate, 0.5 * square, -entropy
-    loss = policy_loss + vf_coef * value_loss + ent_coef * entropy_loss
-    return dict(zip(METRICS, (loss, policy_loss, value_loss, entropy_loss, *statistics), strict=False))
-
-
-def appo_gradients(
-    batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `appo_loss` with respect to target_logprobs, values and entropy."""
-    share = shares(batch["values"], batch.get("weights"))
-    logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
-    on_logprobs = surrogate_gradient(logratio, batch["pg_advantages"], clip_coef).mul_(-share)
-    on_values = (batch["values"] - batch["vtrace_targets"]).mul_(vf_coef).mul_(share)
-    return on_logprobs, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
+    gain = clipped_surrogate(logratio, batch["pg_advantages"], clip_coef)
+    return vtrace_losses(batch, gain, ent_coef, vf_coef, ratio_statistics(logratio, clip_coef))
 
 
 class APPO(IMPALA):
@@ -61,9 +45,10 @@ class APPO(IMPALA):
         target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, learning_rate=learning_rate, **options)
-        self.clip_coef, self.update_epochs, self.minibatch_size = clip_coef, update_epochs, minibatch_size
+        self.numbers.update(clip_coef=clip_coef, kl_target=kl_target)
+        self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages = normalize_advantages
-        self.target_update_interval, self.kl_target = target_update_interval, kl_target
+        self.target_update_interval = target_update_interval
         self.target: Any = copy.deepcopy(policy).requires_grad_(False) if target_policy else None
         self.kl_coef: Tensor
         self.register_buffer("kl_coef", torch.tensor(kl_coef))
@@ -77,12 +62,12 @@ class APPO(IMPALA):
             return
         order = torch.randperm(count, generator=self.generator, device=rollout["rewards"].device)
         for chosen in order.split(size):
-            yield {name: x.index_select(0 if name == "bootstrap_value" else 1, chosen) for name, x in rollout.items()}
+            yield {name: x.index_select(0 if "bootstrap" in name else 1, chosen) for name, x in rollout.items()}
 
     def minibatch_step(self, rollout: Batch) -> Tensor:
         """One gradient step on trajectories [T, B]; returns its metrics in the order of METRICS."""
-        policy, gradients = self.evaluate_with_gradients(rollout)
-        quantities = {**rollout, **policy}
+        (policy, backward), weights = self.trace_rollout(rollout), rollout.get("weights")
+        terms = {**rollout, **policy}
         if self.target is None:
             targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], None)
             kl = torch.zeros((), device=targets.device)
@@ -90,20 +75,18 @@ class APPO(IMPALA):
             reference = self._target_logprobs(rollout)
             targets, advantages = self.vtrace(rollout, reference, policy["values"], self.pg_rho_clip)
             correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
-            quantities["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
-            (kl,) = means(self._target_kl(rollout), weights=rollout.get("weights"))
+            terms["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
+            (kl,) = means(self._target_kl(rollout), weights=weights)
         if self.normalize_advantages:
-            advantages = normalize(advantages, rollout.get("weights"))
-        quantities |= {"vtrace_targets": targets, "pg_advantages": advantages}
-        coefficients = (self.clip_coef, self.ent_coef, self.vf_coef)
-        losses = appo_loss(quantities, *coefficients)
-        found = gradients(*appo_gradients(quantities, *coefficients))
+            advantages = normalize(advantages, weights)
+        terms |= {"vtrace_targets": targets, "pg_advantages": advantages}
+        losses = appo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
+        gradients = backward(*losses.slopes)
         if self.target is not None:
             penalty = self.kl_coef * kl
             losses["loss"] = losses["loss"] + penalty.detach()
-            on_policy = self.optimizer.differentiate(penalty)
-            found = [x if x is None or y is None else x + y for x, y in zip(found, on_policy, strict=True)]
-        grad_norm = self.optimizer.apply_gradients(found)
+            gradients = self.optimizer.add_gradients(gradients, penalty)
+        grad_norm = self.optimizer.apply_gradients(gradients)
         return torch.stack([*losses.values(), kl.detach(), grad_norm])
 
     @torch.no_grad()
@@ -125,7 +108,7 @@ class APPO(IMPALA):
         self.kl_coef.mul_(torch.where(kl > 2 * self.kl_target, 1.5, torch.where(kl < 0.5 * self.kl_target, 0.5, 1.0)))
         self.target.load_state_dict(self.policy.state_dict())
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """`update_epochs` passes over the rollout, V-trace anew on each since the values move."""
         rollout = self.trajectories(batch)
         steps: list[Tensor] = []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rl_training.algorithms.bounds import check_bounds
 from rl_training.algorithms.optimization import Optimizer
 
 Batch = Mapping[str, Tensor]
@@ -22,12 +23,19 @@ NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array
 
 @dataclass
 class UpdateResult:
-    """What one update did; metrics may stay tensors until somebody reads them, and but for the first, which is
-    watched for NaN, tensors of any shape whose mean they are: most updates are never looked at."""
+    """What one update did; metrics may stay tensors until somebody reads them, of any shape whose mean they are, since
+    most updates are never looked at. But for `watch`, one number, which tells at every update whether it is finite."""
 
     metrics: dict[str, Any]
     num_gradient_steps: int = 1
     priorities: Tensor | None = None
+    watch: str = "loss"
+
+    def __post_init__(self) -> None:
+        """Let go of the graphs behind losses."""
+        for name, value in self.metrics.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                self.metrics[name] = value.detach()
 
 
 @dataclass(frozen=True)
@@ -39,32 +47,24 @@ class ActOutput:
     carry: Carry = None
 
 
-def option_of_optimizers(option: str) -> Any:
-    """An attribute of a learner that is an option of those of its optimizers that were made with it."""
-
-    def read(learner: Algorithm) -> Any:
-        if option not in learner._made_with:
-            raise AttributeError(f"no optimizer of {type(learner).__name__} was made with {option}")
-        return getattr(learner._made_with[option][0], option)
-
-    def write(learner: Algorithm, value: Any) -> None:
-        for optimizer in learner._made_with[option]:
-            setattr(optimizer, option, value)
-
-    return property(read, write)
-
-
 class Algorithm(nn.Module):
-    """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete."""
+    """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete.
 
-    max_grad_norm = option_of_optimizers("max_grad_norm")
-    optimizer_eps = option_of_optimizers("eps")
+    `numbers` is the table of what a schedule may move: read and set as attributes of the learner, and read by its
+    optimizers at every step. None is a number that is not set. The config says what they are, so no state holds them.
+    """
+
+    synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
+
+    def __new__(cls, *_: Any, **arguments: Any) -> Any:
+        check_bounds(arguments)
+        return super().__new__(cls)
 
     def __init__(self) -> None:
         super().__init__()
+        self.numbers: dict[str, Any] = {}
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
-        self._made_with: dict[str, list[Optimizer]] = {}  # an option -> the optimizers that were given it
         self.generator = torch.Generator()
         self.seed(int(torch.randint(2**31 - 1, (), device="cpu")))
 
@@ -72,16 +72,16 @@ class Algorithm(nn.Module):
 
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
+        action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """Actions for observations [N, ...]."""
         raise NotImplementedError
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One update from one batch."""
         raise NotImplementedError
 
-    def update_model(self, batch: Batch) -> UpdateResult:
+    def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
         """One update of a dynamics model; only model-based learners have one."""
         raise NotImplementedError(f"{type(self).__name__} has no dynamics model")
 
@@ -103,24 +103,34 @@ class Algorithm(nn.Module):
         """Train mode, `learn` (or `update_model`), counting, and with `sync` metrics as floats."""
         if not self.training:
             self.train()
-        result = self.learn(batch, step=global_step) if phase == "policy" else self.update_model(batch)
+        result = self.learn(batch) if phase == "policy" else self.update_model(batch)
         self.num_updates += 1
         if sync:
             result.metrics = read_metrics(result.metrics)
         return result
 
+    def __getattr__(self, name: str) -> Any:
+        numbers, known = self.__dict__.get("numbers", {}), self.synonyms.get(name, name)
+        return numbers[known] if known in numbers else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = self.synonyms.get(name, name)
+        if known in self.__dict__.get("numbers", {}):
+            self.numbers[known] = value
+        else:
+            super().__setattr__(name, value)
+
     def make_optimizer(
-        self, name: str, parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any
+        self, name: str, parameters: Iterable[nn.Parameter], learning_rate: str = "learning_rate", **options: Any
     ) -> Optimizer:
         """An optimizer that is part of the state; `name` is its place in the state and in error messages.
 
-        `eps` and `max_grad_norm`, where they are given, are the learner's own: a schedule moves them.
+        `learning_rate`, `eps` and `max_grad_norm` are names in `numbers` ("a|b" is a where that is set, else b), or
+        numbers that no schedule moves.
         """
-        optimizer = Optimizer(parameters, learning_rate=learning_rate, **options)
+        optimizer = Optimizer(parameters, learning_rate=learning_rate, numbers=self.numbers, **options)
         self.add_module(name, optimizer)
         self._optimizers[name] = optimizer
-        for option in options:
-            self._made_with.setdefault(option, []).append(optimizer)
         return optimizer
 
     @property
@@ -134,19 +144,8 @@ class Algorithm(nn.Module):
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def scheduled(self, name: str) -> bool:
-        """Whether `name` is a number that a schedule may move; None is one that is not set."""
-        value = getattr(self, name, False)
-        return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the first optimizer; setting it sets them all."""
-        return next(iter(self._optimizers.values())).learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.learning_rate = value
+        """Whether `name` is a number that a schedule may move."""
+        return self.synonyms.get(name, name) in self.numbers
 
     def get_extra_state(self) -> dict[str, Any]:
         """Counters and generator, beside the tensors of `state_dict`."""
@@ -164,18 +163,6 @@ class Algorithm(nn.Module):
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 return name
         return None
-
-
-def attribute_of(part: str, name: str) -> Any:
-    """An attribute of a learner that is the attribute `name` of its `part`, so that a schedule moves it there."""
-
-    def read(learner: Algorithm) -> Any:
-        return getattr(getattr(learner, part), name)
-
-    def write(learner: Algorithm, value: Any) -> None:
-        setattr(getattr(learner, part), name, value)
-
-    return property(read, write)
 
 
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

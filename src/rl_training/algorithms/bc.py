@@ -30,12 +30,14 @@ class BC(ActorCriticAlgorithm):
         optimizer_eps: float = 1e-8, max_grad_norm: float | None = None, gamma: float = 0.99,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma)
-        self.ent_coef = ent_coef
+        self.numbers.update(
+            ent_coef=ent_coef, learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
         self.heldout_loss: Tensor
         self.register_buffer("heldout_loss", torch.zeros(()))
         self.optimizer = self.make_optimizer(
-            "optimizer", self.policy.actor_parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "optimizer", self.policy.actor_parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
+            max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
     def losses(self, obs: Tensor, actions: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -44,7 +46,7 @@ class BC(ActorCriticAlgorithm):
         losses = bc_loss({"logprobs": policy.log_prob(actions), "entropy": policy.entropy()}, self.ent_coef)
         return losses, policy.mode().detach()
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the batch."""
         actions = batch["actions"]
         losses, modes = self.losses(batch["obs"], actions)

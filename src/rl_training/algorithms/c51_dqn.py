@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
+from rl_training.algorithms.ops.distributional import cross_entropy, outside_mass, project_categorical
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.errors import UserError
 
@@ -50,11 +50,9 @@ class C51DQN(QLearning):
         projected = project_categorical(atoms=atoms, probs=probs, support=self.support)
         return projected, (probs * atoms).sum(-1), outside_mass(atoms, probs, self.support)
 
-    def terms(self, rows: Batch, targets: tuple[Tensor, Tensor, Tensor]) -> SampleTerms:
+    def terms(self, rows: Batch, outputs: Tensor, targets: tuple[Tensor, Tensor, Tensor]) -> SampleTerms:
         """Cross-entropies to the projected distributions."""
-        outputs, gradients = self.evaluate(rows["obs"])
         logits = choose(outputs, rows["actions"])
-        losses = categorical_cross_entropy(logits=logits, target_probs=targets[0])
-        probs = logits.softmax(-1)
-        q_values, metrics = probs @ self.support, {"clipped_targets": targets[2]}
-        return SampleTerms(outputs, gradients, losses, probs - targets[0], losses, q_values, targets[1], metrics)
+        losses, slopes = cross_entropy(logits=logits, target_probs=targets[0])
+        q_values, metrics = logits.softmax(-1) @ self.support, {"clipped_targets": targets[2]}
+        return SampleTerms(losses, slopes, losses, q_values, targets[1], metrics)

@@ -2,7 +2,8 @@
 
 DDPG with a critic that gives a categorical distribution of the return on fixed atoms: the n-step Bellman target of the
 target distribution at mu'(s') is projected onto the atoms (Bellemare et al. 2017) and learned by cross-entropy, and the
-actor climbs the expectation. Here one process collects; the paper has many.
+actor climbs the expectation. Here one process collects; the paper has many. Targets trail by `tau` per update, as
+DDPG's; the paper copies them now and then, which is `tau` 1 with a `target_update_interval`.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch
-from rl_training.algorithms.ddpg import DDPG
+from rl_training.algorithms.ddpg import DDPG, actor_loss
 from rl_training.algorithms.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
+from rl_training.algorithms.ops.losses import weighted_mean
+from rl_training.algorithms.ops.targets import fold_discounts
 from rl_training.errors import UserError
+
+
+def critic_loss(logits: Tensor, target_distributions: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cross-entropies [B] to the projected targets [B, K] and their mean, weighted by importance."""
+    errors = categorical_cross_entropy(logits, target_distributions.detach())
+    return weighted_mean(errors, weights), errors
 
 
 def d4pg_loss(batch: Batch) -> dict[str, Tensor]:
     """From logits and target_distributions [B, K], actor_q_values and target_q_values [B]; `weights` [B] optional."""
-    errors = categorical_cross_entropy(batch["logits"], batch["target_distributions"].detach())
-    weights = batch.get("weights")
     return {
-        "critic_loss": (errors if weights is None else weights * errors).mean(),
-        "actor_loss": -batch["actor_q_values"].mean(),
-        "target_q_mean": batch["target_q_values"].mean(),
+        "critic_loss": critic_loss(batch["logits"], batch["target_distributions"], batch.get("weights"))[0],
+        **actor_loss(batch["actor_q_values"]), "target_q_mean": batch["target_q_values"].mean(),
         "q_value_mean": batch["actor_q_values"].mean(),
-    }
+    }  # fmt: skip
 
 
 class D4PG(DDPG):
@@ -38,32 +44,32 @@ class D4PG(DDPG):
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, v_min: float | None = None, v_max: float | None = None,
-        num_atoms: int | None = None, **options: Any,
+        num_atoms: int | None = None, target_update_interval: int = 1, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(model=model, learning_rate=learning_rate, **options)
+        self.target_update_interval = target_update_interval
         support = self.model.support
         found = {"v_min": float(support[0]), "v_max": float(support[-1]), "num_atoms": len(support)}
         for name, value in {"v_min": v_min, "v_max": v_max, "num_atoms": num_atoms}.items():
             if value is not None and abs(value - found[name]) > 1e-4 * (1.0 + abs(value)):
                 raise UserError(f"{name} is {value}; the model was made with {found[name]}.")
 
-    def critic_step(self, batch: Batch, discounts: Tensor, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the cross-entropy to the projected target; its metrics, and priorities [B]."""
         support = self.model.support
         with torch.no_grad():
             next_obs, target = batch["next_obs"], self.target_network
             next_probs = target.distribution_logits(next_obs, target.actor(next_obs)).softmax(-1)
+            discounts = fold_discounts(batch, self.gamma)
             atoms = torch.addcmul(batch["rewards"].unsqueeze(-1), discounts.unsqueeze(-1), support)
             target_probs = project_categorical(atoms=atoms, probs=next_probs, support=support)
         logits = self.model.distribution_logits(batch["obs"], batch["actions"])
-        errors = categorical_cross_entropy(logits, target_probs)
-        loss = (errors if "weights" not in batch else batch["weights"] * errors).mean()
+        loss, errors = critic_loss(logits, target_probs, batch.get("weights"))
         self.critic_optimizer.step(loss)
-        with torch.no_grad():
-            metrics = {
-                "critic_loss": loss.detach(),
-                "target_q_mean": (target_probs @ support).mean(),
-                "q_value_mean": (logits.softmax(-1) @ support).mean(),
-                "clipped_targets": outside_mass(atoms, next_probs, support).mean(),
-            }
+        q_values = logits.detach().softmax(-1) @ support
+        target_q = target_probs @ support
+        metrics = {
+            "critic_loss": loss, "target_q_mean": target_q.mean(), "q_value_mean": q_values.mean(),
+            "clipped_targets": outside_mass(atoms, next_probs, support).mean(),
+        }  # fmt: skip
         return metrics, errors.detach()

@@ -13,19 +13,25 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
+from rl_training.algorithms.ops.losses import Losses, critic_losses
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
-from rl_training.algorithms.optimization import climb
 from rl_training.algorithms.target import TargetNetwork
 
 
-def dpg_loss(actions: Tensor, action_gradients: Tensor, clip: float | None = None) -> Tensor:
-    """Per sample [B]: half the squared way from mu(s) [B, A] along dQ/da, whose gradient is minus dQ/da.
+def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
+    """Mean squared error per critic, weighted by importance, summed over critics: [B] or [E, B], [B], [B]."""
+    return critic_losses(q_values, targets, weights, scale=torch.atleast_2d(q_values).shape[0])
 
-    `clip` bounds the norm of each sample's dQ/da, as in D4PG's public code.
-    """
-    if clip is not None:
-        action_gradients = clip_rows(action_gradients, clip)
-    return 0.5 * ((actions + action_gradients).detach() - actions).square().sum(-1)
+
+def actor_loss(q_values: Tensor) -> dict[str, Tensor]:
+    """From the values [B] of mu(s)."""
+    return {"actor_loss": -q_values.mean()}
+
+
+def ddpg_loss(batch: Batch) -> dict[str, Tensor]:
+    """From q_values ([B] or [E, B]), target_q_values [B] and actor_q_values [B], those of mu(s); `weights` optional."""
+    losses = regression_losses(batch["q_values"], batch["target_q_values"], batch.get("weights"))
+    return losses | actor_loss(batch["actor_q_values"])
 
 
 def clip_rows(gradients: Tensor, clip: float) -> Tensor:
@@ -33,37 +39,33 @@ def clip_rows(gradients: Tensor, clip: float) -> Tensor:
     return gradients * (clip / torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)).clamp(max=1.0)
 
 
-def regression_loss(td_errors: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean squared error per critic, weighted by importance, summed over critics: [E, B], [B] -> []."""
-    squares = td_errors.square()
-    return (squares if weights is None else weights * squares).mean(-1).sum()
-
-
-def ddpg_loss(batch: Batch) -> dict[str, Tensor]:
-    """From q_values ([B] or [E, B]), target_q_values [B] and actor_q_values [B], those of mu(s); `weights` optional."""
-    targets = batch["target_q_values"].detach()
-    loss = regression_loss(torch.atleast_2d(targets - batch["q_values"]), batch.get("weights"))
-    return {"critic_loss": loss, "actor_loss": -batch["actor_q_values"].mean(), "target_q_mean": targets.mean()}
-
-
 class DDPG(GaussianExploration):
-    """The learner; `model` has `actor(obs)`, `critics`, `ensemble_values(obs, actions)` [E, B] and `q_values` [B]."""
+    """The learner; `model` has `actor(obs)`, `critics(features, actions)` [E, B], `features(obs)` and `q_values` [B].
+
+    `action_gradient_clip` bounds the norm of each sample's dQ/da, as in D4PG's public code.
+    """
 
     policy_delay = 1
+    target_update_interval: int | None = None  # updates between the targets' moves; None: with the actor's steps
 
     def __init__(
         self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
         exploration_noise: float = 0.1, action_gradient_clip: float | None = None, max_grad_norm: float | None = None,
-        optimizer: str = "adam", optimizer_eps: float = 1e-8,
+        optimizer: str = "adam", optimizer_eps: float = 1e-8, critic_learning_rate: float | None = None,
+        actor_learning_rate: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
-        self.gamma, self.tau = gamma, tau
-        self.exploration_noise, self.action_gradient_clip = exploration_noise, action_gradient_clip
-        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        self.numbers.update(
+            gamma=gamma, tau=tau, exploration_noise=exploration_noise, action_gradient_clip=action_gradient_clip,
+            learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
+            actor_learning_rate=actor_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
         critics, actor = model.critics.parameters(), model.actor.parameters()
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, learning_rate, **options)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, learning_rate, **options)
+        rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0], **options)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1], **options)
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
         self.last_actor_loss: Tensor
@@ -81,40 +83,34 @@ class DDPG(GaussianExploration):
         """Q'(s', mu'(s')) [B]."""
         return self.target_network.q_values(next_obs, self.target_network.actor(next_obs))
 
-    @torch.no_grad()
-    def critic_step(self, batch: Batch, discounts: Tensor, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the Bellman error; its metrics, and priorities [B]."""
-        model, weights = self.model, batch.get("weights")
-        targets = bellman_target(batch["rewards"], discounts, self.target_values(batch["next_obs"], noise))
-        q_values, gradients = self.critic_optimizer.evaluate(
-            model.ensemble_values, getattr(model, "ensemble_with_gradients", None), batch["obs"], batch["actions"]
-        )
-        td_errors = targets - q_values
-        loss = regression_loss(td_errors, weights)
-        on_q_values = td_errors * (-2.0 / len(targets) * (1.0 if weights is None else weights))
-        self.critic_optimizer.apply_gradients(gradients(on_q_values))
-        return {"critic_loss": loss, "target_q_mean": targets.mean()}, td_errors.abs_().mean(0)
+        with torch.no_grad():
+            next_values = self.target_values(batch["next_obs"], noise)
+            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_values)
+        inputs = self.model.features(batch["obs"]), batch["actions"]
+        q_values, backward = self.critic_optimizer.trace(self.model.critics, self.model.critics, *inputs)
+        losses = regression_losses(q_values, targets, batch.get("weights"))
+        self.critic_optimizer.apply_gradients(backward(*losses.slopes))
+        return losses, (targets - q_values).abs_().mean(0)
 
-    @torch.no_grad()
-    def actor_step(self, obs: Tensor) -> Tensor:
-        """One step along the deterministic policy gradient; returns -mean Q(s, mu(s))."""
-        model = self.model
-        actions, gradients = self.actor_optimizer.evaluate(
-            model.actor, getattr(model.actor, "with_gradients", None), obs
-        )
-        values, into_actions = climb(model.q_values, getattr(model, "q_with_action_gradients", None), obs, actions)
-        action_gradients = into_actions(torch.ones_like(values))  # each row's own dQ/da
+    def actor_step(self, obs: Tensor) -> dict[str, Tensor]:
+        """One step along the deterministic policy gradient."""
+        actions = self.model.actor(obs)
         if self.action_gradient_clip is not None:
-            action_gradients = clip_rows(action_gradients, self.action_gradient_clip)
-        self.actor_optimizer.apply_gradients(gradients(action_gradients / -len(obs)))
-        return -values.mean()
+            longest = self.action_gradient_clip / len(obs)  # the loss is a mean, of which each row's dQ/da is a share
+            actions.register_hook(lambda gradients: clip_rows(gradients, longest))
+        losses = actor_loss(self.model.q_values(obs, actions))
+        self.actor_optimizer.step(losses["actor_loss"])
+        return losses
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """A critic step; every `policy_delay` of them an actor step and the targets' move."""
-        discounts = fold_discounts(batch, self.gamma)
-        metrics, priorities = self.critic_step(batch, discounts, self.draw_noise(batch["actions"]))
+        metrics, priorities = self.critic_step(batch, self.draw_noise(batch["actions"]))
         if (self.num_updates + 1) % self.policy_delay == 0:
-            self.last_actor_loss.copy_(self.actor_step(batch["obs"]))
+            self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())
+        if (self.num_updates + 1) % (self.target_update_interval or self.policy_delay) == 0:
             self._target.polyak_(self.tau)
         self.model.actor.observation_input.update(batch["obs"])
-        return UpdateResult({**metrics, "actor_loss": self.last_actor_loss.clone()}, priorities=priorities)
+        metrics["actor_loss"] = self.last_actor_loss.clone()
+        return UpdateResult(metrics, priorities=priorities, watch="critic_loss")

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch
+from rl_training.algorithms.ops.losses import huber
 from rl_training.algorithms.ops.targets import bellman_target, double_q_values
-from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose, weighted_mean
+from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
+
+
+def dqn_terms(q_values: Tensor, actions: Tensor, targets: Tensor) -> SampleTerms:
+    """Huber losses with delta 1 of the taken actions' values, [B, A], [B], [B]; priorities |target - Q|."""
+    chosen = choose(q_values, actions)
+    losses, slopes = huber(chosen, targets)
+    return SampleTerms(losses, slopes, (targets - chosen.detach()).abs_(), chosen, targets)
 
 
 def dqn_loss(batch: Batch) -> dict[str, Tensor]:
     """From q_values [B, A], actions [B] and target_q_values [B]; `weights` [B] optional."""
-    chosen, targets = choose(batch["q_values"], batch["actions"].long()), batch["target_q_values"].detach()
-    losses = F.smooth_l1_loss(chosen, targets, reduction="none")
-    return {
-        "loss": weighted_mean(losses, batch.get("weights")), "q_value_mean": chosen.detach().mean(),
-        "target_mean": targets.mean(), "td_error_mean": (targets - chosen.detach()).abs().mean(),
-    }  # fmt: skip
+    terms = dqn_terms(batch["q_values"], batch["actions"].long(), batch["target_q_values"].detach())
+    return {name: values.mean() for name, values in terms.summary(batch.get("weights")).items()}
 
 
 class DQN(QLearning):
@@ -41,11 +43,6 @@ class DQN(QLearning):
         next_values = double_q_values(q_selector=scores, q_value=next_q) if self.double_q else scores.amax(-1)
         return bellman_target(rewards=rows["rewards"], discounts=rows["discounts"], next_values=next_values)
 
-    def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
-        """Huber losses with delta 1 of the taken actions' values; priorities |target - Q|."""
-        outputs, gradients = self.evaluate(rows["obs"])
-        chosen = choose(outputs, rows["actions"])
-        errors = chosen - targets
-        slopes = errors.clamp(-1.0, 1.0)
-        losses = slopes * torch.sub(errors, slopes, alpha=0.5)
-        return SampleTerms(outputs, gradients, losses, slopes, errors.abs_(), chosen, targets)
+    def terms(self, rows: Batch, outputs: Tensor, targets: Tensor) -> SampleTerms:
+        """Huber losses."""
+        return dqn_terms(outputs, rows["actions"], targets)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult, attribute_of
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
 from rl_training.algorithms.capture import CapturedStep, Inputs
 from rl_training.algorithms.ops.distributional import categorical_cross_entropy
 from rl_training.algorithms.ops.policy import categorical_kl
@@ -70,10 +70,6 @@ class Dreamer(Algorithm):
     The carry of acting is [N, F + A]: h and z of the last state, and the action taken there.
     """
 
-    world_model_learning_rate = attribute_of("world_model_optimizer", "learning_rate")
-    actor_learning_rate = attribute_of("actor_optimizer", "learning_rate")
-    critic_learning_rate = attribute_of("critic_optimizer", "learning_rate")
-
     def __init__(
         self, *, world_model: Any, actor: Any, critic: Any, learning_rate: float = 3e-4,
         world_model_learning_rate: float | None = None, actor_learning_rate: float | None = None,
@@ -83,36 +79,28 @@ class Dreamer(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__()
         self.world_model, self.actor, self.critic = world_model, actor, critic
-        self.gamma, self.gae_lambda, self.entropy_coef = gamma, gae_lambda, entropy_coef
-        self.free_nats, self.tau, self.imagination_horizon = free_nats, tau, imagination_horizon
-        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
-        own = {"world_model": world_model_learning_rate, "actor": actor_learning_rate, "critic": critic_learning_rate}
-        rates = {name: learning_rate if rate is None else rate for name, rate in own.items()}
+        self.numbers.update(
+            gamma=gamma, gae_lambda=gae_lambda, entropy_coef=entropy_coef, free_nats=free_nats, tau=tau,
+            optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.imagination_horizon = imagination_horizon
+        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
+        self.numbers.update(
+            learning_rate=learning_rate, world_model_learning_rate=world_model_learning_rate,
+            actor_learning_rate=actor_learning_rate, critic_learning_rate=critic_learning_rate,
+        )  # fmt: skip
         self.optimizers = {
-            name: self.make_optimizer(f"{name}_optimizer", getattr(self, name).parameters(), rate, **options)
-            for name, rate in rates.items()
+            name: self.make_optimizer(
+                f"{name}_optimizer", getattr(self, name).parameters(), f"{name}_learning_rate|learning_rate", **options
+            )
+            for name in ("world_model", "actor", "critic")
         }
-        self._on_common_rate = [self.optimizers[name] for name, rate in own.items() if rate is None]
         self._target = TargetNetwork(critic)
         self.slow_critic: Any = self._target.network
         self.return_scale = ReturnScale()
         self.carry_dim = world_model.rssm.feature_dim + actor.action_dim
         uses_graph = capture and self.device.type == "cuda"
         self._captured = CapturedStep(self.train_step) if uses_graph else None
-
-    @property
-    def learning_rate(self) -> float:
-        """The common rate; setting it leaves alone the optimizers that have one of their own."""
-        return (self._on_common_rate or list(self.optimizers.values()))[0].learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        for optimizer in self._on_common_rate:
-            optimizer.learning_rate = value
-
-    def scheduled(self, name: str) -> bool:
-        """Whether `name` is a number that a schedule may move; the common rate only where somebody follows it."""
-        return super().scheduled(name) and (name != "learning_rate" or bool(self._on_common_rate))
 
     # acting ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +137,7 @@ class Dreamer(Algorithm):
 
     # learning --------------------------------------------------------------------------------------------------
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One update of world model, actor and critic from windows [B, L]: obs, actions, rewards, terminated, is_first.
 
         A row is an arrival: `actions[t]` led to `obs[t]`. Noise is drawn here; the rest is straight-line tensor code.
@@ -158,12 +146,9 @@ class Dreamer(Algorithm):
         if self._captured is None:
             values = self.train_step(inputs)
         else:
-            rates = [optimizer.learning_rate for optimizer in self.optimizers.values()]
-            options = (self.max_grad_norm, self.optimizer_eps)
-            constants = (*rates, *options, self.gamma, self.gae_lambda, self.entropy_coef, self.free_nats, self.tau)
-            values = self._captured(inputs, constants)
+            values = self._captured(inputs, tuple(self.numbers.values()))
         self.world_model.observation_input.update(batch["obs"].flatten(0, 1))
-        return UpdateResult(dict(zip(METRICS, values.unbind(), strict=True)))
+        return UpdateResult(dict(zip(METRICS, values.unbind(), strict=True)), watch="world_model_loss")
 
     def prepare(self, batch: Batch) -> dict[str, Tensor]:
         """The batch time first, [L, B, ...], actions as the world model reads them, and all noise of the update."""

@@ -12,35 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Array, Batch, attribute_of
-from rl_training.algorithms.ops.distributional import fraction_gradient
+from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.ops.distributional import fraction_gradient, quantile_huber
 from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
-from rl_training.algorithms.quantile_huber import quantile_losses
 from rl_training.errors import UserError
-
-
-def fraction_logit_gradient(on_inner: Tensor, widths: Tensor, entropy: Tensor, entropy_coef: float) -> Tensor:
-    """The gradient [B, N] at the fractions' logits of mean_b(sum_i on_inner_i tau_i - entropy_coef * entropy).
-
-    tau_i is the sum of the first i widths, and widths [B, N] are the softmax of the logits.
-    """
-    on_widths = F.pad(on_inner.flip(-1).cumsum(-1).flip(-1), (0, 1))
-    on_logits = widths * (on_widths - (on_widths * widths).sum(-1, keepdim=True))
-    if entropy_coef:
-        on_logits += entropy_coef * torch.xlogy(widths, widths).addcmul_(widths, entropy.unsqueeze(-1))
-    return on_logits / len(widths)
 
 
 class FQF(QLearning):
     """The learner; `q_network` has `propose` and a `fraction_layer` beside what IQN asks for (see `MLPFQFNetwork`)."""
-
-    learning_rate = attribute_of("optimizer", "learning_rate")  # of the quantiles alone
-    optimizer_eps = attribute_of("optimizer", "eps")
-    fraction_learning_rate = attribute_of("fraction_optimizer", "learning_rate")
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, fraction_learning_rate: float = 2.5e-9,
@@ -51,9 +33,10 @@ class FQF(QLearning):
             raise UserError(
                 f"num_quantiles is {num_quantiles}; the network proposes {self.q_network.num_quantiles} fractions."
             )
-        self.num_quantiles, self.kappa, self.entropy_coef = num_quantiles, kappa, entropy_coef
+        self.num_quantiles = num_quantiles
+        self.numbers.update(kappa=kappa, entropy_coef=entropy_coef, fraction_learning_rate=fraction_learning_rate)
         self.fraction_optimizer = self.make_optimizer(
-            "fraction_optimizer", self.q_network.fraction_layer.parameters(), fraction_learning_rate,
+            "fraction_optimizer", self.q_network.fraction_layer.parameters(), "fraction_learning_rate",
             kind="rmsprop", decay=0.95, eps=1e-5,
         )  # fmt: skip
         self.make_target()
@@ -75,45 +58,34 @@ class FQF(QLearning):
         chosen = choose(quantiles, mask_scores(scores, rows.get("next_action_masks")).argmax(-1))
         return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
 
-    def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
-        """Quantile Huber losses at the midpoints, and the losses of the fractions."""
-        network, actions = self.q_network, rows["actions"]
-        features, fractions, outputs, gradients = self.evaluate_midpoints(rows["obs"])
-        hats = choose(outputs, actions)
-        losses, slopes = quantile_losses(hats, targets, fractions.tau_hats, self.kappa)
-        inner = fractions.taus[:, 1:-1]
-        on_inner = fraction_gradient(
-            quantiles_tau=choose(network.quantiles(features, inner), actions), quantile_hats=hats
-        )
+    def trace(self, rows: Any) -> tuple[Tensor, Backward]:
+        """Quantiles [B, A, N] at the midpoints of the fractions that the network proposes, which go into the rows."""
+        features = self.q_network.features(rows["obs"])
+        fractions = self.q_network.propose(features)
+        rows.update(features=features.detach(), fractions=fractions)
+        return self.optimizer.trace(None, self.q_network.quantiles, features, fractions.tau_hats)
+
+    def terms(self, rows: Any, outputs: Tensor, targets: Tensor) -> SampleTerms:
+        """Quantile Huber losses at the midpoints, and the loss of the fractions."""
+        actions, fractions = rows["actions"], rows["fractions"]
+        hats, inner = choose(outputs, actions), fractions.taus[:, 1:-1]
+        losses, slopes = quantile_huber(quantiles=hats, targets=targets, taus=fractions.tau_hats, kappa=self.kappa)
+        with torch.no_grad():
+            edges = choose(self.q_network.quantiles(rows["features"], inner), actions)
+        fraction_losses = (fraction_gradient(quantiles_tau=edges, quantile_hats=hats) * inner).sum(-1)
         even = torch.arange(1, self.num_quantiles, device=inner.device) / self.num_quantiles
         metrics = {
-            "fraction_loss": (on_inner * inner).sum(-1), "entropy_loss": -fractions.entropy,
-            "fraction_shift": (inner - even).abs().amax(-1),  # how far the fractions are from even ones
+            "fraction_loss": fraction_losses, "entropy_loss": -fractions.entropy,
+            "fraction_shift": (inner.detach() - even).abs().amax(-1),  # how far the fractions are from even ones
         }  # fmt: skip
-        on_logits = fraction_logit_gradient(on_inner, fractions.widths, fractions.entropy, self.entropy_coef)
-        return SampleTerms(
-            outputs, gradients, losses, slopes, losses, (fractions.widths * hats).sum(-1), targets, metrics,
-            head_gradients=[on_logits.t() @ features, on_logits.sum(0)],
-        )  # fmt: skip
-
-    def evaluate_midpoints(self, obs: Tensor) -> tuple[Tensor, Any, Tensor, Backward]:
-        """Features [B, D], the fractions proposed for them, quantiles at their midpoints and their backward pass."""
-        network = self.q_network
-        found = network.features_with_gradients(obs)
-        if found is not None:
-            features, into_trunk = found
-            fractions = network.propose(features)
-            outputs, backward = network.quantiles_with_gradients(features, fractions.tau_hats)
-            return features, fractions, outputs, lambda grad: network.join_gradients(into_trunk, backward(grad))
-        with torch.enable_grad():
-            features = network.features(obs)
-        fractions = network.propose(features)
-        evaluated = self.optimizer.evaluate(network.quantiles, None, features, fractions.tau_hats)
-        return features.detach(), fractions, *evaluated
+        head_loss = (fraction_losses - self.entropy_coef * fractions.entropy).mean()
+        q_values = (fractions.widths.detach() * hats).sum(-1)
+        return SampleTerms(losses, slopes, losses, q_values, targets, metrics, head_loss)
 
     def step_head(self, terms: SampleTerms) -> None:
         """A step of the fractions; neither optimizer reaches the other's parameters."""
-        self.fraction_optimizer.apply_gradients(terms.head_gradients)
+        assert terms.head_loss is not None
+        self.fraction_optimizer.step(terms.head_loss)
 
     def expected_values(self, features: Tensor) -> Tensor:
         """Action values [B, A] of the online network: quantiles at the midpoints, weighted by the fractions' widths."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import read_ends
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult, attribute_of
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
 from rl_training.errors import UserError
 
 # From the logit l of D: -log(1 - D), log D, and log D - log(1 - D).
@@ -76,17 +76,6 @@ class GAIL(Algorithm):
     of ours (`MLPGAILDiscriminator`) is constant.
     """
 
-    learning_rate = attribute_of("ppo", "learning_rate")
-    gamma = attribute_of("ppo", "gamma")
-    gae_lambda = attribute_of("ppo", "gae_lambda")
-    clip_coef = attribute_of("ppo", "clip_coef")
-    ent_coef = attribute_of("ppo", "ent_coef")
-    vf_coef = attribute_of("ppo", "vf_coef")
-    target_kl = attribute_of("ppo", "target_kl")
-    max_grad_norm = attribute_of("ppo", "max_grad_norm")
-    optimizer_eps = attribute_of("ppo", "optimizer_eps")
-    discriminator_learning_rate = attribute_of("discriminator_optimizer", "learning_rate")
-
     def __init__(
         self, *, ppo: Algorithm, discriminator: nn.Module, discriminator_learning_rate: float = 3e-4,
         discriminator_updates: int = 1, discriminator_batch_size: int | None = None, reward_form: str = "softplus",
@@ -96,12 +85,16 @@ class GAIL(Algorithm):
         if reward_form not in REWARD_FORMS:
             raise UserError(f"reward_form is {reward_form!r}; it must be one of {', '.join(REWARD_FORMS)}.")
         self.ppo: Any = ppo
+        self.numbers = ppo.numbers  # one table for both
+        self.numbers.update(
+            discriminator_learning_rate=discriminator_learning_rate, gradient_penalty=gradient_penalty
+        )
         self.discriminator: Any = discriminator
         self.discriminator_updates, self.discriminator_batch_size = discriminator_updates, discriminator_batch_size
-        self.reward_form, self.gradient_penalty = reward_form, gradient_penalty
+        self.reward_form = reward_form
         self.absorbing_states = absorbing_states
         self.discriminator_optimizer = self.make_optimizer(
-            "discriminator_optimizer", discriminator.parameters(), discriminator_learning_rate
+            "discriminator_optimizer", discriminator.parameters(), "discriminator_learning_rate"
         )
 
     def acting(self) -> nn.Module:
@@ -115,14 +108,14 @@ class GAIL(Algorithm):
     @torch.no_grad()
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
+        action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """As PPO does, with this learner's own generator."""
         policy = self.ppo.policy
         out = policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
         return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """Discriminator steps, its rewards in place of the environment's, then PPO's own `learn`."""
         expert, generated = self.sides(batch)
         observation_input = getattr(self.discriminator, "observation_input", None)
@@ -134,7 +127,7 @@ class GAIL(Algorithm):
         with torch.no_grad():
             losses = self.discriminator_losses(expert, generated)
             rewards = self.rewards(batch)
-        result = self.ppo.learn({**batch, "rewards": self.with_ends(rewards, batch)}, step=step)
+        result = self.ppo.learn({**batch, "rewards": self.with_ends(rewards, batch)})
         learned = rewards if batch.get("valid") is None else rewards[batch["valid"].bool()]
         result.metrics |= {**losses, "reward_mean": learned.mean()}
         result.num_gradient_steps += self.discriminator_updates

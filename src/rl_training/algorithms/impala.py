@@ -6,53 +6,46 @@ ratio pi/mu. Losses are means over the rollout, not sums as in the paper, so lea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import (
-    ActorCriticAlgorithm,
-    entropy_gradient,
-    means,
-    shares,
-    successor_values,
-)
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 from rl_training.algorithms.ops.returns import vtrace
-from rl_training.algorithms.optimization import Gradients
+from rl_training.algorithms.optimization import Backward
 
 
-def impala_loss(batch: Batch, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
+def impala_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
     """From target_logprobs, behavior_logprobs, vtrace_targets, values, pg_advantages, entropy; `weights` optional."""
-    targets, advantages = batch["vtrace_targets"].detach(), batch["pg_advantages"].detach()
-    rhos = (batch["target_logprobs"].detach() - batch["behavior_logprobs"]).exp()
-    gain, square, entropy, rho_mean, target_mean, advantage_mean = means(
-        batch["target_logprobs"] * advantages, (targets - batch["values"]).square(), batch["entropy"], rhos, targets,
-        advantages, weights=batch.get("weights"),
-    )  # fmt: skip
-    policy_loss, value_loss, entropy_loss = -gain, 0.5 * square, -entropy
-    return {
-        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
-        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss, "rho_mean": rho_mean,
-        "vtrace_target_mean": target_mean, "pg_advantage_mean": advantage_mean,
+    return vtrace_losses(batch, policy_gradient(batch["target_logprobs"], batch["pg_advantages"]), ent_coef, vf_coef)
+
+
+def vtrace_losses(
+    batch: Batch, gain: tuple[Tensor, Tensor], ent_coef: float, vf_coef: float,
+    statistics: dict[str, Tensor] | None = None,
+) -> Losses:  # fmt: skip
+    """The losses of a policy's gain with V-trace targets for the critic; the statistics say what V-trace did."""
+    targets = batch["vtrace_targets"].detach()
+    did = {
+        "rho_mean": (batch["target_logprobs"].detach() - batch["behavior_logprobs"]).exp(),
+        "vtrace_target_mean": targets, "pg_advantage_mean": batch["pg_advantages"].detach(),
     }  # fmt: skip
-
-
-def impala_gradients(batch: Batch, ent_coef: float, vf_coef: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `impala_loss` with respect to target_logprobs, values and entropy."""
-    share = shares(batch["values"], batch.get("weights"))
-    on_values = (batch["values"] - batch["vtrace_targets"]).mul_(vf_coef).mul_(share)
-    return batch["pg_advantages"] * -share, on_values, entropy_gradient(batch["entropy"], ent_coef, share)
+    error, statistics = value_error(batch["values"], targets), did | (statistics or {})
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, batch.get("weights"), statistics)
 
 
 class IMPALA(ActorCriticAlgorithm):
-    """The learner; the batch is a rollout [T, B] with the actor's `behavior_logprobs` and a `bootstrap_value` [B].
+    """The learner; the batch is a rollout [T, B] with the actor's `behavior_logprobs` and the `bootstrap_obs` [B, ...]
+    after it, which the critic that learns values at every step (or a given `bootstrap_value` [B]).
 
     `gae_lambda` below 1 shortens the traces (not in the paper); `importance_correction` off forces every ratio to 1,
     which is the control that shows what V-trace is for.
     """
+
+    reads_values = False
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 6e-4, ent_coef: float = 0.01, vf_coef: float = 0.5,
@@ -61,44 +54,37 @@ class IMPALA(ActorCriticAlgorithm):
         optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.ent_coef, self.vf_coef = ent_coef, vf_coef
-        self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
+        self.numbers.update(
+            ent_coef=ent_coef, vf_coef=vf_coef, rho_clip=rho_clip, c_clip=c_clip, pg_rho_clip=pg_rho_clip,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
         self.importance_correction = importance_correction
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
+            max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
     def trajectories(self, batch: Batch) -> dict[str, Tensor]:
         """The rollout [T, B] with what V-trace reads: rewards, discounts, cuts, weights, log-probabilities of mu."""
         names = (
-            "obs", "actions", "action_masks", "behavior_logprobs", "bootstrap_value", "truncated", "truncation_values",
+            "obs", "actions", "action_masks", "behavior_logprobs", "truncated",
+            "bootstrap_obs", "bootstrap_value", "final_obs", "truncation_values",
         )  # fmt: skip
         rollout = {name: batch[name] for name in names if name in batch} | self.time_major(batch)
         if "valid" in batch:
             rollout["weights"] = batch["valid"].float()
         return rollout
 
-    def evaluate(self, rollout: Batch) -> dict[str, Tensor]:
-        """target_logprobs, values and entropy [T, B] of the learning policy."""
-        return self.evaluate_with_gradients(rollout)[0]
-
-    def evaluate_with_gradients(self, rollout: Batch) -> tuple[dict[str, Tensor], Callable[..., Gradients]]:
-        """What `evaluate` gives, and what differentiates it (see `evaluate_actions`)."""
-        masks = rollout.get("action_masks")
-        masks = None if masks is None else masks.flatten(0, 1)
-        obs, actions = rollout["obs"].flatten(0, 1), rollout["actions"].flatten(0, 1)
-        policy, of_rows = self.evaluate_actions(obs, actions, masks)
-
-        def gradients(*on_outputs: Tensor | None) -> Gradients:
-            return of_rows(*(None if on is None else on.flatten() for on in on_outputs))
-
+    def trace_rollout(self, rollout: Batch) -> tuple[dict[str, Tensor], Backward]:
+        """target_logprobs, values and entropy [T, B] of the learning policy, and the way back, as `trace` gives it."""
+        rows = {name: rollout[name].flatten(0, 1) for name in ("obs", "actions", "action_masks") if name in rollout}
+        policy, backward = self.trace(rows)
         shape = rollout["rewards"].shape
         outputs = {
             "target_logprobs": policy.logprobs.view(shape), "values": policy.values.view(shape),
             "entropy": policy.entropy.reshape(shape),
         }  # fmt: skip
-        return outputs, gradients
+        return outputs, lambda *slopes: backward(*(None if slope is None else slope.flatten() for slope in slopes))
 
     def vtrace(
         self, rollout: Batch, logprobs: Tensor, values: Tensor, pg_rho_clip: float | None
@@ -108,19 +94,19 @@ class IMPALA(ActorCriticAlgorithm):
         if not self.importance_correction:
             log_rhos = torch.zeros_like(log_rhos)
         return vtrace(
-            log_rhos=log_rhos, values=values, next_values=successor_values(values, rollout),
+            log_rhos=log_rhos, values=values, next_values=self.successor_values(values, rollout),
             rewards=rollout["rewards"], discounts=rollout["discounts"], cuts=rollout["cuts"],
             rho_clip=self.rho_clip, c_clip=self.c_clip, pg_rho_clip=pg_rho_clip, lambda_=self.gae_lambda,
         )  # fmt: skip
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rollout = self.trajectories(batch)
-        policy, gradients = self.evaluate_with_gradients(rollout)
+        policy, backward = self.trace_rollout(rollout)
         targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], self.pg_rho_clip)
         terms = {**rollout, **policy, "vtrace_targets": targets, "pg_advantages": advantages}
         losses = impala_loss(terms, self.ent_coef, self.vf_coef)
-        grad_norm = self.optimizer.apply_gradients(gradients(*impala_gradients(terms, self.ent_coef, self.vf_coef)))
+        grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         self.move_normalizers(flat_obs(batch))
         return UpdateResult({**losses, "grad_norm": grad_norm})
 

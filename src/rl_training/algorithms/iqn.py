@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.ops.distributional import quantile_huber
+from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
-from rl_training.algorithms.quantile_huber import quantile_losses
 
 
 class IQN(QLearning):
@@ -26,7 +27,8 @@ class IQN(QLearning):
     ) -> None:  # fmt: skip
         super().__init__(q_network=q_network, **options)
         self.num_quantiles, self.num_target_quantiles = num_quantiles, num_target_quantiles or num_quantiles
-        self.num_acting_quantiles, self.kappa = num_acting_quantiles, kappa
+        self.num_acting_quantiles = num_acting_quantiles
+        self.numbers["kappa"] = kappa
         self.make_target()
 
     def draws(self, count: int) -> dict[str, Tensor]:
@@ -52,12 +54,15 @@ class IQN(QLearning):
         chosen = choose(quantiles, mask_scores(scores, rows.get("next_action_masks")).argmax(-1))
         return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
 
-    def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
+    def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
+        """Quantiles [B, A, N] at the drawn fractions."""
+        return self.optimizer.trace(self.q_network, self.q_network, rows["obs"], rows["taus"])
+
+    def terms(self, rows: Batch, outputs: Tensor, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses."""
-        outputs, gradients = self.evaluate(rows["obs"], rows["taus"])
         quantiles = choose(outputs, rows["actions"])
-        losses, slopes = quantile_losses(quantiles, targets, rows["taus"], self.kappa)
-        return SampleTerms(outputs, gradients, losses, slopes, losses, quantiles, targets)
+        losses, slopes = quantile_huber(quantiles=quantiles, targets=targets, taus=rows["taus"], kappa=self.kappa)
+        return SampleTerms(losses, slopes, losses, quantiles, targets)
 
     def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
         """Means [N, A] over K fractions: drawn anew, or midpoints when deterministic."""

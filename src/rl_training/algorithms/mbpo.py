@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch, UpdateResult, attribute_of
+from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 
@@ -61,7 +61,7 @@ class MBPO(SAC):
     """The learner; `policy_model` as SAC's, `dynamics_model(obs, actions, members)` -> means, logvars, termination."""
 
     model_loss_name = "mbpo_model_loss"
-    model_learning_rate = attribute_of("model_optimizer", "learning_rate")
+    synonyms = {"policy_learning_rate": "learning_rate"}
 
     def __init__(
         self, *, policy_model: Any, dynamics_model: Any, policy_learning_rate: float = 3e-4,
@@ -75,26 +75,14 @@ class MBPO(SAC):
             raise UserError(f"num_elites is {elites}; from 1 to num_ensembles ({members}) are possible.")
         super().__init__(model=policy_model, learning_rate=policy_learning_rate, **options)
         self.dynamics_model: Any = dynamics_model
-        self.model_weight_decay = model_weight_decay
-        self.model_optimizer = self.make_optimizer("model_optimizer", dynamics_model.parameters(), model_learning_rate)
+        self.numbers.update(model_learning_rate=model_learning_rate, model_weight_decay=model_weight_decay)
+        model = dynamics_model.parameters()
+        self.model_optimizer = self.make_optimizer("model_optimizer", model, "model_learning_rate")
         self.elites: Tensor
         self.last_disagreement: Tensor  # on held-out rows
         self.register_buffer("elites", torch.arange(elites, device=self.device))
         self.register_buffer("last_disagreement", torch.zeros((), device=self.device))
         self.fit_metrics: dict[str, Tensor | float] = {}  # of the last fit
-
-    @property
-    def learning_rate(self) -> float:
-        """Of actor, critics and temperature; the model has `model_learning_rate`."""
-        return self.critic_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        for name, optimizer in self._optimizers.items():
-            if name != "model_optimizer":
-                optimizer.learning_rate = value
-
-    policy_learning_rate = learning_rate
 
     def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
         """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...].
@@ -115,7 +103,7 @@ class MBPO(SAC):
         if self.model_weight_decay:
             loss = loss + self.model_weight_decay * self.dynamics_model.weight_loss()
         self.model_optimizer.step(loss)
-        return UpdateResult({name: value.detach() for name, value in losses.items()})
+        return UpdateResult(losses, watch=self.model_loss_name)
 
     @torch.no_grad()
     def heldout_errors(self, batch: Batch) -> Tensor:

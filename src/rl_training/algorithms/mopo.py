@@ -27,7 +27,7 @@ class MOPO(MBPO):
 
     def __init__(self, *, penalty_coef: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
-        self.penalty_coef = penalty_coef
+        self.numbers["penalty_coef"] = penalty_coef
 
     def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:
         """Predicted rewards [B] less the penalty."""

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
+from rl_training.algorithms.ops.losses import critic_losses
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
 from rl_training.algorithms.target import TargetNetwork
 
 
 def naf_loss(batch: Batch) -> dict[str, Tensor]:
     """From q_values and target_q_values, both [B]; `weights` [B] optional."""
-    squares = (batch["target_q_values"].detach() - batch["q_values"]).square()
-    weights = batch.get("weights")
+    losses = critic_losses(batch["q_values"], batch["target_q_values"], batch.get("weights"))
     q_mean = batch["q_values"].detach().mean()
     return {
-        "loss": (squares if weights is None else weights * squares).mean(),
-        "q_value_mean": q_mean, "q_mean": q_mean, "target_q_mean": batch["target_q_values"].mean(),
+        "loss": losses["critic_loss"], "q_value_mean": q_mean, "q_mean": q_mean,
+        "target_q_mean": losses["target_q_mean"],
     }  # fmt: skip
 
 
@@ -38,9 +38,12 @@ class NAF(GaussianExploration):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
-        self.gamma, self.tau, self.exploration_noise = gamma, tau, exploration_noise
-        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
-        self.optimizer = self.make_optimizer("optimizer", model.parameters(), learning_rate, **options)
+        self.numbers.update(
+            gamma=gamma, tau=tau, exploration_noise=exploration_noise, learning_rate=learning_rate,
+            optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
+        self.optimizer = self.make_optimizer("optimizer", model.parameters(), "learning_rate", **options)
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
 
@@ -48,19 +51,19 @@ class NAF(GaussianExploration):
         """The network: mu shares its torso with V and L."""
         return self.model
 
-    def critic_step(self, batch: Batch, discounts: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def critic_step(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the Bellman error; its metrics, and priorities [B]."""
         with torch.no_grad():
-            targets = bellman_target(batch["rewards"], discounts, self.target_network.state_values(batch["next_obs"]))
+            next_values = self.target_network.state_values(batch["next_obs"])
+            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_values)
         q_values = self.model.q_values(batch["obs"], batch["actions"])
         losses = naf_loss({**batch, "q_values": q_values, "target_q_values": targets})
         self.optimizer.step(losses["loss"])
-        losses["loss"] = losses["loss"].detach()
         return losses, (targets - q_values.detach()).abs_()
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """A gradient step and the target's move."""
-        metrics, priorities = self.critic_step(batch, fold_discounts(batch, self.gamma))
+        metrics, priorities = self.critic_step(batch)
         self._target.polyak_(self.tau)
         self.model.observation_input.update(batch["obs"])
         return UpdateResult(metrics, priorities=priorities)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
+from torch.autograd.graph import _engine_run_backward
 
 from rl_training.errors import UserError
 
-TensorOrTensors = Tensor | Sequence[Tensor]
 Gradients = Sequence[Tensor | None]
-Backward = Callable[[Tensor], Gradients]
+Backward = Callable[..., Gradients]
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
 
 
@@ -48,44 +48,62 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided(((end - start) // first.itemsize,), (1,))
 
 
-def climb(
-    plain: Callable[[Tensor, Tensor], Tensor], quick: Any, state: Tensor, actions: Tensor
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Values of actions [B, A] in a state, and a function from a gradient there to the actions'; in `no_grad`."""
-    found = None if quick is None else quick(state, actions)
-    if found is not None:
-        return found
-    with torch.enable_grad():
-        actions = actions.detach().requires_grad_()
-        values = plain(state, actions)
-    return values.detach(), lambda grad: torch.autograd.grad(values, actions, grad)[0]
+def _number(option: str) -> Any:
+    """An option that is read, and set, where its number stands."""
+
+    def read(optimizer: Optimizer) -> Any:
+        table, name, common = optimizer._where[option]
+        own = table[name]
+        return own if own is not None or common is None else table[common]
+
+    def write(optimizer: Optimizer, value: Any) -> None:
+        table, name, common = optimizer._where[option]
+        table[name if common is None or table[name] is not None else common] = value
+
+    return property(read, write)
 
 
 class Optimizer(nn.Module):
     """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
 
-    A module, so that its moments are in the algorithm's `state_dict` without a list of them anywhere.
+    A module, so that its moments are in the algorithm's `state_dict` without a list of them anywhere. `learning_rate`,
+    `eps` and `max_grad_norm` may be names in the table `numbers`, which is read at every step; "a|b" is a where that
+    is set, else b.
     """
+
+    learning_rate = _number("learning_rate")
+    eps = _number("eps")
+    max_grad_norm = _number("max_grad_norm")
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        learning_rate: float,
+        learning_rate: float | str,
         kind: str = "adam",
-        eps: float = 1e-8,
-        max_grad_norm: float | None = None,
+        eps: float | str = 1e-8,
+        max_grad_norm: float | str | None = None,
         decay: float = 0.99,
+        numbers: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if kind not in OPTIMIZERS:
             raise UserError(f"optimizer is {kind!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-        if learning_rate < 0:
-            raise UserError(f"learning_rate is {learning_rate}; it must be at least 0.")
+        own: dict[str, Any] = {}
+        self._where: dict[str, tuple[dict[str, Any], str, str | None]] = {}  # option -> table, its name, a common one
+        for option, value in (("learning_rate", learning_rate), ("eps", eps), ("max_grad_norm", max_grad_norm)):
+            if isinstance(value, str):
+                name, _, common = value.partition("|")
+                self._where[option] = numbers or {}, name, common or None
+            else:
+                own[option] = value
+                self._where[option] = own, option, None
+        if self.learning_rate < 0:
+            raise UserError(f"learning_rate is {self.learning_rate}; it must be at least 0.")
         params, flat = flatten_parameters(parameters)
-        self._params, self.flat = params, flat  # plain attributes: the networks own the parameters
-        self.learning_rate, self.kind, self.eps = learning_rate, kind, eps
-        self.max_grad_norm, self.decay = max_grad_norm, decay
+        self._params, self.flat = tuple(params), flat  # plain attributes: the networks own the parameters
+        self._one = flat.new_ones(())
+        self.kind, self.decay = kind, decay
         self.mean: Tensor
         self.square: Tensor
         self.steps: Tensor
@@ -95,28 +113,38 @@ class Optimizer(nn.Module):
         if kind != "sgd":
             self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
 
-    def step(self, outputs: TensorOrTensors, on_outputs: TensorOrTensors | None = None) -> Tensor:
-        """Differentiate a loss, clip, and move the parameters; returns the gradient norm before clipping.
+    def step(self, loss: Tensor) -> Tensor:
+        """Differentiate a loss, clip, and move the parameters; returns the gradient norm before clipping."""
+        # torch.autograd.grad without its checks, which take as long as a small loss's own backward pass
+        return self.apply_gradients(
+            _engine_run_backward(
+                (loss,), (self._one,), False, False, self._params, allow_unreachable=True, accumulate_grad=False
+            )
+        )
 
-        Instead of the loss, `outputs` may be tensors that it is made of, with its gradients with respect to them.
+    def trace(self, network: Any, call: Callable[..., Any], *inputs: Any) -> tuple[Any, Backward]:
+        """What `call` gives, without a graph, and the way from a loss's slopes there to the parameters' gradients.
+
+        The network's own way (`network.trace`) where it has one; autograd's elsewhere.
         """
-        return self.apply_gradients(self.differentiate(outputs, on_outputs))
+        own = network.trace(*inputs) if hasattr(network, "trace") else None
+        if own is not None:
+            return own
+        outputs = call(*inputs)
+        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
 
-    def evaluate(self, plain: Callable[..., Tensor], quick: Any, *inputs: Tensor) -> tuple[Tensor, Backward]:
-        """A network's outputs, and a function from a loss's gradient there to those of the parameters; in `no_grad`.
+        def backward(*slopes: Tensor | None) -> Gradients:
+            given = [pair for pair in zip(tensors, slopes, strict=True) if pair[1] is not None]
+            outputs, on_outputs = zip(*given, strict=True)
+            return torch.autograd.grad(outputs, self._params, on_outputs, allow_unused=True)
 
-        `quick(*inputs)` has the passes written out, and may be None or give None; then autograd differentiates `plain`.
-        """
-        found = None if quick is None else quick(*inputs)
-        if found is not None:
-            return found
-        with torch.enable_grad():
-            outputs = plain(*inputs)
-        return outputs.detach(), lambda grad: self.differentiate(outputs, grad)
+        detached = [tensor.detach() for tensor in tensors]
+        return detached[0] if isinstance(outputs, Tensor) else type(outputs)(*detached), backward
 
-    def differentiate(self, outputs: TensorOrTensors, on_outputs: TensorOrTensors | None = None) -> Gradients:
-        """The gradients of a loss, or of what it is made of given its gradient there, one per parameter in order."""
-        return torch.autograd.grad(outputs, self._params, on_outputs, allow_unused=True)
+    def add_gradients(self, gradients: Gradients, loss: Tensor) -> Gradients:
+        """Given gradients with those of one more loss added."""
+        more = torch.autograd.grad(loss, self._params, allow_unused=True)
+        return [x if y is None else y if x is None else x + y for x, y in zip(gradients, more, strict=True)]
 
     @torch.no_grad()
     def apply_gradients(self, gradients: Iterable[Tensor | None]) -> Tensor:
@@ -124,8 +152,9 @@ class Optimizer(nn.Module):
         pairs = zip(self._params, gradients, strict=True)
         grad = flatten([torch.zeros_like(p) if g is None else g for p, g in pairs])
         norm = torch.linalg.vector_norm(grad)
-        if self.max_grad_norm is not None and (not norm.is_cpu or norm > self.max_grad_norm):  # looking is free there
-            grad.mul_((self.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
+        longest = self.max_grad_norm
+        if longest is not None and (not norm.is_cpu or norm > longest):  # looking is free there
+            grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
         return norm
 

@@ -12,43 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import (
-    ActorCriticAlgorithm,
-    entropy_gradient,
-    means,
-    normalize,
-    select_rows,
-    shares,
-    surrogate_gradient,
-)
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, ratio_statistics, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.policy import approx_kl, clipped_surrogate
+from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
 
-def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> dict[str, Tensor]:
-    """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B]."""
+def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
+    """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B].
+
+    With `old_values` of the behaviour critic the values' loss is clipped too.
+    """
     logratio = batch["new_logprobs"] - batch["logprobs"]
-    apart = logratio.detach()
-    surrogate, square, entropy, kl, clip_fraction = means(
-        clipped_surrogate(logratio, batch["advantages"], clip_coef), (batch["returns"] - batch["values"]).square(),
-        batch["entropy"], approx_kl(apart), (apart.expm1().abs() > clip_coef).to(apart.dtype),
-    )  # fmt: skip
-    policy_loss, value_loss, entropy_loss = -surrogate, 0.5 * square, -entropy
-    return {
-        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
-        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
-        "approx_kl": kl, "clip_fraction": clip_fraction,
-    }  # fmt: skip
-
-
-def ppo_gradients(
-    batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of `ppo_loss` with respect to new_logprobs, values and entropy."""
-    share = shares(batch["advantages"])
-    on_logprobs = surrogate_gradient(batch["new_logprobs"] - batch["logprobs"], batch["advantages"], clip_coef)
-    on_values = (batch["values"] - batch["returns"]) * (vf_coef * share)
-    return on_logprobs.mul_(-share), on_values, entropy_gradient(batch["entropy"], ent_coef, share)
+    gain = clipped_surrogate(logratio, batch["advantages"], clip_coef)
+    error = value_error(batch["values"], batch["returns"], batch.get("old_values"), clip_coef)
+    statistics = ratio_statistics(logratio, clip_coef)
+    return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, statistics=statistics)
 
 
 class PPO(ActorCriticAlgorithm):
@@ -57,29 +35,34 @@ class PPO(ActorCriticAlgorithm):
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
         vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None, gamma: float = 0.99,
-        gae_lambda: float = 0.95, normalize_advantages: bool = True, target_kl: float | None = None,
+        gae_lambda: float = 0.95, normalize_advantages: bool = True, clip_value_loss: bool = False,
+        target_kl: float | None = None,
         max_grad_norm: float | None = 0.5, optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.clip_coef, self.ent_coef, self.vf_coef = clip_coef, ent_coef, vf_coef
-        self.update_epochs, self.minibatch_size, self.target_kl = update_epochs, minibatch_size, target_kl
-        self.normalize_advantages = normalize_advantages
+        self.numbers.update(
+            clip_coef=clip_coef, ent_coef=ent_coef, vf_coef=vf_coef, target_kl=target_kl,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
+        self.normalize_advantages, self.clip_value_loss = normalize_advantages, clip_value_loss
         self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
+            max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
-        policy, gradients = self.evaluate_actions(rows["obs"], rows["actions"], rows.get("action_masks"))
+        policy, backward = self.trace(rows)
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
         terms = {
             "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],
         }  # fmt: skip
-        coefficients = (self.clip_coef, self.ent_coef, self.vf_coef)
-        losses = ppo_loss(terms, *coefficients)
-        grad_norm = self.optimizer.apply_gradients(gradients(*ppo_gradients(terms, *coefficients)))
+        if self.clip_value_loss:
+            terms["old_values"] = rows["values"]
+        losses = ppo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
+        grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         return torch.stack([*losses.values(), grad_norm])
 
     def minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
@@ -92,14 +75,15 @@ class PPO(ActorCriticAlgorithm):
             if start == 0 or count - start > 1:
                 yield {name: value[start : start + size] for name, value in shuffled.items()}
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
-        """`update_epochs` passes over the rollout, ended early when `target_kl` is passed."""
+    def learn(self, batch: Batch) -> UpdateResult:
+        """`update_epochs` passes over the rollout, ended early when an epoch's mean KL passes 1.5 `target_kl`."""
         rows = self.rows(batch)
         steps: list[Tensor] = []
         for _ in range(self.update_epochs):
+            before = len(steps)
             for minibatch in self.minibatches(rows):
                 steps.append(self.minibatch_step(minibatch))
-            if self.target_kl is not None and steps[-1][4] > 1.5 * self.target_kl:
+            if self.target_kl is not None and torch.stack(steps[before:])[:, 4].mean() > 1.5 * self.target_kl:
                 break
         self.move_normalizers(rows)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")

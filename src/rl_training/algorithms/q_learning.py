@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.ops.losses import chosen_slopes, weighted_mean
 from rl_training.algorithms.ops.targets import fold_discounts
-from rl_training.algorithms.optimization import Backward, Gradients
+from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.errors import UserError
 
@@ -25,20 +26,24 @@ COLUMNS = ("obs", "next_obs", "rewards", "weights", "next_action_masks")
 
 
 class SampleTerms(NamedTuple):
-    """Of a batch: the online network's outputs [B, A] or [B, A, K] and their backward pass (see `Optimizer.evaluate`);
-    losses [B] (unweighted), their slopes by the taken action's outputs ([B] or [B, K]), priorities [B]; values and
-    targets [B, ...] for metrics. A head may add metrics, and gradients for an optimizer of its own. Without a graph.
+    """Of a batch: losses [B], unweighted, and their slopes by the taken action's outputs ([B] or [B, K]); priorities
+    [B]; values and targets [B, ...] for metrics. A head may add metrics, and a loss for an optimizer of its own.
     """
 
-    outputs: Tensor
-    gradients: Backward
     losses: Tensor
     slopes: Tensor
     td_errors: Tensor
     q_values: Tensor
     targets: Tensor
     metrics: dict[str, Tensor] = {}
-    head_gradients: Gradients = ()
+    head_loss: Tensor | None = None
+
+    def summary(self, weights: Tensor | None) -> dict[str, Tensor]:
+        """The loss of the whole batch, and what is the mean of each metric."""
+        return {
+            "loss": weighted_mean(self.losses, weights), "q_value_mean": self.q_values, "target_mean": self.targets,
+            "td_error_mean": self.td_errors, **self.metrics,
+        }  # fmt: skip
 
 
 class QLearning(Algorithm):
@@ -58,11 +63,14 @@ class QLearning(Algorithm):
         if target_update_interval < 1:
             raise UserError(f"target_update_interval is {target_update_interval}; it must be at least 1.")
         self.q_network: Any = q_network
-        self.gamma, self.double_q, self.epsilon = gamma, double_q, epsilon
-        self.target_update_interval, self.tau = target_update_interval, tau
+        self.numbers.update(
+            gamma=gamma, tau=tau, epsilon=epsilon,
+            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.double_q, self.target_update_interval = double_q, target_update_interval
         self.optimizer = self.make_optimizer(
-            "optimizer", self.value_parameters(), learning_rate,
-            kind=optimizer, eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            "optimizer", self.value_parameters(), "learning_rate",
+            kind=optimizer, eps="optimizer_eps", max_grad_norm="max_grad_norm",
         )  # fmt: skip
         self.noisy = bool(getattr(q_network, "noise_dim", 0))
         self.last_td_errors: Tensor | None = None
@@ -94,7 +102,11 @@ class QLearning(Algorithm):
         """What the taken action's value is compared with; called without gradients."""
         raise NotImplementedError
 
-    def terms(self, rows: Batch, targets: Any) -> SampleTerms:
+    def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
+        """Outputs of the online network, and the way from a loss's slopes there to its gradients."""
+        return self.optimizer.trace(self.q_network, self.q_network, rows["obs"])
+
+    def terms(self, rows: Batch, outputs: Tensor, targets: Any) -> SampleTerms:
         """Losses of the transitions and their slopes."""
         raise NotImplementedError
 
@@ -114,36 +126,27 @@ class QLearning(Algorithm):
         rows["discounts"] = fold_discounts(batch, self.gamma)
         return rows | self.draws(len(rows["actions"]))
 
-    def evaluate(self, *inputs: Tensor) -> tuple[Tensor, Backward]:
-        """Outputs of the online network and their backward pass."""
-        return self.optimizer.evaluate(self.q_network, getattr(self.q_network, "with_gradients", None), *inputs)
-
-    @torch.no_grad()
     def critic_step(self, rows: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step: straight-line, without a draw, a read-back or a branch on a tensor."""
-        noise, weights = rows.get("noise"), rows.get("weights")
+        noise = rows.get("noise")
         if noise is not None:
             self.q_network.set_noise(noise[1])
             self.target_network.set_noise(noise[2])
-        targets = self.targets(rows)
+        with torch.no_grad():
+            targets = self.targets(rows)
         if noise is not None:
             self.q_network.set_noise(noise[0])
-        terms = self.terms(rows, targets)
-        on_chosen = terms.slopes / len(terms.losses)
-        if weights is not None:
-            on_chosen *= weights.view(-1, *[1] * (on_chosen.dim() - 1))
-        on_outputs = spread(on_chosen, rows["actions"], terms.outputs)
-        metrics = {
-            "loss": weighted_mean(terms.losses, weights), "q_value_mean": terms.q_values,
-            "target_mean": terms.targets, "td_error_mean": terms.td_errors,
-            "grad_norm": self.optimizer.apply_gradients(terms.gradients(on_outputs)), **terms.metrics,
-        }  # fmt: skip
+        outputs, backward = self.trace(rows)
+        terms = self.terms(rows, outputs, targets)
+        slopes = chosen_slopes(terms.slopes, rows["actions"], outputs, rows.get("weights"))
+        metrics = terms.summary(rows.get("weights"))
+        metrics["grad_norm"] = self.optimizer.apply_gradients(backward(slopes))
         self.step_head(terms)
         if noise is not None:
             self.q_network.set_noise(None)
         return metrics, terms.td_errors
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step, then the target network when it is due."""
         metrics, self.last_td_errors = self.critic_step(self.rows(batch))
         observation_input = getattr(self.q_network, "observation_input", None)
@@ -173,7 +176,7 @@ class QLearning(Algorithm):
     @torch.no_grad()
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        step: int = 0, action_masks: Tensor | None = None,
+        action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""
         if self.noisy:
@@ -219,11 +222,6 @@ class QLearning(Algorithm):
         return act
 
 
-def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean of losses [B], each times its weight."""
-    return losses.mean() if weights is None else (losses * weights).mean()
-
-
 def mask_scores(scores: Tensor, masks: Tensor | None) -> Tensor:
     """Scores [B, A] with -inf at illegal actions; as they are where none is legal, which only an end has."""
     if masks is None:
@@ -238,12 +236,6 @@ def choose(outputs: Tensor, actions: Tensor) -> Tensor:
         return outputs.gather(1, actions.unsqueeze(1)).squeeze(1)
     index = actions.view(-1, 1, 1).expand(-1, 1, outputs.shape[2])
     return outputs.gather(1, index).squeeze(1)
-
-
-def spread(chosen: Tensor, actions: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `choose`: a tensor like [B, A] or [B, A, K] that is 0 but for the entries of the actions."""
-    index = actions.view(-1, *[1] * (like.dim() - 1)).expand(-1, 1, *like.shape[2:])
-    return torch.zeros_like(like).scatter_(1, index, chosen.unsqueeze(1))
 
 
 def random_actions(count: int, num_actions: int, masks: Array | None, rng: np.random.Generator) -> Array:

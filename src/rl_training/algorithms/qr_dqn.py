@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.ops.distributional import quantile_huber
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
-from rl_training.algorithms.quantile_huber import quantile_losses
 
 
 class QRDQN(QLearning):
@@ -21,7 +21,8 @@ class QRDQN(QLearning):
 
     def __init__(self, *, q_network: nn.Module, num_quantiles: int = 200, kappa: float = 1.0, **options: Any) -> None:
         super().__init__(q_network=q_network, **options)
-        self.num_quantiles, self.kappa = num_quantiles, kappa
+        self.num_quantiles = num_quantiles
+        self.numbers["kappa"] = kappa
         self.taus: Tensor
         self.register_buffer("taus", (torch.arange(num_quantiles).float() + 0.5) / num_quantiles)
         self.make_target()
@@ -40,9 +41,8 @@ class QRDQN(QLearning):
         chosen = choose(quantiles, self.next_scores(rows, quantiles).argmax(-1))
         return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
 
-    def terms(self, rows: Batch, targets: Tensor) -> SampleTerms:
+    def terms(self, rows: Batch, outputs: Tensor, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses."""
-        outputs, gradients = self.evaluate(rows["obs"])
         quantiles = choose(outputs, rows["actions"])
-        losses, slopes = quantile_losses(quantiles, targets, self.taus.unsqueeze(0), self.kappa)
-        return SampleTerms(outputs, gradients, losses, slopes, losses, quantiles, targets)
+        losses, slopes = quantile_huber(quantiles, targets, taus=self.taus.unsqueeze(0), kappa=self.kappa)
+        return SampleTerms(losses, slopes, losses, quantiles, targets)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch
-from rl_training.algorithms.sac import SAC, sac_loss, twins
+from rl_training.algorithms.sac import SAC, actor_loss, sac_loss, twins
 from rl_training.errors import UserError
 
 
@@ -21,7 +21,7 @@ def rlpd_loss(batch: Batch, critic_subset_size: int = 2) -> dict[str, Tensor]:
     """As `sac_loss`, but the actor climbs the mean when there are more critics than the target's subset."""
     losses, sampled = sac_loss(batch), twins(batch, "sampled_q_values", "sampled_q{}")
     if critic_subset_size < len(sampled):
-        losses["actor_loss"] = losses["entropy_term"] - sampled.mean()
+        losses |= actor_loss(sampled.mean(0), batch["sampled_logprobs"], batch["alpha"])
     return losses
 
 
@@ -53,8 +53,6 @@ class RLPD(SAC):
         order = torch.randperm(self.num_critics, generator=self.generator, device=self.last_actor.device)
         return order[: self.critic_subset_size]
 
-    def actor_weights(self, q_values: Tensor) -> Tensor:
+    def climbed(self, q_values: Tensor) -> Tensor:
         """The mean over all critics; their minimum where this is SAC."""
-        if self.critic_subset_size == self.num_critics:
-            return super().actor_weights(q_values)
-        return torch.full_like(q_values, 1.0 / self.num_critics)
+        return super().climbed(q_values) if self.critic_subset_size == self.num_critics else q_values.mean(0)

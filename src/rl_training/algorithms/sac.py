@@ -6,22 +6,27 @@ alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrised, and alpha holds the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.ops.losses import critic_losses
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
-from rl_training.algorithms.optimization import Gradients, climb
 from rl_training.algorithms.target import TargetNetwork
 
 
-def regression_loss(td_errors: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean squared error over critics and batch, weighted by importance: [E, B], [B] -> []."""
-    squares = td_errors.square()
-    return (squares if weights is None else weights * squares).mean()
+def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:
+    """Eq. 9, from the values [B] that the actor climbs and log-probabilities [B] of its actions."""
+    entropy_term = (alpha * logprobs).mean()
+    return {"actor_loss": entropy_term - q_values.mean(), "entropy_term": entropy_term}
+
+
+def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
+    """Eq. 18, in log alpha."""
+    return -log_alpha * (logprobs.detach().mean() + target_entropy)
 
 
 def sac_loss(batch: Batch) -> dict[str, Tensor]:
@@ -29,13 +34,9 @@ def sac_loss(batch: Batch) -> dict[str, Tensor]:
 
     Of more critics: q_values and sampled_q_values [E, B]. `weights` [B] is optional.
     """
-    targets, entropy_term = batch["target_q_values"].detach(), (batch["alpha"] * batch["sampled_logprobs"]).mean()
-    critic_loss = regression_loss(targets - twins(batch, "q_values", "q{}_values"), batch.get("weights"))
-    actor_loss = entropy_term - twins(batch, "sampled_q_values", "sampled_q{}").amin(0).mean()
-    return {
-        "critic_loss": critic_loss, "actor_loss": actor_loss, "target_q_mean": targets.mean(),
-        "entropy_term": entropy_term,
-    }  # fmt: skip
+    sampled = twins(batch, "sampled_q_values", "sampled_q{}").amin(0)
+    losses = critic_losses(twins(batch, "q_values", "q{}_values"), batch["target_q_values"], batch.get("weights"))
+    return losses | actor_loss(sampled, batch["sampled_logprobs"], batch["alpha"])
 
 
 def twins(batch: Batch, stacked: str, single: str) -> Tensor:
@@ -46,7 +47,8 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 class SAC(Algorithm):
     """The learner; `model` has `actor` (`sample(obs, noise)`), `critics(features, actions)` [E, B] and `features(obs)`.
 
-    `alpha` is a number, or "auto": tuned from 1 so that the entropy stays at `target_entropy` (-|A| unless given).
+    `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
+    unless given). Without `backup_entropy` the critics' targets leave the entropy out.
     """
 
     actor_update_interval = 1
@@ -54,20 +56,28 @@ class SAC(Algorithm):
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
         tau: float = 0.005, target_entropy: float | None = None, max_grad_norm: float | None = None,
-        optimizer: str = "adam", optimizer_eps: float = 1e-8,
+        optimizer: str = "adam", optimizer_eps: float = 1e-8, critic_learning_rate: float | None = None,
+        actor_learning_rate: float | None = None, initial_alpha: float = 1.0, backup_entropy: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model: Any = model
-        self.gamma, self.tau = gamma, tau
-        self.target_entropy = -float(model.action_dim) if target_entropy is None else target_entropy
-        options: dict[str, Any] = {"kind": optimizer, "eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        self.numbers.update(
+            gamma=gamma, tau=tau, learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
+            actor_learning_rate=actor_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            target_entropy=-float(model.action_dim) if target_entropy is None else target_entropy,
+        )  # fmt: skip
+        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
         critics, actor = model.critics.parameters(), model.actor.parameters()
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, learning_rate, **options)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, learning_rate, **options)
-        self.log_alpha = nn.Parameter(torch.zeros((), device=self.device)) if alpha == "auto" else None
+        rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0], **options)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1], **options)
+        start = torch.tensor(math.log(initial_alpha), device=self.device)
+        self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
-            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], learning_rate, **options)
-        self.fixed_alpha = 1.0 if alpha == "auto" else float(alpha)
+            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], **options)
+        else:
+            self.numbers["alpha"] = float(alpha)
+        self.backup_entropy = backup_entropy
         self._target = TargetNetwork(model.critics)
         self.target_critics = self._target.network
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
@@ -76,11 +86,7 @@ class SAC(Algorithm):
     @property
     def alpha(self) -> Tensor | float:
         """The temperature, fixed or tuned."""
-        return self.fixed_alpha if self.log_alpha is None else self.log_alpha.detach().exp()
-
-    @alpha.setter
-    def alpha(self, value: float) -> None:
-        self.fixed_alpha = value
+        return self.numbers["alpha"] if self.log_alpha is None else self.log_alpha.detach().exp()
 
     def acting(self) -> nn.Module:
         """The actor."""
@@ -107,63 +113,43 @@ class SAC(Algorithm):
         """Indices of the critics whose minimum is the target; None for all."""
         return None
 
-    def actor_weights(self, q_values: Tensor) -> Tensor:
-        """Weights [E, B] of the critics in what the actor climbs: here all on the smallest of each column."""
-        return torch.zeros_like(q_values).scatter_(0, q_values.argmin(0, keepdim=True), 1.0)
+    def climbed(self, q_values: Tensor) -> Tensor:
+        """What the actor climbs of critics [E, B]: here the smallest [B]."""
+        return q_values.amin(0)
 
-    @torch.no_grad()
-    def critic_step(
-        self, batch: Batch, discounts: Tensor, noise: Tensor, alpha: Tensor | float, subset: Tensor | None
-    ) -> tuple[dict[str, Any], Tensor]:
+    def critic_step(self, batch: Batch, noise: Tensor, subset: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on the soft Bellman error (eq. 5 and 6); its metrics, and priorities [B]."""
-        critics, weights = self.model.critics, batch.get("weights")
-        next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
-        next_q = self.target_critics(self.model.features(batch["next_obs"]), next_actions, subset).amin(0)
-        targets = bellman_target(batch["rewards"], discounts, next_q - alpha * next_logprobs)
-        q_values, gradients = self.critic_optimizer.evaluate(
-            critics, getattr(critics, "with_gradients", None), self.model.features(batch["obs"]), batch["actions"]
-        )
-        td_errors = targets - q_values
-        loss = regression_loss(td_errors, weights)
-        on_q_values = td_errors * (-2.0 / td_errors.numel() * (1.0 if weights is None else weights))
-        self.critic_optimizer.apply_gradients(gradients(on_q_values))
-        return {"critic_loss": loss, "target_q_mean": targets.mean()}, td_errors.abs_().mean(0)
+        model = self.model
+        with torch.no_grad():
+            next_actions, next_logprobs = model.actor.sample(batch["next_obs"], noise)
+            next_q = self.target_critics(model.features(batch["next_obs"]), next_actions, subset).amin(0)
+            if self.backup_entropy:
+                next_q = next_q - self.alpha * next_logprobs
+            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_q)
+        inputs = model.features(batch["obs"]), batch["actions"]
+        q_values, backward = self.critic_optimizer.trace(model.critics, model.critics, *inputs)
+        losses = critic_losses(q_values, targets, batch.get("weights"))
+        self.critic_optimizer.apply_gradients(backward(*losses.slopes))
+        return losses, (targets - q_values).abs_().mean(0)
 
-    @torch.no_grad()
-    def actor_step(self, obs: Tensor, noise: Tensor, alpha: Tensor | float) -> None:
-        """One gradient step of the actor (eq. 9), then one of log alpha (eq. 18) with its gradient written out."""
-        critics, count = self.model.critics, len(obs)
-        (actions, logprobs), gradients = self.sample_with_gradients(obs, noise)
-        quick = getattr(critics, "with_action_gradients", None)
-        q_values, into_actions = climb(critics, quick, self.model.features(obs), actions)
-        weights = self.actor_weights(q_values)
-        mean_logprob = logprobs.mean()
-        entropy_term = alpha * mean_logprob
-        loss = entropy_term - (weights * q_values).sum() / count
-        on_logprobs = torch.full_like(logprobs, 1.0 / count) * alpha
-        self.actor_optimizer.apply_gradients(gradients(into_actions(weights / -count), on_logprobs))
-        torch.stack([loss, entropy_term], out=self.last_actor)
+    def actor_step(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """One gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
+        actions, logprobs = self.model.actor.sample(obs, noise)
+        q_values = self.model.critics(self.model.features(obs), actions)
+        losses = actor_loss(self.climbed(q_values), logprobs, self.alpha)
+        self.actor_optimizer.step(losses["actor_loss"])
         if self.log_alpha is not None:
-            self.alpha_optimizer.apply_gradients([-(mean_logprob + self.target_entropy)])
+            self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
+        return losses
 
-    def sample_with_gradients(self, obs: Tensor, noise: Tensor) -> tuple[Any, Callable[[Tensor, Tensor], Gradients]]:
-        """Actions and log-probabilities without a graph, and a function from gradients there to those of the actor."""
-        quick = getattr(self.model.actor, "sample_with_gradients", None)
-        found = None if quick is None else quick(obs, noise)
-        if found is not None:
-            return found
-        with torch.enable_grad():
-            sampled = self.model.actor.sample(obs, noise)
-        return [part.detach() for part in sampled], lambda *on: self.actor_optimizer.differentiate(sampled, on)
-
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""
-        obs, discounts, alpha = batch["obs"], fold_discounts(batch, self.gamma), self.alpha
-        metrics, priorities = self.critic_step(batch, discounts, self.draw_noise(obs), alpha, self.draw_subset())
+        obs, alpha = batch["obs"], self.alpha
+        metrics, priorities = self.critic_step(batch, self.draw_noise(obs), self.draw_subset())
         if (self.num_updates + 1) % self.actor_update_interval == 0:
-            self.actor_step(obs, self.draw_noise(obs), alpha)
+            losses = self.actor_step(obs, self.draw_noise(obs))
+            torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
         self._target.polyak_(self.tau)
         self.model.actor.observation_input.update(obs)
-        actor_loss, entropy_term = self.last_actor.clone().unbind()
-        metrics |= {"actor_loss": actor_loss, "entropy_term": entropy_term, "alpha": alpha}
-        return UpdateResult(metrics, priorities=priorities)
+        last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
+        return UpdateResult({**metrics, **last, "alpha": alpha}, priorities=priorities, watch="critic_loss")

@@ -22,14 +22,15 @@ def td3_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class TD3(DDPG):
-    """The learner; as DDPG's, with a model whose `ensemble_values` are twins [2, B]."""
+    """The learner; as DDPG's, with a model whose `critics` are twins [2, B]."""
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, policy_noise: float = 0.2, noise_clip: float = 0.5,
         policy_delay: int = 2, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(model=model, learning_rate=learning_rate, **options)
-        self.policy_noise, self.noise_clip, self.policy_delay = policy_noise, noise_clip, policy_delay
+        self.numbers.update(policy_noise=policy_noise, noise_clip=noise_clip)
+        self.policy_delay = policy_delay
 
     def draw_noise(self, actions: Tensor) -> Tensor:
         """Clipped target noise [B, A]; actions live in [-1, 1], so it needs no scale of theirs."""

@@ -14,25 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
-from rl_training.algorithms.base import Batch, UpdateResult, attribute_of
+from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.ops.losses import squared_error
 from rl_training.algorithms.ops.policy import conjugate_gradient
 from rl_training.algorithms.optimization import flatten_parameters
 
 
+def surrogate(new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """What the policy's step raises: the mean of r A (eq. 14), all [B]."""
+    return ((new_logprobs - logprobs).exp() * advantages).mean()
+
+
 def trpo_loss(batch: Batch) -> dict[str, Tensor]:
-    """From new_logprobs, logprobs, advantages, values, returns and entropy, all [B]."""
-    ratio = (batch["new_logprobs"] - batch["logprobs"]).exp()
-    return {
-        "policy_loss": -(ratio * batch["advantages"]).mean(),
-        "value_loss": 0.5 * (batch["returns"] - batch["values"]).square().mean(),
+    """From new_logprobs, logprobs, advantages, values, returns, entropy, all [B]; what a step did passes through."""
+    gain = surrogate(batch["new_logprobs"], batch["logprobs"], batch["advantages"])
+    losses = {
+        "surrogate_gain": gain, "policy_loss": -gain, "value_loss": squared_error(batch["values"], batch["returns"])[0],
         "entropy": batch["entropy"].mean(),
-    }
+    }  # fmt: skip
+    step = ("approx_kl", "accepted_step", "step_norm", "backtrack_steps", "cg_iterations")
+    return losses | {name: batch[name] for name in step if name in batch}
 
 
 class TRPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
-    value_learning_rate = attribute_of("value_optimizer", "learning_rate")
+    synonyms = {"learning_rate": "value_learning_rate"}  # there is no other
 
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
@@ -41,32 +48,18 @@ class TRPO(ActorCriticAlgorithm):
         normalize_advantages: bool = True, max_grad_norm: float | None = None, optimizer: str = "adam",
         optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
-        for name, value, bound, right in (
-            ("max_kl", max_kl, "> 0", max_kl > 0),
-            ("cg_damping", cg_damping, "> 0", cg_damping > 0),
-            ("cg_iterations", cg_iterations, ">= 1", cg_iterations >= 1),
-            ("line_search_steps", line_search_steps, ">= 1", line_search_steps >= 1),
-            ("line_search_shrink", line_search_shrink, "between 0 and 1", 0 < line_search_shrink < 1),
-            ("value_updates", value_updates, ">= 0", value_updates >= 0),
-            ("value_learning_rate", value_learning_rate, ">= 0", value_learning_rate >= 0),
-            ("value_minibatch_size", value_minibatch_size, ">= 1",
-             value_minibatch_size is None or value_minibatch_size >= 1),
-            ("gamma", gamma, "from 0 to 1", 0 <= gamma <= 1),
-            ("gae_lambda", gae_lambda, "from 0 to 1", 0 <= gae_lambda <= 1),
-            ("max_grad_norm", max_grad_norm, "> 0", max_grad_norm is None or max_grad_norm > 0),
-            ("optimizer_eps", optimizer_eps, "> 0", optimizer_eps > 0),
-        ):  # fmt: skip
-            if not right:
-                raise ValueError(f"{name} must be {bound}, got {value}")
         super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
-        self.max_kl, self.cg_iterations, self.cg_damping = max_kl, cg_iterations, cg_damping
-        self.line_search_steps, self.line_search_shrink = line_search_steps, line_search_shrink
+        self.numbers.update(
+            max_kl=max_kl, cg_damping=cg_damping, line_search_shrink=line_search_shrink,
+            value_learning_rate=value_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+        )  # fmt: skip
+        self.cg_iterations, self.line_search_steps = cg_iterations, line_search_steps
         self.value_updates, self.value_minibatch_size = value_updates, value_minibatch_size
         self.normalize_advantages = normalize_advantages
         self._actor_params, self._actor_flat = flatten_parameters(self.policy.actor_parameters())
         self.value_optimizer = self.make_optimizer(
-            "value_optimizer", self.policy.critic.parameters(), value_learning_rate, kind=optimizer, eps=optimizer_eps,
-            max_grad_norm=max_grad_norm,
+            "value_optimizer", self.policy.critic.parameters(), "value_learning_rate", kind=optimizer,
+            eps="optimizer_eps", max_grad_norm="max_grad_norm",
         )  # fmt: skip
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
@@ -79,8 +72,8 @@ class TRPO(ActorCriticAlgorithm):
         obs, actions, masks = rows["obs"], rows["actions"], rows.get("action_masks")
         advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
         policy = self.policy.distribution(obs, masks)
-        surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
-        gradient = self._actor_gradient(surrogate)
+        gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
+        gradient = self._actor_gradient(gain)
         old = policy.detach()
         kl_gradient = self._actor_gradient(old.kl(policy).mean(), create_graph=True)
 
@@ -90,33 +83,33 @@ class TRPO(ActorCriticAlgorithm):
         direction = conjugate_gradient(fisher, gradient, self.cg_iterations)
         curvature = direction.dot(fisher(direction)).clamp(min=1e-12)
         full_step = direction * (2.0 * self.max_kl / curvature).sqrt()
-        start, before = self._actor_flat.clone(), surrogate.detach()
+        start, before = self._actor_flat.clone(), gain.detach()
         fraction, backtracks, accepted = 1.0, 0, False
         while not accepted and backtracks < self.line_search_steps:
             self._actor_flat.copy_(start + fraction * full_step)
             with torch.no_grad():
                 policy = self.policy.distribution(obs, masks)
-                surrogate = ((policy.log_prob(actions) - rows["logprobs"]).exp() * advantages).mean()
+                gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
                 kl = old.kl(policy).mean()
-            accepted = bool((kl <= self.max_kl) & (surrogate > before))
+            accepted = bool((kl <= self.max_kl) & (gain > before))
             if not accepted:
                 fraction, backtracks = fraction * self.line_search_shrink, backtracks + 1
         if not accepted:
             self._actor_flat.copy_(start)
-            policy, surrogate, kl, fraction = old, before, torch.zeros_like(kl), 0.0
+            policy, gain, kl, fraction = old, before, torch.zeros_like(kl), 0.0
         return {
-            "surrogate_gain": gradient.dot(full_step) * fraction, "surrogate_improvement": surrogate - before,
-            "policy_loss": -surrogate, "entropy": policy.entropy().mean(), "approx_kl": kl,
+            "surrogate_gain": gradient.dot(full_step) * fraction, "surrogate_improvement": gain - before,
+            "policy_loss": -gain, "entropy": policy.entropy().mean(), "approx_kl": kl,
             "accepted_step": float(accepted), "step_norm": full_step.norm() * fraction, "backtrack_steps": backtracks,
             "line_search_fraction": fraction, "cg_iterations": self.cg_iterations,
         }  # fmt: skip
 
     def value_step(self, features: Tensor, returns: Tensor) -> Tensor:
         """One gradient step of the critic on rows [B]; returns half the mean squared error before it."""
-        values, gradients = self.policy.values_with_gradients(features)
-        errors = values - returns
-        self.value_optimizer.apply_gradients(gradients(errors / len(errors)))
-        return errors.dot(errors) * (0.5 / len(errors))
+        values, backward = self.policy.trace_values(features)
+        loss, slopes = squared_error(values, returns)
+        self.value_optimizer.apply_gradients(backward(slopes))
+        return loss
 
     def _value_minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
         """`value_updates` minibatches, reshuffled whenever the rows are used up."""
@@ -131,7 +124,7 @@ class TRPO(ActorCriticAlgorithm):
                 served += 1
                 yield {name: value[start : start + size] for name, value in shuffled.items()}
 
-    def learn(self, batch: Batch, *, step: int) -> UpdateResult:
+    def learn(self, batch: Batch) -> UpdateResult:
         """One trust-region step, then `value_updates` gradient steps of the critic."""
         rows = self.rows(batch)
         metrics = self.policy_step(rows)
@@ -148,4 +141,4 @@ class TRPO(ActorCriticAlgorithm):
             "final_value_loss": losses[-1] if losses else zero,
             "value_updates": self.value_updates,
         }
-        return UpdateResult(metrics, num_gradient_steps=1 + self.value_updates)
+        return UpdateResult(metrics, num_gradient_steps=1 + self.value_updates, watch="surrogate_gain")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import activation_layer
-from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPass, runs_written_out
+from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPass, evaluate, runs_written_out
 
 
 class _Layer(NamedTuple):
@@ -72,8 +72,11 @@ class MLPEnsemble(nn.Module):
         if subset is not None:
             layers = self._select_layers(subset)
             split = self._write_out(layers)
-        if split is not None and not torch.is_grad_enabled() and runs_written_out(x):
-            return split.forward(x)[0]
+        if split is not None and runs_written_out(x):
+            return evaluate([split], lambda x: [self._run_plainly(x, layers)], x)[0]
+        return self._run_plainly(x, layers)
+
+    def _run_plainly(self, x: Tensor, layers: Sequence[_Layer]) -> Tensor:
         if x.dim() == 2:
             x = x.expand(layers[0].weight.shape[0], *x.shape)
         for layer in layers[:-1]:
@@ -98,21 +101,10 @@ class CriticEnsemble(MLPEnsemble):
         """Values of every critic, or only of those in `subset`."""
         return self.run(torch.cat([features, actions], -1), subset)
 
-    def with_gradients(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and its backward pass written out; None where there is no such form."""
-        x = torch.cat([features, actions], -1)
-        return None if self._split is None or not runs_written_out(x) else self._split.with_gradients(x)
-
-    def with_action_gradients(
-        self, features: Tensor, actions: Tensor, subset: slice | None = None
-    ) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-        """As `with_gradients`, but from a gradient at the values to that of the actions [B, A]."""
-        x = torch.cat([features, actions], -1)
-        split = self._split if subset is None else self._write_out(self._select_layers(subset))
-        if split is None or not runs_written_out(x):
-            return None
-        values, inputs = split.forward(x)
-        return values, lambda grad: split.backward_into_input(inputs, grad).sum(0)[:, features.shape[1] :]
+    def trace(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
+        """`forward` without a graph, and the way from its slopes to the gradients; None where that is autograd's."""
+        x, split = torch.cat([features, actions], -1), self._split
+        return None if split is None or not runs_written_out(x) else split.trace(x)
 
 
 def _select(parameter: Tensor | None, subset: Tensor | slice) -> Tensor | None:

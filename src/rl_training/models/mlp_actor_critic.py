@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, encoded_dim, mlp, numpy_forward, numpy_input
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
-from rl_training.models.passes import SplitMLP
+from rl_training.models.passes import WrittenOut
 
 Array = NDArray[Any]
 
@@ -55,8 +55,7 @@ class MLPActorCritic(nn.Module):
         self.actor = mlp(features, hidden_sizes, action_dim, activation, output_gain=0.01)
         self.critic = mlp(features, hidden_sizes, 1, activation)
         self.log_std = nn.Parameter(torch.zeros(action_dim)) if action_kind == "continuous" else None
-        actor, critic = SplitMLP.of(self.actor), SplitMLP.of(self.critic)
-        self._split = None if encoder is not None or actor is None or critic is None else (actor, critic)
+        self._both, self._critic = WrittenOut(), WrittenOut()
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic read."""
@@ -65,10 +64,8 @@ class MLPActorCritic(nn.Module):
 
     def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:
         """The policy at observations [B, ...]."""
-        return self._distribution(self.features(obs), action_masks)
-
-    def _distribution(self, features: Tensor, action_masks: Tensor | None) -> Distribution:
-        return self._distribution_of(self.actor(features), action_masks)
+        # By autograd alone, since TRPO differentiates it many times over.
+        return self._distribution_of(self.actor(self.features(obs)), action_masks)
 
     def _distribution_of(self, outputs: Tensor, action_masks: Tensor | None) -> Distribution:
         if self.log_std is not None:
@@ -79,75 +76,63 @@ class MLPActorCritic(nn.Module):
 
     def values(self, obs: Tensor) -> Tensor:
         """State values [B]."""
-        features = self.features(obs)
-        if self._split is None or torch.is_grad_enabled() or not features.is_cpu:
-            return self.critic(features).squeeze(-1)
-        return self._split[1].forward(features)[0].squeeze(-1)
+        return self.values_of(self.features(obs))
+
+    def values_of(self, features: Tensor) -> Tensor:
+        """State values [B] from what `features` gives."""
+        return self._critic(features, self.critic)[0].squeeze(-1)
+
+    def evaluate(self, obs: Tensor, action_masks: Tensor | None = None) -> tuple[Distribution, Tensor]:
+        """The policy and the values [B] at observations [B, ...]."""
+        outputs, values = self._both(self.features(obs), self.actor, self.critic)
+        return self._distribution_of(outputs, action_masks), values.squeeze(-1)
 
     def act(
         self, obs: Tensor, *, deterministic: bool = False, generator: torch.Generator | None = None,
         action_masks: Tensor | None = None,
     ) -> PolicyOutput:  # fmt: skip
         """Sample (or take the mode of) the policy at observations [B, ...]."""
-        features = self.features(obs)
-        policy = self._distribution(features, action_masks)
+        policy, values = self.evaluate(obs, action_masks)
         actions = policy.mode() if deterministic else policy.sample(generator)
-        return PolicyOutput(actions, policy.log_prob(actions), self.critic(features).squeeze(-1), policy.entropy())
+        return PolicyOutput(actions, policy.log_prob(actions), values, policy.entropy())
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None) -> Evaluation:
         """Log-probabilities, values and entropy for a loss."""
-        features = self.features(obs)
-        policy = self._distribution(features, action_masks)
-        return Evaluation(policy.log_prob(actions), self.critic(features).squeeze(-1), policy.entropy())
+        policy, values = self.evaluate(obs, action_masks)
+        return Evaluation(policy.log_prob(actions), values, policy.entropy())
 
-    def evaluate_with_gradients(
+    def trace(
         self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
-    ) -> tuple[Evaluation, Callable[..., list[Tensor]]] | None:
-        """`evaluate_actions` without a graph, and what differentiates it; None behind an encoder and on a GPU.
-
-        The function takes a loss's gradients with respect to log-probabilities, values and entropy (or None) and
-        returns those of `parameters()`. Autograd sees the distribution; the passes of the MLPs are written out.
-        """
-        if self._split is None or not self.actor[0].weight.is_cpu:
+    ) -> tuple[Evaluation, Callable[..., list[Tensor | None]]] | None:
+        """`evaluate_actions` without a graph, and the way from slopes of its three outputs (None for an entropy of
+        weight 0) to the gradients of `parameters()`; None where that is autograd's, as behind an encoder."""
+        traced = None if self.encoder is not None else self._both.trace(self.features(obs), self.actor, self.critic)
+        if traced is None:
             return None
-        actor, critic = self._split
-        with torch.no_grad():
-            features = self.observation_input(obs)
-            outputs, actor_inputs = actor.forward(features)
-            values, critic_inputs = critic.forward(features)
-        outputs.requires_grad_(self.action_kind != "discrete")  # the gradient of a Categorical is written out too
+        (outputs, values), backward = traced
+        outputs.requires_grad_(self.action_kind != "discrete")  # a Categorical has its gradient written out
         leaves = [outputs] if self.log_std is None else [outputs, self.log_std]
         policy = self._distribution_of(outputs, action_masks)
         logprobs, entropy = policy.log_prob(actions), policy.entropy()
 
-        def gradients(on_logprobs: Tensor, on_values: Tensor, on_entropy: Tensor | None) -> list[Tensor]:
+        def gradients(on_logprobs: Tensor, on_values: Tensor, on_entropy: Tensor | None) -> list[Tensor | None]:
             if isinstance(policy, Categorical):
                 on_outputs, on_log_std = policy.gradient(actions, on_logprobs, on_entropy), []
             elif on_entropy is None:
                 on_outputs, *on_log_std = torch.autograd.grad(logprobs, leaves, on_logprobs)
             else:
                 on_outputs, *on_log_std = torch.autograd.grad((logprobs, entropy), leaves, (on_logprobs, on_entropy))
-            with torch.no_grad():
-                on_actor = actor.backward(actor_inputs, on_outputs)
-                return [*on_log_std, *on_actor, *critic.backward(critic_inputs, on_values.unsqueeze(-1))]
+            return [*on_log_std, *backward(on_outputs, on_values.unsqueeze(-1))]
 
         return Evaluation(logprobs.detach(), values.squeeze(-1), entropy.detach()), gradients
 
-    def values_with_gradients(self, features: Tensor) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
-        """The critic's values [B] without a graph, and a function from their gradient to its parameters'."""
-        if self._split is None or not features.is_cpu:
-            values = self.critic(features).squeeze(-1)
-            parameters = list(self.critic.parameters())
-            return values.detach(), lambda on_values: torch.autograd.grad(values, parameters, on_values)
-        critic = self._split[1]
-        with torch.no_grad():
-            values, inputs = critic.forward(features)
-
-        def gradients(on_values: Tensor) -> list[Tensor]:
-            with torch.no_grad():
-                return critic.backward(inputs, on_values.unsqueeze(-1))
-
-        return values.squeeze(-1), gradients
+    def trace_values(self, features: Tensor) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]:
+        """`values_of` without a graph, and the way from its slopes to the gradients of the critic's parameters."""
+        traced = self._critic.trace(features, self.critic)
+        if traced is not None:
+            return traced[0][0].squeeze(-1), lambda slopes: traced[1](slopes.unsqueeze(-1))
+        values, parameters = self.values_of(features), list(self.critic.parameters())
+        return values.detach(), lambda slopes: torch.autograd.grad(values, parameters, slopes)
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """What the policy depends on, the encoder included."""

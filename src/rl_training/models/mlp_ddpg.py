@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
 from rl_training.models.ensemble import CriticEnsemble
-from rl_training.models.passes import Backward, WrittenOut, tanh_backward
+from rl_training.models.passes import WrittenOut
 
 # obs [N, ...], masks (never any here), generator, deterministic -> actions [N, A]
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
@@ -28,19 +28,11 @@ class DeterministicActor(nn.Module):
         self.observation_input = observation_input or ObservationInput()
         # A small last layer, so that tanh starts in its middle where gradients pass.
         self.network = nn.Sequential(*mlp(obs_dim, hidden_sizes, action_dim, activation, output_gain=0.01), nn.Tanh())
-        self._outputs = WrittenOut(list(self.network)[:-1])
+        self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
         """Actions without noise."""
-        return self._outputs(self.observation_input(obs)).tanh()
-
-    def with_gradients(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and its backward pass written out; None where there is no such form."""
-        found = self._outputs.with_gradients(self.observation_input(obs))
-        if found is None:
-            return None
-        actions, backward = found[0].tanh_(), found[1]
-        return actions, lambda grad: backward(tanh_backward(grad, actions))
+        return self._passes(self.observation_input(obs), list(self.network)[:-1])[0].tanh()
 
     def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
         """Acting in numpy on the same weights, with noise of the deviation at the time; None on a GPU or if large."""
@@ -82,19 +74,14 @@ class MLPDDPGModel(nn.Module):
             num_critics=self.num_critics, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes, activation=activation
         )
 
+    def features(self, obs: Tensor) -> Tensor:
+        """What the critics read."""
+        return self.actor.observation_input(obs)
+
     def ensemble_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Values of every critic [E, B]."""
-        return self.critics(self.actor.observation_input(obs), actions)
+        return self.critics(self.features(obs), actions)
 
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Values [B] of the critic that the actor climbs, the first; the others are not computed."""
-        return self.critics(self.actor.observation_input(obs), actions, subset=FIRST)[0]
-
-    def ensemble_with_gradients(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
-        """`ensemble_values` without a graph, and their backward pass written out."""
-        return self.critics.with_gradients(self.actor.observation_input(obs), actions)
-
-    def q_with_action_gradients(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
-        """`q_values` without a graph, and a function from a gradient there to that of the actions."""
-        found = self.critics.with_action_gradients(self.actor.observation_input(obs), actions, FIRST)
-        return None if found is None else (found[0][0], lambda grad: found[1](grad.unsqueeze(0)))
+        return self.critics(self.features(obs), actions, subset=FIRST)[0]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_training.models.blocks import ObservationInput, encoded_dim, linear, numpy_input
 from rl_training.models.mlp_q_network import DuelingHead, hidden_layers
 from rl_training.models.noisy import NoisyNetwork, make_layer, numpy_step
-from rl_training.models.passes import Backward, LinearPass, WrittenOut, relu_backward, runs_written_out
+from rl_training.models.passes import WrittenOut, runs_written_out
 
 Array = NDArray[Any]
 
@@ -45,14 +45,12 @@ class MLPIQNNetwork(NoisyNetwork):
             self.head = make_layer(self.feature_dim, action_dim, noisy=noisy, gain=1.0)
         self.frequencies: Tensor
         self.register_buffer("frequencies", math.pi * torch.arange(embedding_dim).float())
-        self._features = WrittenOut(self.trunk)
-        self._embedding = LinearPass(self.embedding.weight, self.embedding.bias)
-        self._head = LinearPass(self.head.weight, self.head.bias) if type(self.head) is nn.Linear else None
+        self._passes = WrittenOut()
 
     def features(self, obs: Tensor) -> Tensor:
         """psi(s): [B, ...] -> [B, D]."""
         x = self.observation_input(obs)
-        return self._features(x if self.encoder is None else self.encoder(x))
+        return self._passes(x if self.encoder is None else self.encoder(x), self.trunk)[0]
 
     def cosines(self, taus: Tensor) -> Tensor:
         """cos(pi i tau): [..., N] -> [..., N, K]."""
@@ -68,52 +66,12 @@ class MLPIQNNetwork(NoisyNetwork):
 
     def quantiles(self, features: Tensor, taus: Tensor) -> Tensor:
         """Quantiles of every action at fractions [B, N] -> [B, A, N]."""
-        if self._head is None:
+        if not isinstance(self.head, nn.Linear):
             return self.head(features.unsqueeze(-2) * self.embed(taus)).transpose(-1, -2)
-        return self._join(self._head.weight * features.unsqueeze(1), self.embed(taus))
-
-    def _join(self, factors: Tensor, phi: Tensor) -> Tensor:
-        """f as one small product per state, W_a * psi [B, A, D] with phi [B, N, D]: a third of the time of a layer with
-        so few outputs, and psi * phi is never formed."""
-        assert self._head is not None
-        return torch.baddbmm(self._head.bias.unsqueeze(1), factors, phi.mT)
-
-    def quantiles_with_gradients(self, features: Tensor, taus: Tensor) -> tuple[Tensor, Callable[..., Any]]:
-        """`quantiles` without a graph, and their backward pass: gradient -> those of psi, embedding and head."""
-        assert self._head is not None
-        embedding, weight = self._embedding, self._head.weight
-        cosines = self.cosines(taus).flatten(0, 1)  # [B * N, K]
-        rows = embedding.forward(cosines).relu_()
-        phi, factors = rows.view(*taus.shape, -1), weight * features.unsqueeze(1)
-
-        def backward(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-            on_factors = torch.bmm(grad, phi)
-            on_rows = relu_backward(torch.bmm(grad.mT, factors).flatten(0, 1), rows)
-            on_embedding = [torch.empty_like(p) for p in (embedding.weight, embedding.bias)]
-            embedding.into_parameters(on_rows, cosines, *on_embedding)
-            on_head = [(on_factors * features.unsqueeze(1)).sum(0), grad.sum((0, 2))]
-            return (on_factors * weight).sum(1), [*on_embedding, *on_head]
-
-        return self._join(factors, phi), backward
-
-    def with_gradients(self, obs: Tensor, taus: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and its backward pass written out; None where there is no such form."""
-        found = self.features_with_gradients(obs)
-        if found is None:
-            return None
-        outputs, backward = self.quantiles_with_gradients(found[0], taus)
-        return outputs, lambda grad: self.join_gradients(found[1], backward(grad))
-
-    def features_with_gradients(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
-        """`features` without a graph, and their backward pass; None where the network has no written-out form."""
-        if self.encoder is not None or self._head is None or type(self).quantiles is not MLPIQNNetwork.quantiles:
-            return None
-        return self._features.with_gradients(self.observation_input(obs))
-
-    @staticmethod
-    def join_gradients(trunk: Backward, found: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
-        """All gradients in the parameters' order: the trunk's, then those of embedding and head."""
-        return [*trunk(found[0]), *found[1]]
+        # f as one small product per state, W_a * psi [B, A, D] with phi [B, N, D]: a third of the time of a layer with
+        # so few outputs, and psi * phi is never formed.
+        factors = self.head.weight * features.unsqueeze(1)
+        return torch.baddbmm(self.head.bias.unsqueeze(1), factors, self.embed(taus).mT)
 
     def expected_values(self, features: Tensor, taus: Tensor, widths: Tensor | None = None) -> Tensor:
         """Action values [B, A]: the mean of the quantiles at `taus` [B or 1, N], weighted by `widths` where given."""

@@ -27,7 +27,7 @@ class MLPNAFModel(nn.Module):
         self.observation_input = observation_input or ObservationInput()
         below = action_dim * (action_dim - 1) // 2
         self.network = mlp(obs_dim, hidden_sizes, 2 * action_dim + 1 + below, activation, output_gain=0.01)
-        self._outputs = WrittenOut(self.network)
+        self._passes = WrittenOut()
         self._sizes = [action_dim, 1, action_dim, below]  # mu, V, log of L's diagonal, L below the diagonal
         # Where each entry of L stands in (diagonal, below, one zero), so that L is one gather and no assignment.
         place = torch.full((action_dim, action_dim), action_dim + below)
@@ -37,16 +37,19 @@ class MLPNAFModel(nn.Module):
         self.place: Tensor
         self.register_buffer("place", place.flatten(), persistent=False)
 
+    def _outputs(self, obs: Tensor) -> Tensor:
+        return self._passes(self.observation_input(obs), self.network)[0]
+
     def heads(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """mu [B, A] in [-1, 1], V [B] and L [B, A, A]."""
-        mu, value, log_diagonal, below = self._outputs(self.observation_input(obs)).split(self._sizes, -1)
+        mu, value, log_diagonal, below = self._outputs(obs).split(self._sizes, -1)
         entries = torch.cat([log_diagonal.clamp(*LOG_DIAGONAL_RANGE).exp(), below, torch.zeros_like(value)], -1)
         factor = entries.index_select(-1, self.place).view(-1, self.action_dim, self.action_dim)
         return mu.tanh(), value.squeeze(-1), factor
 
     def actor(self, obs: Tensor) -> Tensor:
         """mu(s) [B, A], the action that maximises Q."""
-        return self._outputs(self.observation_input(obs))[:, : self.action_dim].tanh()
+        return self._outputs(obs)[:, : self.action_dim].tanh()
 
     def forward(self, obs: Tensor) -> Tensor:
         """The same, for whoever holds a policy."""
@@ -54,7 +57,7 @@ class MLPNAFModel(nn.Module):
 
     def state_values(self, obs: Tensor) -> Tensor:
         """V(s) [B], the maximum of Q over actions."""
-        return self._outputs(self.observation_input(obs))[:, self.action_dim]
+        return self._outputs(obs)[:, self.action_dim]
 
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Q(s, a) [B]."""

@@ -96,22 +96,26 @@ class MLPQNetwork(NoisyNetwork):
         else:
             self.trunk, inputs = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
             self.head = make_layer(inputs, action_dim * outputs, noisy=noisy, gain=1.0)
-        self._outputs = WrittenOut([*self.trunk, self.head])
+        self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, ...] -> [B, A] or [B, A, K]."""
         x = self.observation_input(obs)
         if self.encoder is not None:
             x = self.encoder(x)
-        outputs = self._outputs(x)
+        outputs = self._passes(x, [*self.trunk, self.head])[0]
         return outputs if len(self.output_shape) == 1 else outputs.view(-1, *self.output_shape)
 
-    def with_gradients(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and its backward pass written out; None where there is no such form."""
-        found = None if self.encoder is not None else self._outputs.with_gradients(self.observation_input(obs))
-        if found is None or len(self.output_shape) == 1:
-            return found
-        outputs, backward = found
+    def trace(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
+        """`forward` without a graph, and the way from its slopes to the gradients; None where that is autograd's."""
+        found = None
+        if self.encoder is None:
+            found = self._passes.trace(self.observation_input(obs), [*self.trunk, self.head])
+        if found is None:
+            return None
+        (outputs,), backward = found
+        if len(self.output_shape) == 1:
+            return outputs, backward
         return outputs.view(-1, *self.output_shape), lambda grad: backward(grad.flatten(1))
 
     def numpy_network(self) -> NumpyNetwork | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from rl_training.algorithms.ops.policy import tanh_log_det
 from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
 from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.mlp_ddpg import NumpyPolicy
-from rl_training.models.passes import WrittenOut, tanh_backward
+from rl_training.models.passes import WrittenOut
 
 LOG_STD_RANGE = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -38,7 +38,7 @@ class SquashedGaussianActor(nn.Module):
         self.action_dim = action_dim
         self.observation_input = observation_input or ObservationInput()
         self.network = mlp(obs_dim, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
-        self._outputs = WrittenOut(self.network)
+        self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
         """The deterministic action tanh(mean)."""
@@ -46,42 +46,16 @@ class SquashedGaussianActor(nn.Module):
 
     def gaussian(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log deviation of u, each [B, A]."""
-        mean, log_std = self._outputs(self.observation_input(obs)).chunk(2, -1)
+        mean, log_std = self._passes(self.observation_input(obs), self.network)[0].chunk(2, -1)
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
     def sample(self, obs: Tensor, noise: Tensor) -> SampledActions:
         """Actions made from standard normal `noise` [B, A]; the gradient passes through them."""
         mean, log_std = self.gaussian(obs)
-        return self._squash(torch.addcmul(mean, log_std.exp(), noise), log_std, noise)
-
-    def _squash(self, u: Tensor, log_std: Tensor, noise: Tensor) -> SampledActions:
+        u = torch.addcmul(mean, log_std.exp(), noise)
         # gaussian_log_prob(u, mean, log_std) with (u - mean) / std = noise put in: nothing to cancel in the gradient
         gaussian = -torch.add(log_std, noise.square(), alpha=0.5).sum(-1) - self.action_dim * HALF_LOG_2PI
         return SampledActions(u.tanh(), gaussian - tanh_log_det(u))
-
-    def sample_with_gradients(
-        self, obs: Tensor, noise: Tensor
-    ) -> tuple[SampledActions, Callable[[Tensor, Tensor], Sequence[Tensor]]] | None:
-        """`sample` without a graph, and its backward pass written out: gradients at actions and log-probabilities to
-        those of the parameters; None where there is no such form."""
-        found = self._outputs.with_gradients(self.observation_input(obs))
-        if found is None:
-            return None
-        outputs, backward = found
-        mean, raw_log_std = outputs.chunk(2, -1)
-        log_std = raw_log_std.clamp(*LOG_STD_RANGE)
-        spread = log_std.exp() * noise
-        sampled = self._squash(mean + spread, log_std, noise)
-        actions = sampled.actions
-
-        def gradients(on_actions: Tensor, on_logprobs: Tensor) -> Sequence[Tensor]:
-            """d log pi / du = 2 tanh(u), what is left of the change of variables; d log pi / d log std = -1 besides."""
-            on_logprobs = on_logprobs.unsqueeze(-1)
-            on_u = tanh_backward(on_actions, actions).addcmul_(on_logprobs, actions, value=2.0)
-            on_log_std = (on_u * spread).sub_(on_logprobs).mul_(raw_log_std == log_std)
-            return backward(torch.cat([on_u, on_log_std], -1))
-
-        return sampled, gradients
 
     def numpy_policy(self) -> NumpyPolicy | None:
         """Acting in numpy on the same weights; None on a GPU or for a large network."""

@@ -1,9 +1,11 @@
-"""`SplitMLP`: forward and backward passes of small MLPs written out, for losses that give their gradient at the end.
+"""Forward and backward passes of small MLPs written out, and `WrittenOut`, by which a network uses them.
 
 On a CPU an update of a small network is bookkeeping: a module call and a node of the graph per layer and direction.
-Here there is no graph, the gradients are pieces of one flat tensor, which the optimizer takes as it is, and tanh is
-numpy's, seven times as fast as torch's. What has no written-out form (other activations, LayerNorm, noise, a GPU) goes
-through autograd; the tests compare the two.
+Here a whole network is one node, its gradients are pieces of one flat tensor, which the optimizer takes as it is, and
+tanh is numpy's, seven times as fast as torch's. To its caller it is a network like any other: autograd differentiates
+what is made of its outputs, by parameters or inputs, once or twice. Where a loss gives its slopes at the outputs there
+is no graph at all (`trace`). What has no written-out form (other activations, LayerNorm, noise, a GPU) goes through
+autograd; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# gradient of a loss at outputs -> gradients of the parameters, in order
-Backward = Callable[[Tensor], Sequence[Tensor]]
+Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> those of the parameters, in order
+Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
 
 
 class LinearPass:
@@ -68,8 +70,7 @@ class StackedHead(StackedPass):
 
     def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
         """Write the parameters' gradients."""
-        rows = x if x.dim() == 3 else x.expand(len(grad), *x.shape)
-        torch.bmm(grad.unsqueeze(1), rows, out=on_weight.mT)
+        torch.bmm(grad.unsqueeze(1), x if x.dim() == 3 else x.expand(len(grad), *x.shape), out=on_weight.mT)
         torch.sum(grad, 1, keepdim=True, out=on_bias.squeeze(-1))
 
     def into_input(self, grad: Tensor) -> Tensor:
@@ -78,13 +79,15 @@ class StackedHead(StackedPass):
 
 
 class SplitMLP:
-    """Layers with ReLU or tanh between them, and with `active_end` after the last; cut at the outputs from autograd."""
+    """Layers with ReLU or tanh between them, and with `active_end` after the last."""
 
     def __init__(self, layers: Sequence[Any], *, is_tanh: bool, active_end: bool = False) -> None:
         self.layers, self.is_tanh, self.active_end = list(layers), is_tanh, active_end
         self.parameters: list[Tensor] = [p for layer in self.layers for p in (layer.weight, layer.bias)]
+        self.num_saved = len(self.layers) + active_end
+        self._pieces: list[Tensor] = []  # gradients of the last backward pass, of one flat tensor
+        self._holders = 0
         self._slope = tanh_backward if is_tanh else relu_backward
-        self._gradients: list[Tensor] = []
 
     @classmethod
     def of(cls, network: Iterable[nn.Module]) -> SplitMLP | None:
@@ -97,7 +100,7 @@ class SplitMLP:
         return cls(layers, is_tanh=nn.Tanh in kinds, active_end=not ends)
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Outputs without a graph, and each layer's input."""
+        """Outputs, and each layer's input; without a graph."""
         inputs: list[Tensor] = []
         for layer in self.layers:
             if inputs:
@@ -106,12 +109,8 @@ class SplitMLP:
             x = layer.forward(x)
         if self.active_end:
             self._activate(x)
+            inputs.append(x.detach())
         return x, inputs
-
-    def with_gradients(self, x: Tensor) -> tuple[Tensor, Backward]:
-        """Outputs, and what takes their gradient to the parameters'; both are called without a graph (`no_grad`)."""
-        outputs, inputs = self.forward(x)
-        return outputs, lambda grad: self.backward(inputs, self._slope(grad, outputs) if self.active_end else grad)
 
     def _activate(self, x: Tensor) -> None:
         if self.is_tanh:
@@ -119,25 +118,102 @@ class SplitMLP:
         else:
             x.relu_()
 
-    def backward(self, inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-        """The gradients of the parameters in order, from the gradient at the last layer: pieces of one flat tensor,
-        which the next call overwrites."""
-        if not self._gradients:
-            flat = grad.new_empty(sum(p.numel() for p in self.parameters))
-            sizes = [p.numel() for p in self.parameters]
-            self._gradients = [g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True)]
-        pieces = self._gradients
-        for i in range(len(self.layers) - 1, 0, -1):
-            self.layers[i].into_parameters(grad, inputs[i], pieces[2 * i], pieces[2 * i + 1])
-            grad = self._slope(self.layers[i].into_input(grad), inputs[i])
-        self.layers[0].into_parameters(grad, inputs[0], pieces[0], pieces[1])
-        return pieces
+    def backward(
+        self, inputs: Sequence[Tensor], grad: Tensor, into_parameters: bool, into_input: bool
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """From the gradient of the outputs to that of the input, and those of the parameters in order; in `no_grad`.
 
-    def backward_into_input(self, inputs: Sequence[Tensor], grad: Tensor) -> Tensor:
-        """The gradient of the first layer's input; for E networks that read the same rows, [E, B, in]."""
-        for i in range(len(self.layers) - 1, 0, -1):
-            grad = self._slope(self.layers[i].into_input(grad), inputs[i])
-        return self.layers[0].into_input(grad)
+        The parameters' are pieces of one flat tensor, which the next call overwrites unless a view of it is held.
+        """
+        pieces = self._free_pieces() if into_parameters else []
+        if self.active_end:
+            grad = self._slope(grad, inputs[-1])
+        for i in range(len(self.layers) - 1, -1, -1):
+            if into_parameters:
+                self.layers[i].into_parameters(grad, inputs[i], pieces[2 * i], pieces[2 * i + 1])
+            if i:
+                grad = self._slope(self.layers[i].into_input(grad), inputs[i])
+        on_input = self.layers[0].into_input(grad) if into_input else None
+        if on_input is not None and on_input.dim() > inputs[0].dim():  # E networks that read the same rows
+            on_input = on_input.sum(0)
+        return on_input, pieces or [None] * len(self.parameters)
+
+    @torch.no_grad()
+    def trace(self, x: Tensor) -> tuple[Tensor, Backward]:
+        """Outputs without a graph, and the way from their gradient to those of the parameters in order."""
+        outputs, inputs = self.forward(x)
+
+        @torch.no_grad()
+        def backward(grad: Tensor) -> Sequence[Tensor | None]:
+            return self.backward(inputs, grad, True, False)[1]
+
+        return outputs, backward
+
+    def _free_pieces(self) -> list[Tensor]:
+        """Memory for the parameters' gradients: the last one's unless somebody still holds a part of it."""
+        if not self._pieces or torch._C._storage_Use_Count(self._pieces[0].untyped_storage()._cdata) > self._holders:
+            sizes = [p.numel() for p in self.parameters]
+            flat = self.parameters[0].detach().new_empty(sum(sizes))
+            self._pieces = [g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True)]
+            del flat
+            self._holders = torch._C._storage_Use_Count(self._pieces[0].untyped_storage()._cdata)
+        return self._pieces
+
+
+class _Evaluation(torch.autograd.Function):
+    """Networks that read the same rows, as one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, splits: Sequence[SplitMLP], plain: Networks, x: Tensor, *parameters: Tensor) -> Any:
+        ctx.splits, ctx.plain, ctx.parameters = splits, plain, parameters
+        if len(splits) == 1:
+            outputs, inputs = splits[0].forward(x)
+            ctx.save_for_backward(*inputs)
+            return outputs
+        ctx.set_materialize_grads(False)
+        both = [split.forward(x) for split in splits]
+        ctx.save_for_backward(*(tensor for _, inputs in both for tensor in inputs))
+        return tuple(outputs for outputs, _ in both)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad
+        into_input, into_parameters = needs[2], True not in needs[:3] or is_asked_for(ctx.next_functions[1][0])
+        if torch.is_grad_enabled():  # of a graph that is itself to be differentiated, autograd makes this part too
+            wanted = into_input, *[into_parameters] * len(ctx.parameters)
+            return None, None, *_differentiate_plainly(ctx, grads, wanted)
+        on_x: Tensor | None = None
+        on_parameters: list[Tensor | None] = []
+        saved, start = ctx.saved_tensors, 0
+        for split, grad in zip(ctx.splits, grads, strict=True):
+            inputs = saved[start : start + split.num_saved]
+            start += split.num_saved
+            if grad is None:
+                on_parameters += [None] * len(split.parameters)
+                continue
+            on_input, gradients = split.backward(inputs, grad, into_parameters, into_input)
+            on_parameters += [g if g is None else g.detach() for g in gradients]  # so that who holds one is counted
+            if on_input is not None:
+                on_x = on_input if on_x is None else on_x + on_input
+        return None, None, on_x, *on_parameters
+
+
+def _differentiate_plainly(ctx: Any, grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    x = ctx.saved_tensors[0]
+    used = [(out, grad) for out, grad in zip(ctx.plain(x), grads, strict=True) if grad is not None]
+    inputs = [tensor for tensor, is_wanted in zip((x, *ctx.parameters), wanted, strict=True) if is_wanted]
+    outputs, on_outputs = zip(*used, strict=True)
+    found = iter(torch.autograd.grad(outputs, inputs, on_outputs, create_graph=True, allow_unused=True))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+def is_asked_for(node: Any) -> bool:
+    """Whether the backward pass that runs now needs the gradient behind this node; torch refuses to say so of a leaf
+    that was asked for, and only of those."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
 
 
 def relu_backward(grad: Tensor, outputs: Tensor) -> Tensor:
@@ -155,21 +231,52 @@ def runs_written_out(x: Tensor) -> bool:
     return x.is_cpu and x.dim() == 2 and not torch.compiler.is_compiling()
 
 
+def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence[Tensor]:
+    """Outputs of networks by their passes; `plain` is the same by autograd."""
+    if not torch.is_grad_enabled():
+        return [split.forward(x)[0] for split in splits]
+    if len(splits) == 1:
+        return [_Evaluation.apply(splits, plain, x, *splits[0].parameters)]
+    return _Evaluation.apply(splits, plain, x, *(p for split in splits for p in split.parameters))
+
+
 class WrittenOut:
-    """Modules one after the other, by their written-out passes where they have them; not a module itself."""
+    """Networks that read the same rows, by their passes where all of them have such a form; not a module itself.
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self.parts = list(parts)
-        self.split = SplitMLP.of(self.parts)
+    The owner says at every call what its networks consist of, so that a module that was replaced is followed.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[B, in] -> [B, out]."""
-        if self.split is not None and not torch.is_grad_enabled() and runs_written_out(x):
-            return self.split.forward(x)[0]
-        for part in self.parts:
-            x = part(x)
-        return x
+    def __init__(self) -> None:
+        self._parts: list[list[nn.Module]] = []
+        self._splits: list[SplitMLP] | None = None
 
-    def with_gradients(self, x: Tensor) -> tuple[Tensor, Backward] | None:
-        """Outputs without a graph and their backward pass; None where autograd has to do it."""
-        return self.split.with_gradients(x) if self.split is not None and runs_written_out(x) else None
+    def __call__(self, x: Tensor, *networks: Iterable[nn.Module]) -> Sequence[Tensor]:
+        """[B, in] -> [B, out] of each network, given as modules that run one after the other."""
+        splits = self._write_out(x, networks)
+        return self._run_plainly(x) if splits is None else evaluate(splits, self._run_plainly, x)
+
+    def trace(self, x: Tensor, *networks: Iterable[nn.Module]) -> tuple[Sequence[Tensor], Backward] | None:
+        """The same without a graph, and the way from gradients of the outputs to those of all parameters in order; None
+        where autograd has to do it."""
+        splits = self._write_out(x, networks)
+        if splits is None:
+            return None
+        outputs, ways = zip(*(split.trace(x) for split in splits), strict=True)
+        return outputs, lambda *grads: [g for way, grad in zip(ways, grads, strict=True) for g in way(grad)]
+
+    def _write_out(self, x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> list[SplitMLP] | None:
+        parts = [list(network) for network in networks]
+        if parts != self._parts:
+            splits = [SplitMLP.of(network) for network in parts]
+            self._parts, self._splits = parts, None if None in splits else splits  # type: ignore[assignment]
+        return self._splits if runs_written_out(x) else None
+
+    def _run_plainly(self, x: Tensor) -> list[Tensor]:
+        return [run_chain(network, x) for network in self._parts]
+
+
+def run_chain(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Modules one after the other."""
+    for module in modules:
+        x = module(x)
+    return x

@@ -10,7 +10,7 @@ from pydantic import Field
 from rl_training.algorithms.d4pg import D4PG
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_d4pg import MLPD4PGModel
-from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.replay import ActorCriticRates, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
@@ -18,11 +18,14 @@ from rl_training.runtime.support import SupportParams
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class D4PGParams(SupportParams, ReplayParams):
+class D4PGParams(SupportParams, ActorCriticRates):
     """Hyper-parameters of D4PG."""
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of actor and critic.")
     tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
+    target_update_interval: int = Field(
+        1, ge=1, description="Updates between the targets' moves; with tau 1 the paper's copies, of 100 updates."
+    )
     exploration_noise: float = Field(0.3, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
     action_gradient_clip: float | None = Field(
         None, gt=0, description="Largest norm of dQ/da in the actor's step; null does not clip."

@@ -38,7 +38,7 @@ class DQNParams(ReplayParams):
     tau: float = Field(1.0, gt=0, le=1, description="Share of the way that the target network moves; 1 copies.")
     epsilon_start: float = Field(1.0, ge=0, le=1, description="First probability of a random action.")
     epsilon_end: float = Field(0.05, ge=0, le=1, description="Last probability of a random action.")
-    exploration_fraction: float = Field(0.2, gt=0, le=1, description="Share of the budget until epsilon_end.")
+    exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget until epsilon_end.")
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="State value and advantages in streams of their own.")
     noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")

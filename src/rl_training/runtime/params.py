@@ -32,7 +32,7 @@ class Schedule(StrictModel):
     type: Literal["linear", "cosine", "constant"] = Field("linear", description="Shape of the way from start to end.")
     start: float = Field(description="Value at the first step.")
     end: float | None = Field(None, description="Value when the budget is spent; constant needs none.")
-    fraction: float = Field(1.0, gt=0, le=1, description="Share of the budget after which `end` is reached.")
+    fraction: float = Field(1.0, ge=0, le=1, description="Share of the budget after which `end` is reached.")
 
     @model_validator(mode="after")
     def _needs_end(self) -> Schedule:
@@ -44,9 +44,9 @@ class Schedule(StrictModel):
         """The value when `progress` (0 to 1) of the budget is spent."""
         if self.type == "constant" or self.end is None:
             return self.start
-        share = min(1.0, progress / self.fraction)
-        if share >= 1.0:
+        if progress >= self.fraction:
             return self.end
+        share = progress / self.fraction
         if self.type == "cosine":
             share = 0.5 * (1.0 - math.cos(math.pi * share))
         return self.start + (self.end - self.start) * share

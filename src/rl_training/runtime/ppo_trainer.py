@@ -23,7 +23,10 @@ class PPOParams(RolloutParams):
     minibatch_size: int = Field(256, ge=2, description="Rows per gradient step.")
     clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may move from 1.")
     normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation per minibatch.")
-    target_kl: float | None = Field(None, gt=0, description="End the epochs when the policy moved 1.5 times this far.")
+    clip_value_loss: bool = Field(False, description="Hold values within clip_coef of the old ones in their loss.")
+    target_kl: float | None = Field(
+        None, gt=0, description="End the epochs when the policy moved 1.5 times this far, on the mean of an epoch."
+    )
 
 
 def build(params: PPOParams, spaces: EnvSpaces) -> PPO:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, attribute_of, read_metrics
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, read_metrics
 from rl_training.algorithms.q_learning import random_actions
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.envs.spaces import EnvSpaces
@@ -64,6 +64,19 @@ class ReplayParams(Params):
         return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
 
 
+class ActorCriticRates(ReplayParams):
+    """Rates of their own for the actor and the critics."""
+
+    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the critics; null is learning_rate.")
+    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the actor; null is learning_rate.")
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also the common rate where nobody follows it."""
+        both = self.critic_learning_rate is not None and self.actor_learning_rate is not None
+        unread = {"learning_rate": "critic_learning_rate and actor_learning_rate are given and go before it"}
+        return super().fixed_numbers() | (unread if both and getattr(self, "alpha", None) != "auto" else {})
+
+
 class BufferedSource:
     """What the lanes with a buffer share: environments, generator, `credit` for updates, and all of them as a state.
 
@@ -108,7 +121,6 @@ class ReplaySource(BufferedSource):
     """
 
     buffer: ReplayBuffer
-    gamma = attribute_of("buffer", "gamma")
 
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)
@@ -120,6 +132,15 @@ class ReplaySource(BufferedSource):
         self._numpy_policy: Any = None
         self._asked_for_policy = False
         self._updates = self._looks_at_clipping = 0
+
+    @property
+    def gamma(self) -> float:
+        """The buffer's discount, which a schedule moves with the learner's."""
+        return self.buffer.gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        self.buffer.gamma = value
 
     def describe(self) -> str:
         """The buffer's size, for the start of a run."""
@@ -137,7 +158,7 @@ class ReplaySource(BufferedSource):
         while taken < self.params.train_frequency:
             obs, masks = stepper.obs, stepper.masks
             warm = step + taken >= self.params.learning_starts
-            actions = self._act(algorithm, step) if warm else first_actions(self.spaces, len(obs), masks, self.rng)
+            actions = self._act(algorithm) if warm else first_actions(self.spaces, len(obs), masks, self.rng)
             result, ended = stepper.step(actions)
             self.buffer.add(
                 obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
@@ -150,7 +171,7 @@ class ReplaySource(BufferedSource):
             self.credit += min(taken, step + taken - self.params.learning_starts)
         return Collected(taken, episodes)
 
-    def _act(self, algorithm: Algorithm, step: int) -> Array:
+    def _act(self, algorithm: Algorithm) -> Array:
         if not self._asked_for_policy:
             self._numpy_policy, self._asked_for_policy = algorithm.numpy_policy(), True
         obs, masks = self.stepper.obs, self.stepper.masks
@@ -158,7 +179,7 @@ class ReplaySource(BufferedSource):
             return self._numpy_policy(obs, masks, self.rng, False)
         device = algorithm.device
         legal = None if masks is None else torch.from_numpy(masks).to(device)
-        out = algorithm.act(torch.from_numpy(obs).to(device), step=step, action_masks=legal)
+        out = algorithm.act(torch.from_numpy(obs).to(device), action_masks=legal)
         return out.actions.cpu().numpy()
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:

@@ -11,7 +11,7 @@ from rl_training.algorithms.rlpd import RLPD
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.runtime.prior_data import PriorDataParams, PriorReplaySource
-from rl_training.runtime.replay import DIVIDED_ONCE
+from rl_training.runtime.replay import DIVIDED_ONCE, ActorCriticRates
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.sac_trainer import fixed_temperature
@@ -19,7 +19,7 @@ from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class RLPDParams(PriorDataParams):
+class RLPDParams(ActorCriticRates, PriorDataParams):
     """Hyper-parameters of RLPD."""
 
     tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
@@ -27,6 +27,8 @@ class RLPDParams(PriorDataParams):
     target_entropy: float | None = Field(
         None, description="Entropy that auto holds; null is minus half the number of action dimensions."
     )
+    initial_alpha: float = Field(1.0, gt=0, description="Temperature that auto starts from.")
+    backup_entropy: bool = Field(True, description="Entropy in the critics' targets, as in SAC.")
     num_critics: int = Field(10, ge=1, le=1_000, description="Critics in the ensemble.")
     critic_subset_size: int = Field(2, ge=1, description="Critics, drawn anew per update, whose minimum is the target.")
     critic_layer_norm: bool = Field(True, description="LayerNorm after each hidden layer of the critics.")
@@ -45,7 +47,8 @@ class RLPDParams(PriorDataParams):
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also how a batch is divided, and SAC's."""
-        return super().fixed_numbers() | fixed_temperature(self.alpha) | {"offline_batch_ratio": DIVIDED_ONCE}
+        start = {"initial_alpha": "it is where the tuned temperature starts"}
+        return super().fixed_numbers() | fixed_temperature(self.alpha) | start | {"offline_batch_ratio": DIVIDED_ONCE}
 
 
 def build(params: RLPDParams, spaces: EnvSpaces) -> RLPD:

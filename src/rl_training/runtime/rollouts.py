@@ -83,6 +83,8 @@ class RolloutSource:
         self._numpy_policy: Any = None
         self._policy: Any = None
         self._batch: dict[str, Tensor] | None = None
+        self._final_obs: Any = None  # [T, N, ...], read where an episode was truncated
+        self._has_finals = False
         self._device = torch.device("cpu")
         self.storage = RolloutStorage(
             params.num_steps, context.stepper.num_envs,
@@ -155,6 +157,7 @@ class RolloutSource:
     def _evaluate(self, algorithm: Algorithm, finals: list[tuple[int, Any, Any]]) -> None:
         """Values and log-probabilities: after numpy acting in one pass over the rollout; else only of what is left."""
         storage, policy, device = self.storage, self._policy, self._device
+        reads_values = getattr(algorithm, "reads_values", True)
         if self._numpy_policy is not None:
             obs = torch.from_numpy(storage.obs).flatten(0, 1)
             rows = storage.rewards.size
@@ -163,10 +166,17 @@ class RolloutSource:
                 actions = torch.from_numpy(storage.actions).flatten(0, 1)
                 logprobs = policy.distribution(obs[:rows], masks).log_prob(actions)
                 storage.logprobs[:] = logprobs.view(storage.logprobs.shape).numpy()
-            storage.values[:] = policy.values(obs).view(storage.values.shape).numpy()
-        else:
+            if reads_values:
+                storage.values[:] = policy.values(obs).view(storage.values.shape).numpy()
+        elif reads_values:
             storage.values[-1] = policy.values(torch.from_numpy(storage.obs[-1]).to(device)).cpu().numpy()
-        if self.stepper.resets_next_step:  # the row after an end holds the final observation
+        self._has_finals = bool(finals) and not reads_values
+        if self._has_finals:
+            if self._final_obs is None:
+                self._final_obs = np.zeros_like(storage.obs[:-1])
+            for t, rows, observations in finals:
+                self._final_obs[t, rows] = observations
+        elif self.stepper.resets_next_step:  # the row after an end holds the final observation
             storage.truncation_values[:] = storage.values[1:]
         elif finals:
             observations = torch.from_numpy(np.concatenate([obs for _, _, obs in finals])).to(device)
@@ -179,14 +189,19 @@ class RolloutSource:
         valid = self.storage.valid
         if valid is not None and not valid.any():
             return
-        if self._device.type != "cpu":
-            yield "policy", self.storage.batch(self._device)
-            return
-        if self._batch is None:  # once: on the CPU its tensors are the storage's own memory
+        if self._batch is None or self._device.type != "cpu":  # on the CPU once: its tensors are the storage's memory
             self._batch = self.storage.batch(self._device)
             self._batch.pop("valid", None)
-        whole = valid is None or valid.all()
-        yield "policy", dict(self._batch) if whole else {**self._batch, "valid": torch.from_numpy(valid)}
+            if not getattr(algorithm, "reads_values", True):
+                for name in ("values", "bootstrap_value", "truncation_values"):
+                    del self._batch[name]
+                self._batch["bootstrap_obs"] = torch.from_numpy(self.storage.obs[-1]).to(self._device)
+        batch = dict(self._batch)
+        if valid is not None and not valid.all():
+            batch["valid"] = torch.from_numpy(valid).to(self._device)
+        if self._has_finals:
+            batch["final_obs"] = torch.from_numpy(self._final_obs).to(self._device)
+        yield "policy", batch
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Nothing flows back."""

@@ -176,9 +176,9 @@ class Run:
         self.updates += 1
         self.latest = result.metrics
         if self._checks_every_update:
-            name, value = next(iter(result.metrics.items()))
+            value = result.metrics.get(result.watch, 0.0)
             if not math.isfinite(value.item() if isinstance(value, Tensor) else value):
-                self._fail(name)
+                self._fail(result.watch)
         if self._interruption is not None:
             raise self._interruption
 

@@ -10,14 +10,14 @@ from pydantic import Field
 from rl_training.algorithms.sac import SAC
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.replay import ActorCriticRates, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class SACParams(ReplayParams):
+class SACParams(ActorCriticRates):
     """Hyper-parameters of SAC."""
 
     tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")

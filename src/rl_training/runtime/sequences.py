@@ -67,7 +67,7 @@ class SequenceSource(BufferedSource):
         episodes: list[Episode] = []
         obs = stepper.obs
         warm = step >= self.params.learning_starts
-        actions = self._act(algorithm, step) if warm else first_actions(self.spaces, len(obs), None, self.rng)
+        actions = self._act(algorithm) if warm else first_actions(self.spaces, len(obs), None, self.rng)
         result, ended = stepper.step(actions)
         self.buffer.add(
             obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
@@ -79,10 +79,10 @@ class SequenceSource(BufferedSource):
             self.credit += self.train_ratio * min(taken, step + taken - self.params.learning_starts)
         return Collected(taken, episodes)
 
-    def _act(self, algorithm: Algorithm, step: int) -> Array:
+    def _act(self, algorithm: Algorithm) -> Array:
         device = self.carry.device
         obs, is_first = (torch.from_numpy(array).to(device) for array in (self.stepper.obs, self.stepper.is_first))
-        out = algorithm.act(obs, self.carry, is_first=is_first, step=step)
+        out = algorithm.act(obs, self.carry, is_first=is_first)
         self.carry = out.carry
         return out.actions.cpu().numpy()
 

@@ -10,14 +10,14 @@ from pydantic import Field
 from rl_training.algorithms.td3 import TD3
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_td3 import MLPTD3Model
-from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.replay import ActorCriticRates, ReplaySource
 from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class TD3Params(ReplayParams):
+class TD3Params(ActorCriticRates):
     """Hyper-parameters of TD3."""
 
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of actor and critics.")

@@ -19,7 +19,7 @@ from rl_training.runtime.workflows import TrainResult, train_as
 class TRPOParams(RolloutParams):
     """Hyper-parameters of TRPO."""
 
-    value_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the critic; the policy has none.")
+    value_learning_rate: float = Field(1e-3, gt=0, le=10, description="Step size of the critic; the policy has none.")
     value_updates: int = Field(80, ge=0, description="Gradient steps of the critic per rollout.")
     value_minibatch_size: int = Field(128, ge=1, description="Rows per step of the critic.")
     max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm of the critic, or null.")

@@ -1,4 +1,4 @@
-"""Policies: log-probabilities, entropies, divergences, PPO's surrogate and TRPO's conjugate gradient.
+"""Policies: log-probabilities, entropies, divergences, and TRPO's conjugate gradient.
 
 Categorical functions take `log_probs`, that is `logits.log_softmax(-1)`, so that it is computed once and shared.
 Gaussians are diagonal; `log_std` may be [D] (independent of the state) or [..., D].
@@ -84,16 +84,6 @@ def categorical_entropy(log_probs: Tensor) -> Tensor:
 def categorical_kl(log_probs_p: Tensor, log_probs_q: Tensor) -> Tensor:
     """KL(p || q) [..., A] -> [...]; an action that p masks (-inf) adds exactly 0 to the value and to the gradient."""
     return (log_probs_p.exp() * (_finite(log_probs_p) - _finite(log_probs_q))).sum(-1)
-
-
-def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | Tensor) -> Tensor:
-    """PPO's objective per sample, min(r A, clip(r, 1 - e, 1 + e) A), to be maximised (Schulman et al. 2017, eq. 7).
-
-    `logratio` is log pi(a|s) - log pi_old(a|s); all tensors have one shape [...].
-    """
-    ratio = logratio.exp()
-    clipped = ratio.clamp(1.0 - clip_coef, 1.0 + clip_coef)  # type: ignore[arg-type]  # both floats or both tensors
-    return torch.minimum(ratio * advantages, clipped * advantages)
 
 
 def approx_kl(logratio: Tensor) -> Tensor:

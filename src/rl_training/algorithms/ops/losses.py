@@ -1,0 +1,140 @@
+"""Losses with their slopes: each function here gives value and derivative together, and tests compare them by autograd.
+
+Autograd takes longer to differentiate a loss of a few small tensors than the passes of a small network take. Where that
+counts, a learner takes the slopes at the network's outputs from here and hands them to the network's own way back
+(`Optimizer.trace`). Values are differentiable by autograd too; slopes never carry a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Losses(dict[str, Tensor]):
+    """Named losses; `slopes` are the gradients of `loss` at the network's outputs, None where its weight is 0."""
+
+    def __init__(self, losses: Mapping[str, Tensor], slopes: tuple[Tensor | None, ...]) -> None:
+        super().__init__(losses)
+        self.slopes = slopes
+
+
+def actor_critic_losses(
+    gain: tuple[Tensor, Tensor], error: tuple[Tensor, Tensor], entropy: Tensor, ent_coef: float, vf_coef: float,
+    weights: Tensor | None = None, statistics: Mapping[str, Tensor] | None = None,
+) -> Losses:  # fmt: skip
+    """What the rollout family minimises: -mean gain + c_v mean error - c_e mean entropy; slopes in that order.
+
+    `gain` comes with its slope towards the log-probabilities, `error` with its own towards the values. All [...]; rows
+    of weight 0 do not count. The means of `statistics` are added.
+    """
+    statistics = statistics or {}
+    share = shares(entropy, weights)
+    mean_gain, value_loss, mean_entropy, *others = means(
+        gain[0], error[0], entropy, *statistics.values(), weights=weights
+    )
+    policy_loss, entropy_loss = -mean_gain, -mean_entropy
+    losses = {
+        "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
+        "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
+    }  # fmt: skip
+    on_entropy = torch.full_like(entropy, -ent_coef) * share if ent_coef else None
+    slopes = gain[1] * -share, error[1] * (vf_coef * share), on_entropy
+    return Losses(losses | dict(zip(statistics, others, strict=True)), slopes)
+
+
+def means(*columns: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The mean of each, over the rows whose weight is not 0; 0 where there is none, as in a minibatch of reset rows."""
+    table = torch.stack(columns).flatten(1)
+    return (table.mean(1) if weights is None else table @ shares(table[0], weights.flatten())).unbind()
+
+
+def shares(x: Tensor, weights: Tensor | None = None) -> Any:
+    """What each row counts in a mean: one number for all, or a tensor by weight."""
+    return 1.0 / x.numel() if weights is None else weights / weights.sum().clamp(min=1e-8)
+
+
+def squared_error(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Half the mean squared error, and its slopes: [B], [B] -> [], [B]."""
+    errors = values - targets
+    return errors.dot(errors) * (0.5 / len(errors)), errors.detach() / len(errors)
+
+
+def value_error(
+    values: Tensor, returns: Tensor, old_values: Tensor | None = None, clip_coef: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error per sample, and its slope.
+
+    With `old_values` the larger of it and that of values held within `clip_coef` of them, as PPO's first code has it.
+    """
+    errors = values - returns
+    halves = 0.5 * errors.square()
+    if old_values is None:
+        return halves, errors.detach()
+    apart = (values - old_values).clamp(-clip_coef, clip_coef)  # type: ignore[arg-type]  # floats or tensors
+    held = 0.5 * (old_values + apart - returns).square()
+    return torch.maximum(halves, held), errors.detach().masked_fill(held > halves, 0.0)
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """log pi(a|s) A per sample, to be maximised, and its slope towards log pi; A is taken as given."""
+    return logprobs * advantages.detach(), advantages.detach()
+
+
+def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | Tensor) -> tuple[Tensor, Tensor]:
+    """PPO's objective per sample, min(r A, clip(r, 1 - e, 1 + e) A), to be maximised (Schulman et al. 2017, eq. 7).
+
+    `logratio` is log pi(a|s) - log pi_old(a|s); all tensors have one shape [...]. With its slope towards `logratio`:
+    r A, and 0 where the clip holds it back.
+    """
+    ratio, advantages = logratio.exp(), advantages.detach()
+    moved = ratio * advantages
+    held = ratio.clamp(1.0 - clip_coef, 1.0 + clip_coef) * advantages  # type: ignore[arg-type]  # floats or tensors
+    return torch.minimum(moved, held), moved.detach().masked_fill(moved > held, 0.0)
+
+
+def huber(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Huber losses with delta 1 and their slopes, elementwise."""
+    return F.smooth_l1_loss(values, targets, reduction="none"), (values.detach() - targets).clamp_(-1.0, 1.0)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Mean of losses [..., B], each times its importance weight [B]."""
+    return losses.mean() if weights is None else (losses * weights).mean()
+
+
+def critic_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Losses:
+    """`scale` times the mean squared error over batch and critics, weighted by importance: [..., B], [B], [B] -> []."""
+    targets = targets.detach()
+    errors = q_values - targets
+    weighted = errors if weights is None else errors * weights
+    losses = {"critic_loss": (weighted * errors).mean() * scale, "target_q_mean": targets.mean()}
+    return Losses(losses, (weighted.detach() * (2.0 * scale / errors.numel()),))
+
+
+def chosen_slopes(slopes: Tensor, actions: Tensor, outputs: Tensor, weights: Tensor | None) -> Tensor:
+    """Slopes of a weighted mean at outputs [B, A] or [B, A, K], from each loss's [B] or [B, K] at the taken action."""
+    share = 1.0 / len(slopes) if weights is None else (weights / len(slopes)).view(-1, *[1] * (slopes.dim() - 1))
+    index = actions.view(-1, *[1] * (outputs.dim() - 1)).expand(-1, 1, *outputs.shape[2:])
+    return torch.zeros_like(outputs).scatter_(1, index, (slopes * share).unsqueeze(1))
+
+
+class _Sloped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Any) -> Tensor:
+        values, ctx.slopes = function(x, *others)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        missing = ctx.slopes.dim() - grad.dim()
+        return None, grad.view(*grad.shape, *[1] * missing) * ctx.slopes, *[None] * (len(ctx.needs_input_grad) - 2)
+
+
+def with_slope(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Any) -> Tensor:
+    """The values [B, ...] of a function that also gives its slopes (in the shape of x), for autograd; towards x."""
+    return _Sloped.apply(function, x, *others)
