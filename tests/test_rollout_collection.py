@@ -122,7 +122,11 @@ def test_what_stands_in_a_reset_row_changes_nothing(algo: str, normalize: bool) 
             assert invalid.sum() >= 3
             if garbage:
                 for name in ("obs", "values", "logprobs", "behavior_logprobs", "truncation_values"):
-                    batch[name][invalid] = torch.randn_like(batch[name][invalid]) * 3
+                    rows = invalid.clone()
+                    if name == "obs" and "values" not in batch:  # after a truncation it is the final one, to be valued
+                        rows[1:] &= ~batch["truncated"][:-1]
+                    if name in batch:
+                        batch[name][rows] = torch.randn_like(batch[name][rows]) * 3
                 if not normalize:  # an engine's reset row has reward 0, and the running return counts on it
                     batch["rewards"][invalid] = 3.0
                 batch["actions"][invalid] = 1 - batch["actions"][invalid]

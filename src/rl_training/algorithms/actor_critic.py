@@ -87,8 +87,8 @@ class ActorCriticAlgorithm(Algorithm):
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
         """log-probabilities, values and entropy [B] of rows, and the way from a loss's slopes there to gradients."""
-        evaluate = self.policy.evaluate_actions
-        return self.optimizer.trace(self.policy, evaluate, rows["obs"], rows["actions"], rows.get("action_masks"))
+        inputs = rows["obs"], rows["actions"], rows.get("action_masks")
+        return self.optimizer.trace(self.policy, *inputs, call=self.policy.evaluate_actions)
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
         """What returns are computed from, all [T, N]: rewards, discounts and cuts."""

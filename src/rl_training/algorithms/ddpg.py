@@ -89,7 +89,7 @@ class DDPG(GaussianExploration):
             next_values = self.target_values(batch["next_obs"], noise)
             targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_values)
         inputs = self.model.features(batch["obs"]), batch["actions"]
-        q_values, backward = self.critic_optimizer.trace(self.model.critics, self.model.critics, *inputs)
+        q_values, backward = self.critic_optimizer.trace(self.model.critics, *inputs)
         losses = regression_losses(q_values, targets, batch.get("weights"))
         self.critic_optimizer.apply_gradients(backward(*losses.slopes))
         return losses, (targets - q_values).abs_().mean(0)

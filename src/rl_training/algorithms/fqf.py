@@ -63,7 +63,7 @@ class FQF(QLearning):
         features = self.q_network.features(rows["obs"])
         fractions = self.q_network.propose(features)
         rows.update(features=features.detach(), fractions=fractions)
-        return self.optimizer.trace(None, self.q_network.quantiles, features, fractions.tau_hats)
+        return self.optimizer.trace(self.q_network.quantiles, features, fractions.tau_hats)
 
     def terms(self, rows: Any, outputs: Tensor, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses at the midpoints, and the loss of the fractions."""

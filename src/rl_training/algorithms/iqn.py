@@ -56,7 +56,7 @@ class IQN(QLearning):
 
     def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
         """Quantiles [B, A, N] at the drawn fractions."""
-        return self.optimizer.trace(self.q_network, self.q_network, rows["obs"], rows["taus"])
+        return self.optimizer.trace(self.q_network, rows["obs"], rows["taus"])
 
     def terms(self, rows: Batch, outputs: Tensor, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses."""

@@ -122,15 +122,13 @@ class Optimizer(nn.Module):
             )
         )
 
-    def trace(self, network: Any, call: Callable[..., Any], *inputs: Any) -> tuple[Any, Backward]:
-        """What `call` gives, without a graph, and the way from a loss's slopes there to the parameters' gradients.
-
-        The network's own way (`network.trace`) where it has one; autograd's elsewhere.
-        """
+    def trace(self, network: Any, *inputs: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Backward]:
+        """A network's outputs, or what its method `call` gives, without a graph, and the way from a loss's slopes there
+        to the parameters' gradients: its own (`network.trace`) where it has one, autograd's elsewhere."""
         own = network.trace(*inputs) if hasattr(network, "trace") else None
         if own is not None:
             return own
-        outputs = call(*inputs)
+        outputs = (call or network)(*inputs)
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
 
         def backward(*slopes: Tensor | None) -> Gradients:

@@ -104,7 +104,7 @@ class QLearning(Algorithm):
 
     def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
         """Outputs of the online network, and the way from a loss's slopes there to its gradients."""
-        return self.optimizer.trace(self.q_network, self.q_network, rows["obs"])
+        return self.optimizer.trace(self.q_network, rows["obs"])
 
     def terms(self, rows: Batch, outputs: Tensor, targets: Any) -> SampleTerms:
         """Losses of the transitions and their slopes."""

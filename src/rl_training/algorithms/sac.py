@@ -127,7 +127,7 @@ class SAC(Algorithm):
                 next_q = next_q - self.alpha * next_logprobs
             targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_q)
         inputs = model.features(batch["obs"]), batch["actions"]
-        q_values, backward = self.critic_optimizer.trace(model.critics, model.critics, *inputs)
+        q_values, backward = self.critic_optimizer.trace(model.critics, *inputs)
         losses = critic_losses(q_values, targets, batch.get("weights"))
         self.critic_optimizer.apply_gradients(backward(*losses.slopes))
         return losses, (targets - q_values).abs_().mean(0)

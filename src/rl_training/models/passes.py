@@ -138,14 +138,14 @@ class SplitMLP:
             on_input = on_input.sum(0)
         return on_input, pieces or [None] * len(self.parameters)
 
-    @torch.no_grad()
     def trace(self, x: Tensor) -> tuple[Tensor, Backward]:
         """Outputs without a graph, and the way from their gradient to those of the parameters in order."""
-        outputs, inputs = self.forward(x)
+        with torch.no_grad():
+            outputs, inputs = self.forward(x)
 
-        @torch.no_grad()
         def backward(grad: Tensor) -> Sequence[Tensor | None]:
-            return self.backward(inputs, grad, True, False)[1]
+            with torch.no_grad():
+                return self.backward(inputs, grad, True, False)[1]
 
         return outputs, backward
 
@@ -261,8 +261,11 @@ class WrittenOut:
         splits = self._write_out(x, networks)
         if splits is None:
             return None
-        outputs, ways = zip(*(split.trace(x) for split in splits), strict=True)
-        return outputs, lambda *grads: [g for way, grad in zip(ways, grads, strict=True) for g in way(grad)]
+        if len(splits) == 1:
+            outputs, backward = splits[0].trace(x)
+            return [outputs], backward
+        found, ways = zip(*(split.trace(x) for split in splits), strict=True)
+        return found, lambda *grads: [g for way, grad in zip(ways, grads, strict=True) for g in way(grad)]
 
     def _write_out(self, x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> list[SplitMLP] | None:
         parts = [list(network) for network in networks]
