@@ -67,8 +67,9 @@ def jobs_of(settings: Settings, round_name: str) -> Iterator[Job]:
     for entry in settings["rounds"][round_name]:
         for algo in entry["algorithms"]:
             about, known = settings["algorithms"][algo], settings["candidates"].get(algo, {})
+            named = {"all": ["default", *known], "candidates": [*known]}
             labels = entry.get("labels", ["default"])
-            for label in ["default", *known] if labels == "all" else labels:
+            for label in named[labels] if isinstance(labels, str) else labels:
                 if label != "default" and label not in known:
                     continue
                 for env, where in settings["environments"].items():
@@ -83,10 +84,13 @@ def our_config(settings: Settings, job: Job, output_dir: str = "runs") -> TrainC
     """What `train --algo NAME --env ID` would run, with the candidate's changes and nothing that costs time."""
     from rl_training.runtime.spec import get_algorithm_spec
 
-    changes = copy.deepcopy(settings["candidates"][job.algo][job.label]) if job.label != "default" else {}
-    if settings["environments"][job.env]["observations"] != "vector":
-        changes.get("env_kwargs", {}).get("wrappers", {}).pop("normalize_observation", None)
-    data = merge({"algo": job.algo, "env_id": job.env, **get_algorithm_spec(job.algo).defaults}, changes)
+    base, changes = get_algorithm_spec(job.algo).defaults, {}
+    if job.label != "default":
+        base = settings["before"].get(job.algo, base)
+        changes = copy.deepcopy(settings["candidates"][job.algo][job.label])
+        if settings["environments"][job.env]["observations"] != "vector":
+            changes.get("env_kwargs", {}).get("wrappers", {}).pop("normalize_observation", None)
+    data = merge({"algo": job.algo, "env_id": job.env, **base}, changes)
     quiet = {"eval_episodes": 0, "replay_in_checkpoint": False, "checkpoint_interval": 10**9, "threads": 1}
     fixed = {"total_timesteps": job.budget, "seed": job.seed, "output_dir": output_dir, "device": "cpu"}
     return load_config({**data, **quiet, **fixed})
@@ -101,12 +105,13 @@ def job_hash(settings: Settings, job: Job) -> str:
 
 
 def read_records(folder: Path) -> dict[tuple[object, ...], Record]:
-    """Every line of every file, by the key of its job; of two for one job the later file's."""
+    """Every line of every file, by the key of its job; of two for one job the later file's; none of a stopped run."""
     found: dict[tuple[object, ...], Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            found[Job(**{name: record[name] for name in Job.__dataclass_fields__}).key] = record
+            if record["steps"] >= record["budget"]:
+                found[Job(**{name: record[name] for name in Job.__dataclass_fields__}).key] = record
     return found
 
 
@@ -184,7 +189,7 @@ def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) ->
     class Look(Callback):
         def on_update(self, run: Any) -> None:
             if examiner.is_due(run.step):
-                policy = TrainedPolicy(run.session.algorithm, run.session.spaces, job.seed)
+                policy = TrainedPolicy(run.session.algorithm, run.session.spaces, run.session.config)
                 examiner.look(run.step, policy.predict, settings["curve_episodes"])
 
     result = train(our_config(settings, job, folder), callbacks=[Look()], console=False)
@@ -218,6 +223,8 @@ def run_job(settings: Settings, job: Job, path: Path, folder: str, jobs: int) ->
     begun = time.perf_counter()
     examiner = Examiner(settings, job)
     steps, predict = (train_ours if job.side == "ours" else train_theirs)(settings, job, examiner, folder)
+    if steps < job.budget:  # our train() ends in good order when it is told to stop
+        raise SystemExit(f"stopped after {steps} of {job.budget} steps; nothing is recorded")
     returns = examiner.look(steps, predict, settings["episodes"])
     seconds = time.perf_counter() - begun
     record = {
@@ -263,7 +270,7 @@ def run_jobs(settings: Settings, jobs: Sequence[Job], path: Path, processes: int
                 print(f"{time.monotonic() - begun:5.0f} s  {state}: {' '.join(map(str, job.key))}", flush=True)
             if time.monotonic() - begun >= seconds:
                 for process, job in running.values():
-                    process.terminate()
+                    process.kill()
                     process.join()
                     print(f"stopped: {' '.join(map(str, job.key))}", flush=True)
                 failed += len(running)

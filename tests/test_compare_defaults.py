@@ -59,8 +59,21 @@ def test_a_record_counts_until_what_is_trained_changes(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(record_of(JOB)) + "\n")
     records = defaults.read_records(tmp_path)
     assert defaults.due_jobs(settings, ["r"], records) == [replace(JOB, seed=1)]
+    (tmp_path / "b.jsonl").write_text(json.dumps(record_of(JOB, steps=99_999, hash="of a stopped run")) + "\n")
+    assert defaults.read_records(tmp_path) == records
     (tmp_path / "b.jsonl").write_text(json.dumps(record_of(JOB, hash="older")) + "\n")
     assert len(defaults.due_jobs(settings, ["r"], defaults.read_records(tmp_path))) == 2
+
+
+def test_a_stopped_run_is_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(defaults, "train_ours", lambda *_: (99_999, None))
+    with pytest.raises(SystemExit, match="99999 of 100000"):
+        defaults.run_job(SETTINGS, JOB, tmp_path / "r.jsonl", str(tmp_path), 1)
+    assert not defaults.read_records(tmp_path)
+
+
+def test_the_records_of_the_candidates_are_those_of_their_settings():
+    assert not defaults.due_jobs(SETTINGS, ["tune_rollout"], defaults.read_records(defaults.RECORDS))
 
 
 def test_the_normalised_mean_weighs_environments_equally():
