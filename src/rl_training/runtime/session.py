@@ -102,7 +102,7 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
 
 
 def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None) -> TrainConfig:
-    """The config with every `auto` decided (threads where the spaces are known) and every default spelled out."""
+    """The config with every `auto` decided (some only where the spaces are known) and every default spelled out."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,6 +111,10 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} GPUs here.")
     threads = config.threads if config.threads != "auto" or spaces is None else choose_threads(params, spaces)
+    env_kwargs = config.env_kwargs
+    if recipe.wrappers.normalize_observation == "auto" and spaces is not None:
+        decided = {"normalize_observation": spaces.normalize_observations}
+        env_kwargs = {**env_kwargs, "wrappers": {**env_kwargs["wrappers"], **decided}}
     return config.model_copy(
         update={
             "device": device,
@@ -118,6 +122,7 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
             "vectorization": choose_vectorization(config.vectorization, recipe, config.num_envs),
             "accelerate": "none",
             "algo_kwargs": dump_params(params),
+            "env_kwargs": env_kwargs,
         }
     )
 
