@@ -72,7 +72,7 @@ results: $(VENV)/.installed
 
 results-defaults: $(VENV)/.installed-bench
 	$(BIN)/python scripts/compare_defaults.py sb3 ours --jobs $(JOBS)
-	$(BIN)/python scripts/compare_defaults.py --table
+	$(BIN)/python scripts/render_results.py
 
 bench: $(VENV)/.installed-bench
 	@set -e; for file in benchmarks/bench_*.py benchmarks/compare_sb3.py; do echo "== $$file"; $(BIN)/python $$file; done

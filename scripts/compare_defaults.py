@@ -60,6 +60,12 @@ class Job:
 # jobs ----------------------------------------------------------------------------------------------------------------
 
 
+def load_settings(path: Path = SETTINGS) -> Settings:
+    """What defaults.yaml says."""
+    settings: Settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return settings
+
+
 def jobs_of(settings: Settings, round_name: str) -> Iterator[Job]:
     """The jobs of a round: each of its entries crosses algorithms, labels, environments and seeds."""
     if round_name not in settings["rounds"]:
@@ -291,20 +297,23 @@ def normalised(settings: Settings, record: Record) -> float:
 
 
 def render_table(settings: Settings, records: Iterable[Record], half: str) -> str:
-    """Mean final returns by algorithm and label, an environment per column, and the normalised mean."""
+    """Mean final returns by algorithm and label, an environment per column; normalised, their mean and the worst."""
     envs = [env for env, where in settings["environments"].items() if where["half"] == half]
     rows: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        if record["env"] in envs:
+        if record["env"] in envs and record["algo"] in settings["before"]:
             rows.setdefault((record["algo"], record["side"], record["label"]), []).append(record)
-    lines = [["Algorithm", "Settings", "Normalised mean", *envs], ["---"] * (3 + len(envs))]
+    lines = [["Algorithm", "Settings", "Seeds", "Normalised mean", "Worst", *envs], ["---"] * (5 + len(envs))]
     order = list(settings["algorithms"])
     for (algo, side, label), found in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
         by_env = {env: [record for record in found if record["env"] == env] for env in envs}
         covered = [mine for mine in by_env.values() if mine]
-        mean = statistics.fmean(statistics.fmean(normalised(settings, r) for r in mine) for mine in covered)
+        scores = [statistics.fmean(normalised(settings, r) for r in mine) for mine in covered]
+        part = f" ({len(scores)} of {len(envs)})" if len(scores) < len(envs) else ""
         cells = [f"{statistics.fmean(r['final'] for r in mine):.4g}" if mine else "" for mine in by_env.values()]
-        lines.append([algo, "SB3" if side == "sb3" else label, f"{mean:.3f} ({len(covered)})", *cells])
+        name = "SB3" if side == "sb3" else f"**{label}**" if settings["chosen"].get(algo) == label else label
+        seeds = "/".join(map(str, sorted({len(mine) for mine in covered})))
+        lines.append([algo, name, seeds, f"{statistics.fmean(scores):.3f}{part}", f"{min(scores):.2f}", *cells])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -322,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="run nothing; count jobs and core minutes")
     parser.add_argument("--table", action="store_true", help="run nothing; show what is recorded")
     arguments = parser.parse_args(argv)
-    settings = yaml.safe_load(arguments.settings.read_text(encoding="utf-8"))
+    settings = load_settings(arguments.settings)
     records = read_records(arguments.output.parent)
     if arguments.table:
         for half in ("tune", "report"):

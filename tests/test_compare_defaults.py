@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import compare_defaults as defaults
 
-SETTINGS = yaml.safe_load(defaults.SETTINGS.read_text(encoding="utf-8"))
+SETTINGS = defaults.load_settings()
 JOB = defaults.Job("ours", "ppo", "norm", "CartPole-v1", 0, 100_000)
 
 
@@ -80,12 +79,12 @@ def test_the_normalised_mean_weighs_environments_equally():
     runs = {JOB: 500.0, replace(JOB, seed=1): 500.0, replace(JOB, env="LunarLander-v3"): -180.0}
     records = [record_of(job, final=final) for job, final in runs.items()]
     row = next(line for line in defaults.render_table(SETTINGS, records, "tune").splitlines() if "ppo" in line)
-    assert "| 0.500 (2) |" in row
+    assert "| ppo | **norm** | 1/2 | 0.500 (2 of 8) | 0.00 | 500 | -180 |" in row
 
 
 def test_what_is_recorded_orders_the_next_jobs():
     assert defaults.expected_seconds(SETTINGS, JOB, [record_of(JOB, steps=50_000)]) == pytest.approx(20.0)
-    assert defaults.expected_seconds(SETTINGS, JOB, []) == pytest.approx(100_000 / 4600)
+    assert defaults.expected_seconds(SETTINGS, JOB, []) == pytest.approx(100_000 / SETTINGS["algorithms"]["ppo"]["rates"]["ours"])
 
 
 def test_a_job_writes_one_line_with_its_curve(tmp_path):
