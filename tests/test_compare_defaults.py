@@ -84,7 +84,8 @@ def test_the_normalised_mean_weighs_environments_equally():
 
 def test_what_is_recorded_orders_the_next_jobs():
     assert defaults.expected_seconds(SETTINGS, JOB, [record_of(JOB, steps=50_000)]) == pytest.approx(20.0)
-    assert defaults.expected_seconds(SETTINGS, JOB, []) == pytest.approx(100_000 / SETTINGS["algorithms"]["ppo"]["rates"]["ours"])
+    rate = SETTINGS["algorithms"]["ppo"]["rates"]["ours"]
+    assert defaults.expected_seconds(SETTINGS, JOB, []) == pytest.approx(100_000 / rate)
 
 
 def test_a_job_writes_one_line_with_its_curve(tmp_path):
