@@ -42,7 +42,7 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/rl-training train --config impala/cartpole --output-dir $(DEMO) \
-	    --set eval_interval=20000 --set 'early_stopping={threshold: 475, patience: 2}'
+	    --set eval_interval=10000 --set 'early_stopping={threshold: 475, patience: 2}'
 	@set -e; run=$$(ls -td $(DEMO)/*/ | head -n 1); run=$${run%/}; \
 	echo; echo "evaluating the final weights on 100 episodes that were not used so far"; \
 	$(BIN)/rl-training eval --checkpoint "$$run/checkpoints/latest.ckpt" --num-episodes 100 --seed 12345; \
@@ -72,7 +72,7 @@ results: $(VENV)/.installed
 
 results-defaults: $(VENV)/.installed-bench
 	$(BIN)/python scripts/compare_defaults.py sb3 ours --jobs $(JOBS)
-	$(BIN)/python scripts/compare_defaults.py --table
+	$(BIN)/python scripts/render_results.py
 
 bench: $(VENV)/.installed-bench
 	@set -e; for file in benchmarks/bench_*.py benchmarks/compare_sb3.py; do echo "== $$file"; $(BIN)/python $$file; done

@@ -60,6 +60,12 @@ class Job:
 # jobs ----------------------------------------------------------------------------------------------------------------
 
 
+def load_settings(path: Path = SETTINGS) -> Settings:
+    """What defaults.yaml says."""
+    settings: Settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return settings
+
+
 def jobs_of(settings: Settings, round_name: str) -> Iterator[Job]:
     """The jobs of a round: each of its entries crosses algorithms, labels, environments and seeds."""
     if round_name not in settings["rounds"]:
@@ -67,8 +73,9 @@ def jobs_of(settings: Settings, round_name: str) -> Iterator[Job]:
     for entry in settings["rounds"][round_name]:
         for algo in entry["algorithms"]:
             about, known = settings["algorithms"][algo], settings["candidates"].get(algo, {})
+            named = {"all": ["default", *known], "candidates": [*known]}
             labels = entry.get("labels", ["default"])
-            for label in ["default", *known] if labels == "all" else labels:
+            for label in named[labels] if isinstance(labels, str) else labels:
                 if label != "default" and label not in known:
                     continue
                 for env, where in settings["environments"].items():
@@ -83,10 +90,13 @@ def our_config(settings: Settings, job: Job, output_dir: str = "runs") -> TrainC
     """What `train --algo NAME --env ID` would run, with the candidate's changes and nothing that costs time."""
     from rl_training.runtime.spec import get_algorithm_spec
 
-    changes = copy.deepcopy(settings["candidates"][job.algo][job.label]) if job.label != "default" else {}
-    if settings["environments"][job.env]["observations"] != "vector":
-        changes.get("env_kwargs", {}).get("wrappers", {}).pop("normalize_observation", None)
-    data = merge({"algo": job.algo, "env_id": job.env, **get_algorithm_spec(job.algo).defaults}, changes)
+    base, changes = get_algorithm_spec(job.algo).defaults, {}
+    if job.label != "default":
+        base = settings["before"].get(job.algo, base)
+        changes = copy.deepcopy(settings["candidates"][job.algo][job.label])
+        if settings["environments"][job.env]["observations"] != "vector":
+            changes.get("env_kwargs", {}).get("wrappers", {}).pop("normalize_observation", None)
+    data = merge({"algo": job.algo, "env_id": job.env, **base}, changes)
     quiet = {"eval_episodes": 0, "replay_in_checkpoint": False, "checkpoint_interval": 10**9, "threads": 1}
     fixed = {"total_timesteps": job.budget, "seed": job.seed, "output_dir": output_dir, "device": "cpu"}
     return load_config({**data, **quiet, **fixed})
@@ -101,12 +111,13 @@ def job_hash(settings: Settings, job: Job) -> str:
 
 
 def read_records(folder: Path) -> dict[tuple[object, ...], Record]:
-    """Every line of every file, by the key of its job; of two for one job the later file's."""
+    """Every line of every file, by the key of its job; of two for one job the later file's; none of a stopped run."""
     found: dict[tuple[object, ...], Record] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            found[Job(**{name: record[name] for name in Job.__dataclass_fields__}).key] = record
+            if record["steps"] >= record["budget"]:
+                found[Job(**{name: record[name] for name in Job.__dataclass_fields__}).key] = record
     return found
 
 
@@ -218,6 +229,8 @@ def run_job(settings: Settings, job: Job, path: Path, folder: str, jobs: int) ->
     begun = time.perf_counter()
     examiner = Examiner(settings, job)
     steps, predict = (train_ours if job.side == "ours" else train_theirs)(settings, job, examiner, folder)
+    if steps < job.budget:  # our train() ends in good order when it is told to stop
+        raise SystemExit(f"stopped after {steps} of {job.budget} steps; nothing is recorded")
     returns = examiner.look(steps, predict, settings["episodes"])
     seconds = time.perf_counter() - begun
     record = {
@@ -263,7 +276,7 @@ def run_jobs(settings: Settings, jobs: Sequence[Job], path: Path, processes: int
                 print(f"{time.monotonic() - begun:5.0f} s  {state}: {' '.join(map(str, job.key))}", flush=True)
             if time.monotonic() - begun >= seconds:
                 for process, job in running.values():
-                    process.terminate()
+                    process.kill()
                     process.join()
                     print(f"stopped: {' '.join(map(str, job.key))}", flush=True)
                 failed += len(running)
@@ -284,20 +297,23 @@ def normalised(settings: Settings, record: Record) -> float:
 
 
 def render_table(settings: Settings, records: Iterable[Record], half: str) -> str:
-    """Mean final returns by algorithm and label, an environment per column, and the normalised mean."""
+    """Mean final returns by algorithm and label, an environment per column; normalised, their mean and the worst."""
     envs = [env for env, where in settings["environments"].items() if where["half"] == half]
     rows: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        if record["env"] in envs:
+        if record["env"] in envs and record["algo"] in settings["before"]:
             rows.setdefault((record["algo"], record["side"], record["label"]), []).append(record)
-    lines = [["Algorithm", "Settings", "Normalised mean", *envs], ["---"] * (3 + len(envs))]
+    lines = [["Algorithm", "Settings", "Seeds", "Normalised mean", "Worst", *envs], ["---"] * (5 + len(envs))]
     order = list(settings["algorithms"])
     for (algo, side, label), found in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
         by_env = {env: [record for record in found if record["env"] == env] for env in envs}
         covered = [mine for mine in by_env.values() if mine]
-        mean = statistics.fmean(statistics.fmean(normalised(settings, r) for r in mine) for mine in covered)
+        scores = [statistics.fmean(normalised(settings, r) for r in mine) for mine in covered]
+        part = f" ({len(scores)} of {len(envs)})" if len(scores) < len(envs) else ""
         cells = [f"{statistics.fmean(r['final'] for r in mine):.4g}" if mine else "" for mine in by_env.values()]
-        lines.append([algo, "SB3" if side == "sb3" else label, f"{mean:.3f} ({len(covered)})", *cells])
+        name = "SB3" if side == "sb3" else f"**{label}**" if settings["chosen"].get(algo) == label else label
+        seeds = "/".join(map(str, sorted({len(mine) for mine in covered})))
+        lines.append([algo, name, seeds, f"{statistics.fmean(scores):.3f}{part}", f"{min(scores):.2f}", *cells])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -315,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="run nothing; count jobs and core minutes")
     parser.add_argument("--table", action="store_true", help="run nothing; show what is recorded")
     arguments = parser.parse_args(argv)
-    settings = yaml.safe_load(arguments.settings.read_text(encoding="utf-8"))
+    settings = load_settings(arguments.settings)
     records = read_records(arguments.output.parent)
     if arguments.table:
         for half in ("tune", "report"):

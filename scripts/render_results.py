@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from compare_defaults import load_settings, read_records, render_table
 from run_gates import GATES, RESULTS, ROOT, Gate, Record, Verdict, join, judge, load_gates, read_curve, worst_allowed
 
 PAGE, IMAGES = ROOT / "docs" / "results.md", ROOT / "docs" / "images"
-BEGIN, END = "<!-- gates:begin -->", "<!-- gates:end -->"
 README_GATE = "impala_cartpole"  # drawn once more on its own, for the README
 GRID_POINTS = 200
 
@@ -131,11 +131,12 @@ def provenance(verdicts: Verdicts) -> str:
     )
 
 
-def fill(text: str, content: str) -> str:
-    """The page with what stands between the markers replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the page must hold {BEGIN} and then {END}, each once")
-    return f"{text[: text.index(BEGIN) + len(BEGIN)]}\n{content}{text[text.index(END) :]}"
+def fill(text: str, content: str, name: str = "gates") -> str:
+    """The page with what stands between the markers of that name replaced."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the page must hold {begin} and then {end}, each once")
+    return f"{text[: text.index(begin) + len(begin)]}\n{content}{text[text.index(end) :]}"
 
 
 # figures -------------------------------------------------------------------------------------------------------------
@@ -247,6 +248,10 @@ def render(page: Path, images: Path, gates: Mapping[str, Gate], results: Path, *
     stale: list[Path] = []
     text = page.read_text(encoding="utf-8")
     filled = fill(text, render_text(gates, verdicts))
+    runs = read_records(results / "defaults").values()
+    for half in ("tune", "report"):
+        if f"<!-- {half}:begin -->" in text:
+            filled = fill(filled, render_table(load_settings(), runs, half), half)
     if filled != text:
         stale.append(page)
         if not check:

@@ -78,6 +78,12 @@ class Walk(Constant):
         return np.array([self.position, self.t], dtype=np.float32)
 
 
+class Shares(Walk):
+    """Says that its observations are in [0, 1]."""
+
+    observation_space: gs.Space[Any] = gs.Box(0.0, 1.0, (2,), np.float32)
+
+
 class ReusesItsArray(Walk):
     """Writes every observation into one array."""
 

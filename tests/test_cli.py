@@ -96,7 +96,8 @@ def test_train_by_algorithm_and_environment_starts_from_the_defaults_of_the_algo
     assert (config["num_envs"], config["total_timesteps"], config["seed"]) == (8, 100, 7)
     assert (config["algo_kwargs"]["learning_rate"], config["algo_kwargs"]["gamma"]) == (1e-4, 0.9)
     assert config["algo_kwargs"]["early_stopping"]["threshold"] == 475
-    assert config["env_kwargs"] == {"max_episode_steps": 50}
+    wrappers = {"normalize_observation": True, "normalize_reward": True}  # auto, as decided
+    assert config["env_kwargs"] == {"max_episode_steps": 50, "wrappers": wrappers}
 
 
 def test_seeds_run_in_turn_and_end_in_a_table_with_mean_and_interval() -> None:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import compare_defaults as defaults
 
-SETTINGS = yaml.safe_load(defaults.SETTINGS.read_text(encoding="utf-8"))
+SETTINGS = defaults.load_settings()
 JOB = defaults.Job("ours", "ppo", "norm", "CartPole-v1", 0, 100_000)
 
 
@@ -59,20 +58,34 @@ def test_a_record_counts_until_what_is_trained_changes(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(record_of(JOB)) + "\n")
     records = defaults.read_records(tmp_path)
     assert defaults.due_jobs(settings, ["r"], records) == [replace(JOB, seed=1)]
+    (tmp_path / "b.jsonl").write_text(json.dumps(record_of(JOB, steps=99_999, hash="of a stopped run")) + "\n")
+    assert defaults.read_records(tmp_path) == records
     (tmp_path / "b.jsonl").write_text(json.dumps(record_of(JOB, hash="older")) + "\n")
     assert len(defaults.due_jobs(settings, ["r"], defaults.read_records(tmp_path))) == 2
+
+
+def test_a_stopped_run_is_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(defaults, "train_ours", lambda *_: (99_999, None))
+    with pytest.raises(SystemExit, match="99999 of 100000"):
+        defaults.run_job(SETTINGS, JOB, tmp_path / "r.jsonl", str(tmp_path), 1)
+    assert not defaults.read_records(tmp_path)
+
+
+def test_the_records_of_the_candidates_are_those_of_their_settings():
+    assert not defaults.due_jobs(SETTINGS, ["tune_rollout"], defaults.read_records(defaults.RECORDS))
 
 
 def test_the_normalised_mean_weighs_environments_equally():
     runs = {JOB: 500.0, replace(JOB, seed=1): 500.0, replace(JOB, env="LunarLander-v3"): -180.0}
     records = [record_of(job, final=final) for job, final in runs.items()]
     row = next(line for line in defaults.render_table(SETTINGS, records, "tune").splitlines() if "ppo" in line)
-    assert "| 0.500 (2) |" in row
+    assert "| ppo | **norm** | 1/2 | 0.500 (2 of 8) | 0.00 | 500 | -180 |" in row
 
 
 def test_what_is_recorded_orders_the_next_jobs():
     assert defaults.expected_seconds(SETTINGS, JOB, [record_of(JOB, steps=50_000)]) == pytest.approx(20.0)
-    assert defaults.expected_seconds(SETTINGS, JOB, []) == pytest.approx(100_000 / 4600)
+    rate = SETTINGS["algorithms"]["ppo"]["rates"]["ours"]
+    assert defaults.expected_seconds(SETTINGS, JOB, []) == pytest.approx(100_000 / rate)
 
 
 def test_a_job_writes_one_line_with_its_curve(tmp_path):

@@ -285,6 +285,18 @@ def test_a_policy_that_was_trained_while_it_was_ignored_still_predicts(tmp_path:
     assert resumed.metrics["global_step"] == 160
 
 
+@pytest.mark.parametrize(
+    ("env_id", "normalizes"),
+    [("CartPole-v1", True), ("MountainCarContinuous-v0", True), ("FrozenLake-v1", False), ("env_zoo:ImagePlane", False),
+     ("env_zoo:Shares", False), ("env_zoo:DictObservation", True)],
+)  # fmt: skip
+def test_auto_normalises_vectors_of_measurements(env_id: str, normalizes: bool) -> None:
+    session = open_session(config(env_id, env_kwargs={"wrappers": {"normalize_observation": "auto"}}))
+    session.source.close()
+    assert session.spaces.normalize_observations is normalizes
+    assert session.config.env_kwargs == {"wrappers": {"normalize_observation": normalizes}}
+
+
 @pytest.mark.parametrize("algo", ["a2c", "ppo"])
 def test_normalisation_is_part_of_the_algorithm(algo: str) -> None:
     wrappers = {"normalize_observation": True, "normalize_reward": True}

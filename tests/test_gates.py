@@ -72,7 +72,7 @@ def test_a_job_is_recorded_once_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert run_gates.main([*where, "--check"]) == 0
 
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{render_results.BEGIN}\n{render_results.END}\nafter\n")
+    page.write_text("before\n<!-- gates:begin -->\n<!-- gates:end -->\nafter\n")
     draw = [*where, "--page", str(page), "--images", str(tmp_path / "images")]
     assert render_results.main([*draw, "--check"]) == 1
     assert render_results.main(draw) == 0

@@ -42,6 +42,11 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path, algo: str, 
     assert_resumes_exactly(tmp_path, algo, num_envs=num_envs, kwargs=EVALUATED)
 
 
+def test_what_auto_decided_is_kept_by_a_resume(tmp_path: Path) -> None:
+    wrappers = {"normalize_observation": "auto", "normalize_reward": True}
+    assert_resumes_exactly(tmp_path, "a2c", num_envs=2, env_id="Pendulum-v1", env_kwargs={"wrappers": wrappers})
+
+
 @pytest.mark.parametrize("stop", [1, 37, 63, 100])
 def test_the_moment_of_the_stop_does_not_matter(tmp_path: Path, stop: int) -> None:
     assert_resumes_exactly(tmp_path, "ppo", stop, num_envs=2, log_interval=3, kwargs=EVALUATED)
@@ -245,7 +250,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "normalized": {
         "env_id": "Pendulum-v1",
-        "env_kwargs": {"max_episode_steps": 30, "wrappers": {"normalize_observation": True, "normalize_reward": True}},
+        "env_kwargs": {
+            "max_episode_steps": 30, "wrappers": {"normalize_observation": "auto", "normalize_reward": True},
+        },
     },
     "normalized-native": {
         "env_id": "CartPole-v1",

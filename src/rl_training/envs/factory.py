@@ -10,7 +10,7 @@ import copy
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -52,7 +52,10 @@ class WrapperOptions(StrictModel):
     pixels: PixelOptions | None = Field(None, description="Learn from rendered frames.")
     atari: AtariOptions | None = Field(None, description="Standard Atari preprocessing.")
     frame_stack: int = Field(1, ge=1, le=64, description="Newest observations stacked.")
-    normalize_observation: bool = Field(False, description="Running mean and variance, kept in the checkpoint.")
+    normalize_observation: bool | Literal["auto"] = Field(
+        False,
+        description="Running mean and variance, kept in the checkpoint; auto: not for images, codes and [0, 1].",
+    )
     normalize_reward: bool = Field(
         False, description="Reward over the deviation of the discounted return; for rollout learners and GAIL."
     )
@@ -258,6 +261,7 @@ def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> En
 def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
     """Make the environment once, look at it, and close it."""
     options = recipe.wrappers
+    normalize = options.normalize_observation
     if options.pixels or options.atari or options.frame_stack > 1:
         env = make_env(recipe)
     else:  # as it is, so that prediction reads raw observations (a dict stays a dict)
@@ -269,12 +273,12 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
             env.observation_space,
             env.action_space,
             has_action_mask="action_mask" in info and not isinstance(env.action_space, gs.Box),
-            normalize_observations=options.normalize_observation,
+            normalize_observations=_has_measurements(env.observation_space) if normalize == "auto" else normalize,
             normalize_rewards=options.normalize_reward,
         )
     finally:
         env.close()
-    if spaces.obs_kind == "image" and options.normalize_observation:
+    if spaces.obs_kind == "image" and spaces.normalize_observations:
         raise UserError(
             f"env_kwargs.wrappers.normalize_observation is for vectors; the images of {recipe.env_id} "
             "are scaled to [0, 1] anyway."
@@ -285,6 +289,15 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
             f"its observation space says {env.observation_space.shape}."
         )
     return spaces
+
+
+def _has_measurements(space: gs.Space[Any]) -> bool:
+    """Whether a vector has numbers of a scale that nobody chose: neither codes of choices nor all in [0, 1]."""
+    if isinstance(space, (gs.Dict, gs.Tuple)):
+        return any(map(_has_measurements, space.spaces.values() if isinstance(space, gs.Dict) else space.spaces))
+    if not isinstance(space, gs.Box) or image_layout(space) is not None:
+        return False
+    return bool((space.low < 0).any() or (space.high > 1).any())
 
 
 def _first_reset(env: Env, env_id: str) -> tuple[Any, dict[str, Any]]:

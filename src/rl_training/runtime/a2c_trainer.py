@@ -9,8 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.a2c import A2C
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.params import OptimizerKind
-from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
+from rl_training.runtime.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
@@ -20,9 +19,8 @@ class A2CParams(RolloutParams):
     """Hyper-parameters of A2C."""
 
     learning_rate: float = Field(7e-4, ge=0, le=10, description="Step size of the optimizer.")
-    optimizer: OptimizerKind = Field("rmsprop_tf", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
-    num_steps: int = Field(5, ge=1, le=1_000_000, description="Steps per environment and rollout.")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="Trace decay of the advantages; 1 is n-step returns.")
+    num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages; 1 is n-step returns.")
     normalize_advantages: bool = Field(False, description="Advantages to zero mean and unit deviation.")
 
 
@@ -38,7 +36,8 @@ SPECS = [
         paper="Mnih et al. 2016, Asynchronous Methods for Deep Reinforcement Learning (arXiv:1602.01783)",
         scope="Synchronous v1: one process, n-step returns or GAE; every action kind, vectors and images.",
         params=A2CParams, learner=A2C, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True, defaults={"num_envs": 8, "log_interval": 100, "total_timesteps": 500_000},
+        normalizes_rewards=True,
+        defaults={"num_envs": 4, "log_interval": 100, "total_timesteps": 500_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
+from rl_training.runtime.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
@@ -18,19 +18,20 @@ from rl_training.runtime.workflows import TrainResult, train_as
 class APPOParams(RolloutParams):
     """Hyper-parameters of APPO."""
 
-    num_steps: int = Field(20, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    num_steps: int = Field(32, ge=1, le=1_000_000, description="Steps per environment and rollout.")
     learning_rate: float = Field(5e-4, ge=0, le=10, description="Step size of the optimizer.")
     ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
-    max_grad_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null does not clip.")
     rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the temporal difference.")
     c_clip: float = Field(1.0, gt=0, description="Largest ratio in the trace.")
     pg_rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the policy gradient, with target_policy.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; 1 is IMPALA's.")
     importance_correction: bool = Field(True, description="Off forces V-trace's ratios to 1: a control.")
     clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may move from 1.")
-    update_epochs: int = Field(2, ge=1, le=10_000, description="Passes over each rollout.")
-    minibatch_size: int | None = Field(None, ge=1, description="Rows per gradient step, rounded to whole trajectories.")
-    normalize_advantages: bool = Field(False, description="Advantages to zero mean and unit deviation per minibatch.")
+    update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
+    minibatch_size: int | None = Field(
+        128, ge=1, description="Rows per gradient step, rounded to whole trajectories; null is the whole rollout."
+    )
+    normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation per minibatch.")
     target_policy: bool = Field(False, description="The reading with a slowly copied target policy and a KL penalty.")
     target_update_interval: int = Field(4, ge=1, description="Updates between copies of the target policy.")
     kl_coef: float = Field(1.0, ge=0, description="First weight of KL(target || policy).")
@@ -59,7 +60,8 @@ SPECS = [
         scope="Narrow synchronous v1: clipped surrogate against the behaviour policy on V-trace targets, optionally "
         "with a target policy and a KL penalty; every action kind, vectors and images.",
         params=APPOParams, learner=APPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True, defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 300_000},
+        normalizes_rewards=True,
+        defaults={"num_envs": 16, "log_interval": 10, "total_timesteps": 300_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip
 

@@ -23,6 +23,9 @@ from rl_training.runtime.workflows import TrainResult, train_as
 class GAILParams(PPOParams, ExpertParams):
     """Hyper-parameters of GAIL."""
 
+    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
+    minibatch_size: int = Field(256, ge=2, description="Rows per gradient step.")
     discriminator_learning_rate: float = Field(5e-4, ge=0, le=10, description="Step size of the discriminator.")
     discriminator_updates: int = Field(
         2, ge=0, le=10_000, description="Discriminator steps per rollout; with 0 it stays constant, as a control."

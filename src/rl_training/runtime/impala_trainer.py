@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.impala import IMPALA
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
+from rl_training.runtime.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
@@ -18,14 +18,12 @@ from rl_training.runtime.workflows import TrainResult, train_as
 class IMPALAParams(RolloutParams):
     """Hyper-parameters of IMPALA."""
 
-    num_steps: int = Field(20, ge=1, le=1_000_000, description="Steps per environment and rollout.")
-    learning_rate: float = Field(6e-4, ge=0, le=10, description="Step size of the optimizer.")
-    ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
-    max_grad_norm: float | None = Field(40.0, gt=0, description="Largest gradient norm; null does not clip.")
+    num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    learning_rate: float = Field(7e-4, ge=0, le=10, description="Step size of the optimizer.")
     rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the temporal difference.")
     c_clip: float = Field(1.0, gt=0, description="Largest ratio in the trace.")
     pg_rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the policy gradient.")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="Decay of the V-trace traces; 1 is the paper.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; 1 is the paper.")
     importance_correction: bool = Field(True, description="Off forces every ratio to 1: a control, not a way to train.")
 
 
@@ -43,7 +41,8 @@ SPECS = [
         scope="Narrow synchronous v1: V-trace on rollouts of one process, behaviour lag by policy_lag; "
         "every action kind, vectors and images.",
         params=IMPALAParams, learner=IMPALA, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True, defaults={"num_envs": 64, "log_interval": 10, "total_timesteps": 500_000},
+        normalizes_rewards=True,
+        defaults={"num_envs": 4, "log_interval": 100, "total_timesteps": 500_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip
 

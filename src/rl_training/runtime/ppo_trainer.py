@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.ppo import PPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
+from rl_training.runtime.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
@@ -18,9 +18,10 @@ from rl_training.runtime.workflows import TrainResult, train_as
 class PPOParams(RolloutParams):
     """Hyper-parameters of PPO."""
 
+    num_steps: int = Field(256, ge=1, le=1_000_000, description="Steps per environment and rollout.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages.")
-    update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
-    minibatch_size: int = Field(256, ge=2, description="Rows per gradient step.")
+    update_epochs: int = Field(10, ge=1, le=10_000, description="Passes over each rollout.")
+    minibatch_size: int = Field(64, ge=2, description="Rows per gradient step.")
     clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may move from 1.")
     normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation per minibatch.")
     clip_value_loss: bool = Field(False, description="Hold values within clip_coef of the old ones in their loss.")
@@ -41,7 +42,7 @@ SPECS = [
         paper="Schulman et al. 2017, Proximal Policy Optimization Algorithms (arXiv:1707.06347)",
         scope="Clipped surrogate, GAE, minibatch epochs; every action kind, vectors and images.",
         params=PPOParams, learner=PPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 200_000},
+        normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 200_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip
 

@@ -22,6 +22,7 @@ from rl_training.runtime.params import Params
 from rl_training.runtime.spec import Collected, SourceContext
 
 ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
+NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": True}}  # env_kwargs, by default
 
 
 class RolloutParams(Params):

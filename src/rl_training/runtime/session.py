@@ -112,13 +112,17 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
 
 
 def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None) -> TrainConfig:
-    """The config with every `auto` decided (device, threads: where the spaces are known), every default spelled out."""
+    """The config with every `auto` decided (some only where the spaces are known) and every default spelled out."""
     device = choose_device(params, spaces) if config.device == "auto" and spaces is not None else config.device
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} GPUs here.")
     threads = config.threads if config.threads != "auto" or spaces is None else choose_threads(params, spaces)
+    env_kwargs = config.env_kwargs
+    if recipe.wrappers.normalize_observation == "auto" and spaces is not None:
+        decided = {"normalize_observation": spaces.normalize_observations}
+        env_kwargs = {**env_kwargs, "wrappers": {**env_kwargs["wrappers"], **decided}}
     return config.model_copy(
         update={
             "device": device,
@@ -126,6 +130,7 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
             "vectorization": choose_vectorization(config.vectorization, recipe, config.num_envs),
             "accelerate": "none",
             "algo_kwargs": dump_params(params),
+            "env_kwargs": env_kwargs,
         }
     )
 

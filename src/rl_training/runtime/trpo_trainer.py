@@ -58,7 +58,11 @@ SPECS = [
         scope="Conjugate gradient and line search on the whole batch, separate critic steps; "
         "every action kind, vectors and images.",
         params=TRPOParams, learner=TRPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 200_000},
+        normalizes_rewards=True,
+        defaults={
+            "num_envs": 8, "total_timesteps": 200_000,
+            "env_kwargs": {"wrappers": {"normalize_observation": "auto"}},
+        },
     )
 ]  # fmt: skip
 
