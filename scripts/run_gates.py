@@ -43,6 +43,11 @@ LAST_EPISODES = 10  # of training: what the rule `training` averages
 TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
 # of a config: what does not change what is learned
 UNHASHED = {"seed", "output_dir", "tags", "benchmark", "worker_timeout"}
+# Hyper-parameters that came later, at the value that leaves an algorithm as it was before: earlier records stay fresh.
+ADDED_LATER = {
+    "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,
+    "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0,
+}  # fmt: skip
 BAD = ("fail", "stale", "incomplete")
 
 Record = dict[str, Any]
@@ -140,7 +145,9 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     from rl_training.runtime.spec import get_algorithm_spec
 
     plain = config.model_dump(mode="json", exclude=UNHASHED)
-    plain["algo_kwargs"] = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
+    params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
+    later = [name for name, value in params.items() if name in ADDED_LATER and value == ADDED_LATER[name]]
+    plain["algo_kwargs"] = {name: value for name, value in params.items() if name not in later}
     text = json.dumps([plain, eval_episodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
