@@ -12,7 +12,6 @@ from rl_training.algorithms.dqn import DQN, dqn_loss
 from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.runtime.session import open_session
@@ -136,7 +135,7 @@ def test_target_network_follows_at_its_interval_and_with_tau_part_of_the_way():
     slow.update(make_batch())
     torch.testing.assert_close(flat(slow.target_network), before + 0.25 * (flat(slow.q_network) - before))
     assert not any(p.requires_grad for p in slow.target_network.parameters())
-    with pytest.raises(UserError, match="target_update_interval"):
+    with pytest.raises(ValueError, match="target_update_interval must be >= 1, got 0"):
         DQN(q_network=make_network(), target_update_interval=0)
 
 

@@ -352,8 +352,8 @@ def test_an_exception_in_a_callback_ends_the_run_and_leaves_a_checkpoint(tmp_pat
 def break_learner(monkeypatch: pytest.MonkeyPatch, at_update: int, value: float, *, in_loss: bool) -> None:
     original = A2C.learn
 
-    def learn(self: A2C, batch: Any, *, step: int) -> UpdateResult:
-        result = original(self, batch, step=step)
+    def learn(self: A2C, batch: Any) -> UpdateResult:
+        result = original(self, batch)
         if self.num_updates + 1 == at_update:
             if in_loss:
                 result.metrics["loss"] = torch.tensor(value)

@@ -18,7 +18,6 @@ from rl_training.algorithms.ops.losses import chosen_slopes, weighted_mean
 from rl_training.algorithms.ops.targets import fold_discounts
 from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.errors import UserError
 
 # obs [N, D] and a generator (None: deterministic) -> action values [N, A]
 NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]
@@ -60,8 +59,6 @@ class QLearning(Algorithm):
         max_grad_norm: float | None = 10.0, optimizer: str = "adam", optimizer_eps: float = 1e-5,
     ) -> None:  # fmt: skip
         super().__init__()
-        if target_update_interval < 1:
-            raise UserError(f"target_update_interval is {target_update_interval}; it must be at least 1.")
         self.q_network: Any = q_network
         self.numbers.update(
             gamma=gamma, tau=tau, epsilon=epsilon,

@@ -1,0 +1,48 @@
+"""What holds for every learner: bounds of its numbers, and a metric that is watched for NaN."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from resume_cases import SPECS, tiny
+from rl_training.algorithms.bounds import BOUNDS
+from rl_training.runtime.session import open_session
+
+LEARNERS = sorted({spec.learner for spec in SPECS.values()}, key=lambda learner: learner.__name__)
+OUTSIDE = {">= 0": -0.5, "> 0": 0.0, ">= 1": 0, "in [0, 1]": 1.5, "in (0, 1]": 0.0, "in (0, 1)": 1.0}
+
+
+@pytest.mark.parametrize("learner", LEARNERS, ids=lambda learner: learner.__name__)
+def test_a_number_out_of_its_bounds_is_refused(learner: type) -> None:
+    accepted = {
+        name for part in learner.__mro__ if "__init__" in vars(part) for name in inspect.signature(part).parameters
+    }
+    names = accepted & set(BOUNDS)
+    assert names
+    for name in names:
+        bound, _ = BOUNDS[name]
+        for value in (OUTSIDE[bound], math.nan):
+            with pytest.raises(ValueError) as refused:
+                learner(**{name: value})
+            assert str(refused.value) == f"{name} must be {bound}, got {value}"
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_every_update_names_one_number_of_its_metrics_to_watch(algo: str) -> None:
+    session = open_session(tiny(algo, Path("unused"), threads=1))
+    source, algorithm, step, phases = session.source, session.algorithm, 0, set()
+    while "policy" not in phases:
+        step += source.collect(algorithm, step).steps
+        for phase, batch in source.batches(algorithm, step):
+            result = algorithm.update(batch, phase=phase, global_step=step, sync=False)
+            source.feedback(batch, result)
+            watched = result.metrics[result.watch]
+            assert torch.as_tensor(watched).numel() == 1
+            assert not any(isinstance(x, torch.Tensor) and x.requires_grad for x in result.metrics.values())
+            phases.add(phase)
+    source.close()
