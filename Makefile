@@ -16,8 +16,8 @@ help:
 	@echo "make docs       write the generated pages and type stubs"
 	@echo "make results    run the learning gates that are not recorded, then draw docs/results.md"
 	@echo "make results-defaults  our defaults next to Stable-Baselines3's, where nothing was tuned (hours)"
-	@echo "make bench      every benchmark in benchmarks/, beside Stable-Baselines3 where it has the same;"
-	@echo "                beside Tianshou too with TIANSHOU=FOLDER (benchmarks/README.md)"
+	@echo "make bench      every benchmark in benchmarks/, next to Stable-Baselines3 where it has the same;"
+	@echo "                next to Tianshou too with TIANSHOU=FOLDER (benchmarks/README.md)"
 
 # Installation, each once: a stamp file stands for what was installed and from which versions of these files.
 INPUTS = pyproject.toml constraints.txt

@@ -1,10 +1,10 @@
-"""Speed of the replay family beside Stable-Baselines3, sb3-contrib and Tianshou: `python benchmarks/compare_replay.py`.
+"""Speed of the replay family next to Stable-Baselines3, sb3-contrib and Tianshou: `python benchmarks/compare_replay.py`.
 
 Whole steps (environment, act, store, sample, update), one update per step, the same workload on both sides, in short
 runs turn about (see `sides.py`), at the better of 1 and 2 torch threads. A fourth process, the floor, runs nothing but
 the matrix products that one of our updates contains, so that the table can say how far whole steps are from them.
 
-Tianshou 2 may live beside the environment: `--tianshou FOLDER` is a folder made with `pip install --target`.
+Tianshou 2 may live next to the environment: `--tianshou FOLDER` is a folder made with `pip install --target`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Speed beside Stable-Baselines3 and sb3-contrib on CartPole-v1: run `python benchmarks/compare_sb3.py`.
+"""Speed next to Stable-Baselines3 and sb3-contrib on CartPole-v1: run `python benchmarks/compare_sb3.py`.
 
 One run measures both libraries, turn about (ours, theirs, ours, theirs, ...), as `sides.py` says. A number is the
 median over the rounds, at the better of 1 and 2 torch threads. Steps/s are environment steps over the seconds of

@@ -55,7 +55,7 @@ def control_row(gate: Gate, verdict: Verdict) -> list[object]:
 
 
 def comparison(gate: Gate) -> str:
-    """What the median is held against beside the bar, in words."""
+    """What the median is compared with besides the bar, in words."""
     part = "" if gate.share == 1 else f"{gate.share:.3g} of "
     sides = (("below", gate.below), ("above", gate.above))
     words = " and ".join(f"{word} {part}`{other}`" for word, other in sides if other is not None)
@@ -100,7 +100,7 @@ def render_text(gates: Mapping[str, Gate], verdicts: Verdicts) -> str:
         f"Returns are means of {episodes} deterministic evaluation episodes with the final weights, one per seed.\n"
         "A bar is met when the median over seeds reaches it, the worst seed is within 10 % of it, and no run took\n"
         "more steps than the budget; with `best, 4 of 5` the best checkpoint of four seeds in five reaches it on\n"
-        "episodes that did not choose it, and the final weights stand beside it; with `training` the mean of the\n"
+        "episodes that did not choose it, and the final weights are shown next to it; with `training` the mean of the\n"
         "last 10 training episodes counts; with `steps to it` a seed's number is the environment steps to\n"
         "the first of two successive evaluations at the bar. Steps are the most that a seed took; seconds are the\n"
         "median of training time.\n",

@@ -265,7 +265,7 @@ WRONG = {
     "extra word": ([*PPO, "now"], "now"),
     "nothing to train": (["train"], "--config, or --algo with --env"),
     "no environment": (["train", "--algo", "ppo"], "--env is missing"),
-    "two sources": ([*PPO, "--algo", "ppo"], "--config cannot stand beside"),
+    "two sources": ([*PPO, "--algo", "ppo"], "--config cannot be combined with"),
     "preset": (["train", "--config", "ppo/cartpol"], "did you mean 'ppo/cartpole'?"),
     "algorithm": (["train", "--algo", "pppo", "--env", "CartPole-v1"], "did you mean 'ppo'?"),
     "environment": (["train", "--algo", "ppo", "--env", "CartPol-v1"], "did you mean 'CartPole-v1'?"),

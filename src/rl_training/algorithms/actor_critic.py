@@ -81,7 +81,7 @@ class ActorCriticAlgorithm(Algorithm):
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
         action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
-        """Actions, with the log-probabilities and values that a rollout stores beside them."""
+        """Actions, with the log-probabilities and values that a rollout stores with them."""
         out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
         return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 

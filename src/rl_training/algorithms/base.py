@@ -40,7 +40,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class ActOutput:
-    """Actions [N, ...], what is stored beside them (logprobs, values, ...), and recurrent state."""
+    """Actions [N, ...], what is stored with them (logprobs, values, ...), and recurrent state."""
 
     actions: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Algorithm(nn.Module):
         return self.synonyms.get(name, name) in self.numbers
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Counters and generator, beside the tensors of `state_dict`."""
+        """Counters and generator, besides the tensors of `state_dict`."""
         device = self.generator.device.type
         return {"num_updates": self.num_updates, "device": device, "generator": self.generator.get_state()}
 

@@ -22,7 +22,7 @@ from rl_training.errors import UserError
 
 
 class FQF(QLearning):
-    """The learner; `q_network` has `propose` and a `fraction_layer` beside what IQN asks for (see `MLPFQFNetwork`)."""
+    """The learner; `q_network` has `propose` and a `fraction_layer` besides what IQN asks for (see `MLPFQFNetwork`)."""
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, fraction_learning_rate: float = 2.5e-9,

@@ -117,7 +117,7 @@ class QLearning(Algorithm):
         return {"noise": self.q_network.draw_noise(3, self.generator)} if self.noisy else {}
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch with discounts folded in and the draws beside it: all that `critic_step` reads."""
+        """The batch with discounts folded in and the draws added: all that `critic_step` reads."""
         rows = {name: batch[name] for name in COLUMNS if name in batch}
         rows["actions"] = batch["actions"].long()
         rows["discounts"] = fold_discounts(batch, self.gamma)

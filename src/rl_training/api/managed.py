@@ -86,7 +86,7 @@ class ManagedAlgorithm:
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
         """The environment's action for an observation, or actions for a batch.
 
-        Every call starts afresh: a policy with memory (Dreamer) acts as at the first step of an episode; to play whole
+        Every call starts a new episode: a policy with memory (Dreamer) acts as at the first step of an episode; to play whole
         ones use `actor()`. `action_mask` is as the environment's `info` has it, for a batch one per observation; None
         allows every action.
         """

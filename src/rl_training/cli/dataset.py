@@ -276,7 +276,7 @@ def convert(
 
 
 def minari_options(dataset: TransitionDataset, source: str, env: str | None) -> dict[str, Any]:
-    """The environment that Minari stores beside the data; its spaces alone where Gymnasium cannot make it by name."""
+    """The environment that Minari stores with the data; its spaces alone where Gymnasium cannot make it by name."""
     from rl_training.runtime.recording import recipe_of, spaces_of
 
     recipe = recipe_of(dataset, env)

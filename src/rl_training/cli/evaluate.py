@@ -32,7 +32,7 @@ def evaluate(
     seed: Annotated[Text, option("Seed of the episodes; else the run's.", metavar="N")] = None,
     render: Annotated[bool, option("Show the episodes in a window.", "--render")] = False,
     record_video: Annotated[Text, option("Write one video per episode.", metavar="DIR")] = None,
-    imagine: Annotated[bool, option("Draw what the world model expects, beside the checkpoint.", "--imagine")] = False,
+    imagine: Annotated[bool, option("Draw what the world model expects, next to the checkpoint.", "--imagine")] = False,
     env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:

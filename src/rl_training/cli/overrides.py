@@ -40,7 +40,7 @@ def starting_point(config: str | None, algo: str | None, env: str | None) -> dic
 
     if config is not None:
         if algo is not None or env is not None:
-            raise UserError("--config cannot stand beside --algo or --env; use --set env_id=ID to change a config.")
+            raise UserError("--config cannot be combined with --algo or --env; use --set env_id=ID to change a config.")
         return read_yaml(config)
     if algo is None or env is None:
         missing = "--config, or --algo with --env" if algo is env else "--env" if env is None else "--algo"

@@ -1,4 +1,4 @@
-"""`TransitionDataset`: recorded transitions as arrays, for learning without (or beside) an environment."""
+"""`TransitionDataset`: recorded transitions as arrays, for learning without an environment, or next to one."""
 
 from __future__ import annotations
 

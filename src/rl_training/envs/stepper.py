@@ -99,7 +99,7 @@ class Stepper:
         if not state:
             return []
         if state["format"] != self.engine.state_format or len(state["obs"]) != self.num_envs:
-            return [f"{self.spaces.env_id} has another engine or number of environments now; episodes start afresh."]
+            return [f"{self.spaces.env_id} has another engine or number of environments now; new episodes start."]
         self.obs, self.masks = self.engine.load_state_dict(state["engine"])
         self.is_first = np.array(state["is_first"])
         self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])

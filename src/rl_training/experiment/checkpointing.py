@@ -74,7 +74,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A hidden name beside `path` that becomes `path` when the block succeeds and disappears when it does not."""
+    """A hidden name next to `path` that becomes `path` when the block succeeds and disappears when it does not."""
     # Process and thread make the name unique among live writers; a killed one's successor with the same ids reuses it.
     temporary = path.with_name(f".{path.name}.{_host()}-{os.getpid()}-{threading.get_native_id()}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""The demonstrations lane: rollouts, with an expert's recorded steps beside each (GAIL)."""
+"""The demonstrations lane: rollouts, each together with recorded steps of an expert (GAIL)."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Params(StrictModel):
     def _fill_synonyms(cls, data: dict[str, Any]) -> dict[str, Any]:
         for other, name in cls.synonyms.items():
             default = cls.model_fields[other].default
-            if name in data and data.get(other, default) == default:  # runs once stored the default beside the other
+            if name in data and data.get(other, default) == default:  # runs once stored the default next to the other
                 data = {**data, other: data[name]}
             elif other in data and name not in data:
                 data = {**data, name: data[other]}

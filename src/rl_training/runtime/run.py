@@ -81,7 +81,7 @@ class RunState(StrictModel):
 
 
 class Run:
-    """The state of a run beside its algorithm and source, and everything that happens at a cadence."""
+    """The state of a run besides its algorithm and source, and everything that happens at a cadence."""
 
     def __init__(
         self, session: Session, run_dir: Path, *, callbacks: Iterable[Callback] = (), console: bool = False,

@@ -64,7 +64,7 @@ class TrainedPolicy:
         self._sessions: dict[tuple[int, bool], ActingSession] = {}
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
-        """The environment's action for one raw observation, or a batch for a batch; memory starts afresh.
+        """The environment's action for one raw observation, or a batch for a batch; memory starts empty.
 
         `action_mask` is as the environment's `info` has it, for a batch one per observation; None allows every action.
         """
