@@ -1,4 +1,4 @@
-"""Speed of the replay family next to Stable-Baselines3, sb3-contrib and Tianshou: `python benchmarks/compare_replay.py`.
+"""The replay family's speed next to Stable-Baselines3, sb3-contrib and Tianshou: run this file.
 
 Whole steps (environment, act, store, sample, update), one update per step, the same workload on both sides, in short
 runs turn about (see `sides.py`), at the better of 1 and 2 torch threads. A fourth process, the floor, runs nothing but

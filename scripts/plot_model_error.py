@@ -2,7 +2,7 @@
 
 `python scripts/plot_model_error.py CHECKPOINT [CHECKPOINT ...]` plays the checkpoint's policy in its environment, feeds
 the recorded actions to the model from states early in episodes (later ones may hardly move), and draws the error of
-what it predicts (RMS over the observation's dimensions, each in deviations of the recorded observations) next to that of
+what it predicts (RMS over the observation's dimensions, in deviations of the recorded observations) next to that of
 predicting no change.
 """
 

@@ -86,8 +86,8 @@ class ManagedAlgorithm:
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
         """The environment's action for an observation, or actions for a batch.
 
-        Every call starts a new episode: a policy with memory (Dreamer) acts as at the first step of an episode; to play whole
-        ones use `actor()`. `action_mask` is as the environment's `info` has it, for a batch one per observation; None
+        Every call starts a new episode, also for a policy with memory (Dreamer); to play whole episodes use
+        `actor()`. `action_mask` is as the environment's `info` has it, for a batch one per observation; None
         allows every action.
         """
         return self._loaded().predict(obs, deterministic, action_mask=action_mask)

@@ -110,8 +110,8 @@ def _discover() -> dict[str, AlgorithmSpec]:
         try:
             loaded = point.load()
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"the plugin {point.name} = {point.value} cannot be loaded ({reason}); fix or uninstall it.") from error
+            plugin, reason = f"{point.name} = {point.value}", f"{type(error).__name__}: {error}"
+            raise UserError(f"the plugin {plugin} cannot be loaded ({reason}); fix or uninstall it.") from error
         specs += loaded if isinstance(loaded, (list, tuple)) else [loaded]
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: (spec.year, spec.name))}
 
