@@ -48,6 +48,7 @@ ADDED_LATER = {
     "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,
     "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0,
 }  # fmt: skip
+ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms
 BAD = ("fail", "stale", "incomplete")
 
 Record = dict[str, Any]
@@ -146,7 +147,8 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
 
     plain = config.model_dump(mode="json", exclude=UNHASHED)
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
-    later = [name for name, value in params.items() if name in ADDED_LATER and value == ADDED_LATER[name]]
+    added = ADDED_LATER.keys() - set(ALWAYS_THERE.get(config.algo, ()))
+    later = [name for name, value in params.items() if name in added and value == ADDED_LATER[name]]
     plain["algo_kwargs"] = {name: value for name, value in params.items() if name not in later}
     text = json.dumps([plain, eval_episodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
