@@ -16,6 +16,7 @@ from rl_training.envs import episodes
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.episodes import ReplayableEpisodes
 from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.hidden_state import hidden_state
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode, Stepper
 from rl_training.errors import UserError
@@ -411,3 +412,13 @@ def test_actions_of_long_episodes_are_packed(monkeypatch: pytest.MonkeyPatch) ->
         assert env.actions().shape == (8, *shape)
         env.reset()
         assert len(env.actions()) == 0
+
+
+def test_hidden_state_tells_two_wrappers_of_one_class_apart() -> None:
+    inner = gym.wrappers.NormalizeReward(gym.make("CartPole-v1"))
+    outer = gym.wrappers.NormalizeReward(inner)
+    before = hidden_state(outer)
+    outer.return_rms.update(np.ones(3))
+    once = hidden_state(outer)
+    inner.return_rms.update(np.ones(3))
+    assert len({tuple(state.values()) for state in (before, once, hidden_state(outer))}) == 3

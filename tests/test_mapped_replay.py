@@ -144,6 +144,9 @@ def test_a_resume_writes_to_the_runs_own_folder_unless_it_is_told_where(tmp_path
     assert [path for path in resumed.run_dir.iterdir() if path.name.startswith("replay")] == []
 
     halfway.checkpoint_path.write_bytes(before)
+    resume_training(halfway.checkpoint_path, output_dir=tmp_path / "chosen", callbacks=[looks], console=False)
+    assert looks.place == tmp_path / "chosen"
+
     options = ["--checkpoint", str(halfway.checkpoint_path), "--set", f"replay_folder={named}"]
     result = CliRunner().invoke(app, ["resume", *options])
     assert result.exit_code == 0, result.output

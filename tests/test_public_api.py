@@ -65,6 +65,12 @@ def test_workflows_train_takes_what_the_classes_take(tmp_path: Path) -> None:
         train("ppo/nothing")
 
 
+def test_an_environment_that_is_named_replaces_that_of_the_config(tmp_path: Path) -> None:
+    result = train(tiny("ppo", tmp_path), env="Acrobot-v1", console=False)
+    assert yaml.safe_load((result.run_dir / "config.yaml").read_text())["env_id"] == "Acrobot-v1"
+    assert "Acrobot" in result.run_dir.name
+
+
 def test_a_path_may_be_a_pathlib_path(tmp_path: Path) -> None:
     config = TrainConfig(
         algo="dqn", env_id="CartPole-v1", total_timesteps=64, eval_episodes=0, output_dir=tmp_path / "runs",

@@ -308,7 +308,7 @@ def test_the_estimate_agrees_with_what_is_allocated() -> None:
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_memory, "available_memory", lambda: 10**9)
-    sentence = r"28\.2 GB = obs \(1000001 x 1 x 4 x 84 x 84 uint8\).*but only 1 GB of memory are free; .*disk\.$"
+    sentence = r"28\.2 GB = obs \(1000001 x 1 x 4 x 84 x 84 uint8\).*but only 1 GB of memory is free; .*disk\.$"
     with pytest.raises(UserError, match=sentence):
         ReplayBuffer(1_000_000, obs_shape=(4, 84, 84), obs_dtype="uint8")
 

@@ -95,7 +95,7 @@ def test_a_process_that_ends_is_told_with_how_it_ended(act: str, how: str) -> No
             workers.call("act")
         assert str(error.value).startswith("the environment mine failed: ")
         assert how in str(error.value)
-        with pytest.raises(EnvironmentFailure, match="has no workers any more"):
+        with pytest.raises(EnvironmentFailure, match="has lost its worker processes"):
             workers.call("act")
 
 

@@ -86,9 +86,9 @@ class ManagedAlgorithm:
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
         """The environment's action for an observation, or actions for a batch.
 
-        Every call starts a new episode, also for a policy with memory (Dreamer); to play whole episodes use
-        `actor()`. `action_mask` is as the environment's `info` has it, for a batch one per observation; None
-        allows every action.
+        Every call is treated as the first step of an episode; to play episodes with a policy that has memory
+        (Dreamer) use `actor()`. `action_mask` is as the environment's `info` has it, for a batch one per
+        observation; None allows every action.
         """
         return self._loaded().predict(obs, deterministic, action_mask=action_mask)
 

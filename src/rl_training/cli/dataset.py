@@ -86,7 +86,7 @@ def check_choice(
     if random and env is None:
         raise UserError("--random needs --env, the environment to act in.")
     if from_replay and not random and env is not None:
-        raise UserError("--env has no meaning with --from-replay; no environment is stepped.")
+        raise UserError("--env cannot be used with --from-replay; no environment is stepped.")
     if random and (from_replay or stochastic):
         raise UserError(f"{'--from-replay' if from_replay else '--stochastic'} needs --checkpoint instead of --random.")
     if from_replay and (stochastic or seed is not None):

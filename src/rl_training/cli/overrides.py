@@ -29,7 +29,8 @@ def build_config(
     changed.update(given)
     where = config or f"{algo} on {env}"
     built = validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
-    named = built.env_id if config is None or built.env_id != data.get("env_id") else None
+    says = config is None or any(setting.partition("=")[0].strip() == "env_id" for setting in settings or ())
+    named = built.env_id if says else None
     name_environment(named, modules)
     return built.naming(*(modules or ()), *([] if named is None else [named]))
 

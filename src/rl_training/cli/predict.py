@@ -23,7 +23,7 @@ def predict(
 ) -> None:
     """Print the action for an observation as JSON; a batch gives a batch.
 
-    Every call starts a new episode; play a policy with memory (dreamer) with `actor()` in Python.
+    Every call is treated as the first step of an episode; in Python `actor()` keeps a policy's memory (dreamer).
     """
     observation = read_values("--obs", obs, "an observation looks like [0.1, 0.2]")
     mask = None if action_mask is None else read_values("--action-mask", action_mask, "a mask looks like [1, 0, 1]")

@@ -237,7 +237,7 @@ def refuse_too_large(path: str | Path, claimed: int, share: float = 1.0) -> None
         )
     if free is not None and share * claimed > free:
         needed = format_bytes(share * claimed)
-        raise UserError(f"{path} needs {needed} of memory, but only {format_bytes(free)} are free.")
+        raise UserError(f"{path} needs {needed} of memory, but only {format_bytes(free)} is free.")
 
 
 def _flat(array: Array, name: str, source: str) -> Array:

@@ -146,7 +146,7 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
     if free is None or need <= free:
         return
     raise UserError(
-        f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} are free; "
+        f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
         "lower buffer_capacity, store stacked frames once (frame_stack), or map the storage to a folder on a disk."
     )
 

@@ -203,7 +203,7 @@ def _looks_like_entry_point(env_id: str) -> bool:
 
 def _import_entry_point(env_id: str, named_by_user: bool) -> Callable[..., Env]:
     module_name, _, name = env_id.partition(":")
-    hint = "" if named_by_user else f"; a module of this folder needs --import {module_name}"
+    hint = "" if named_by_user else f"; to use a module in this folder, add --import {module_name}"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

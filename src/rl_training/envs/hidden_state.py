@@ -30,8 +30,11 @@ def hidden_state(env: gym.Env[Any, Any]) -> dict[str, int]:
     while layer is not None:
         if not isinstance(layer, REPORTERS):
             for name, value in list(vars(layer).items()):
+                key = f"{type(layer).__name__}.{name.lstrip('_')}"
+                while key in sums:  # another wrapper of the same class
+                    key += "'"
                 if name not in UNREAD:
-                    sums[f"{type(layer).__name__}.{name.lstrip('_')}"] = checksum(value)
+                    sums[key] = checksum(value)
         layer = layer.env if isinstance(layer, gym.Wrapper) else None
     return sums
 

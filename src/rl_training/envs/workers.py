@@ -119,7 +119,7 @@ class Workers:
     def call_pickled(self, request: bytes, timeout: float | None = None) -> list[Any]:
         """`call`, with (method, arguments) pickled before."""
         if self._busy or not self._workers:
-            raise EnvironmentFailure.of(self.name, "was interrupted" if self._busy else "has no workers any more")
+            raise EnvironmentFailure.of(self.name, "was interrupted" if self._busy else "has lost its worker processes")
         try:
             return self._exchange([request] * self.count, timeout or self.timeout)
         except (EnvironmentFailure, UserError):

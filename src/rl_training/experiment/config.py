@@ -91,7 +91,7 @@ class TrainConfig(StrictModel):
         if isinstance(self.threads, int) and not 1 <= self.threads <= 1024:
             raise ValueError(f"threads is {self.threads}; it must be auto or from 1 to 1024")
         if self.vectorization == "async" and self.num_envs > MOST_PROCESSES:
-            raise ValueError(f"num_envs is {self.num_envs}; async runs a process for each, of at most {MOST_PROCESSES}")
+            raise ValueError(f"num_envs is {self.num_envs}; async runs a process for each, at most {MOST_PROCESSES}")
         for name in ("benchmark", "env_kwargs"):  # the algorithm checks its own
             check_plain(getattr(self, name), name)
         return self

@@ -147,7 +147,7 @@ class TwoHotHead(nn.Module):
         nn.init.zeros_(self.network[-1].weight)  # type: ignore[arg-type]
         self.bins: Tensor
         steps = torch.linspace(-BIN_LIMIT, BIN_LIMIT, num_bins)
-        self.register_buffer("bins", symexp((steps - steps.flip(0)) / 2.0), persistent=False)  # exactly antisymmetric
+        self.register_buffer("bins", symexp((steps - steps.flip(0)) / 2.0))  # exactly antisymmetric
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits [..., F] -> [..., K]."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -86,22 +87,26 @@ def reuses_arrays(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> bool:
         env.close()
 
 
-def make_stepper(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int, vectorization: str) -> Stepper:
+def make_stepper(
+    recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int, vectorization: str, worker_timeout: float = 300.0
+) -> Stepper:
     """A stepper over new environments."""
-    return Stepper(make_engine(recipe, spaces, num_envs, seed, vectorization), spaces, num_envs)
+    return Stepper(make_engine(recipe, spaces, num_envs, seed, vectorization, worker_timeout), spaces, num_envs)
 
 
 def compare_restored(
-    recipe: EnvRecipe, spaces: EnvSpaces, seed: int, before: int, after: int
-) -> tuple[list[str], list[str]]:
+    recipe: EnvRecipe, spaces: EnvSpaces, seed: int, before: int, after: int, vectorization: str = "sync",
+    worker_timeout: float = 300.0,
+) -> tuple[list[str], list[str]]:  # fmt: skip
     """Play `before` steps, restore a new copy from there, play `after` more in both, through every reset.
 
     Returns what a learner would see differ, and attributes of the environment that do; nothing: a resume is exact.
     """
-    original, copy = (make_stepper(recipe, spaces, seed, 1, "sync") for _ in range(2))
     rng = np.random.default_rng(seed)
     begun = time.perf_counter()
-    try:
+    with ExitStack() as opened:
+        makers = [partial(make_stepper, recipe, spaces, seed, 1, vectorization, worker_timeout)] * 2
+        original, copy = (opened.enter_context(closing(make())) for make in makers)
         original.start()
         for _ in range(before):
             original.step(sample_actions(spaces, rng, 1, original.masks))
@@ -121,7 +126,4 @@ def compare_restored(
                 "last observation": (one.final_obs, other.final_obs), "action mask": (one.masks, other.masks),
             }  # fmt: skip
             seen = [name for name, (a, b) in pairs.items() if not np.array_equal(a, b)]
-    finally:
-        original.close()
-        copy.close()
     return seen, hidden

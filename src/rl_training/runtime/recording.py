@@ -110,7 +110,7 @@ def check_room(num_steps: int, spaces: EnvSpaces) -> None:
     free = available_memory()
     if free is not None and sum(spec.nbytes for spec in specs.values()) > free:
         raise UserError(
-            f"{num_steps} steps need {explain_bytes(specs)}, but only {format_bytes(free)} of memory are free."
+            f"{num_steps} steps need {explain_bytes(specs)}, but only {format_bytes(free)} of memory is free."
         )
 
 

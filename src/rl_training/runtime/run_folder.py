@@ -99,7 +99,7 @@ def _take_lock(path: Path) -> int:
                 holder = _read_holder(descriptor)
                 who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
                 raise UserError(
-                    f"{path.parent} is in use by {who}, which trains in it; wait for its end or give --output-dir "
+                    f"{path.parent} is in use: {who} is training in it; wait until it ends or give --output-dir "
                     f"(if it is gone, delete {path.name} there)."
                 )
             if os.fstat(descriptor).st_nlink:

@@ -103,11 +103,12 @@ def plain_action(action: Any) -> Any:
 
 
 def read_config(config: AnyConfig, env: UserEnv | None) -> TrainConfig:
-    """The config as `load_config` reads it; a mapping needs no env_id where the user gives the environment."""
+    """The config as `load_config` reads it, of the environment that the user names or makes, where one is given."""
     if isinstance(config, Mapping) and env is not None:
         name = env if isinstance(env, str) else getattr(env, "__name__", "")
         config = {"env_id": name if isinstance(env, str) or name.isidentifier() else "custom", **config}
-    return load_config(config)
+    loaded = load_config(config)
+    return loaded.model_copy(update={"env_id": env}).naming(env) if isinstance(env, str) else loaded
 
 
 @threads_restored()
@@ -371,7 +372,7 @@ def restore_session(
     state = validate(RunState, tree["run"], f"{path}, run")
     config, notes = change_config(stored, wanted, force=force)
     if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
-        config, note = keep_replay_at_home(config, Path(path))
+        config, note = keep_replay_at_home(config, Path(path), elsewhere="output_dir" in wanted)
         notes += note
     if config.total_timesteps != stored.total_timesteps and config.total_timesteps < state.step:
         raise UserError(
@@ -407,10 +408,14 @@ def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
     return [f"this machine is another one ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
 
 
-def keep_replay_at_home(config: TrainConfig, checkpoint: Path) -> tuple[TrainConfig, list[str]]:
-    """A mapped buffer's files in the run's own folder: a checkpoint must not decide where a resume writes."""
+def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: bool) -> tuple[TrainConfig, list[str]]:
+    """A mapped buffer's files in the run's own folder, or in `output_dir` where the user gives one: `elsewhere`.
+
+    A checkpoint must not decide where a resume writes.
+    """
     named = config.algo_kwargs.get("replay_folder")
     home = str(run_dir_of(checkpoint) or TrainConfig.model_fields["output_dir"].default)
+    home = config.output_dir if elsewhere else home
     if named in (None, home):
         return config, []
     note = f"the replay buffer is mapped to files in {home}; --set replay_folder={named} puts them where they were"
@@ -442,14 +447,15 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
     if not any(episode["episode"] > 0 for episode in episodes):
         return []
     try:
-        seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, before=330, after=100)
+        where = session.config.vectorization, session.config.worker_timeout
+        seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
     except Exception as error:  # of environments made only to look at them
         reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
-        return [f"{reason}, so nobody knows whether this resume is exact."]
+        return [f"{reason}, so whether this resume is exact is unknown."]
     if not seen:
         return []
     return [
-        f"{session.spaces.env_id} did not replay to the stored {seen[0]} in a trial with random actions, because "
+        f"{session.spaces.env_id} came to a different {seen[0]} when it was restored in a trial with random actions: "
         "something carries over from one episode to the next, so this resume is not exact."
     ]
 
