@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 from rl_training.envs.episodes import ReplayableEpisodes
-from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.factory import EnvRecipe, close_all, make_env
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.workers import Workers
@@ -130,14 +130,10 @@ class SyncEngine:
 
     def close(self) -> None:
         """Close every environment; what one raises then is told, unless it broke before and that was."""
-        envs, self.envs, failures = self.envs, [], []
-        for env in envs:
-            try:
-                env.close()
-            except (Exception, SystemExit) as error:
-                failures.append(error)
-        if failures and not self._broken:
-            raise self._failure(failures[0]) from failures[0]
+        envs, self.envs = self.envs, []
+        error = close_all(envs)
+        if error is not None and not self._broken:
+            raise self._failure(error) from error
 
 
 class AsyncEngine:

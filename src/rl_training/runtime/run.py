@@ -112,7 +112,9 @@ class Run:
             run_dir, console=console, total_steps=self.config.total_timesteps, append=restored is not None,
             resume_step=self.step,
         )  # fmt: skip
-        self.evaluator = Evaluator(session.recipe, session.spaces, self.config.seed, check=self._check_signal)
+        self.evaluator = Evaluator(
+            session.recipe, session.spaces, self.config.seed, check=self._check_signal, warn=self.logger.message
+        )
         self._machine = describe_machine(self.config)
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
