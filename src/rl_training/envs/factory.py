@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -288,7 +289,8 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
             normalize_rewards=options.normalize_reward,
         )
     finally:
-        env.close()
+        with suppress(Exception, SystemExit):  # a run that closes it says so
+            env.close()
     if spaces.obs_kind == "image" and spaces.normalize_observations:
         raise UserError(
             f"env_kwargs.wrappers.normalize_observation is for vectors; the images of {recipe.env_id} "
