@@ -309,7 +309,8 @@ def test_environments_that_are_gone_when_the_run_saves_do_not_keep_it_from_savin
                 monkeypatch.setattr(SyncEngine, "state_dict", fail(ConnectionResetError))
                 ask_to_stop()
 
-    stopped = train(hooked(tmp_path), callbacks=[Die()], console=False)
+    with pytest.warns(UserWarning, match="^on purpose"):
+        stopped = train(hooked(tmp_path), callbacks=[Die()], console=False)
     state = load_checkpoint(stopped.checkpoint_path)["run"]
     assert (stopped.metrics["stop_reason"], state["step"], state["abandoned"]) == ("SIGTERM", 64, True)
     monkeypatch.undo()

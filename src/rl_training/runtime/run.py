@@ -351,9 +351,10 @@ class Run:
         session = self.session
         try:
             source = session.source.state_dict()
-        except Exception:  # of an environment that is gone, for example: the next turn will say so
+        except Exception as error:  # of an environment that is gone, for example
             if self.abandoned or not session.stepper.started:
                 raise
+            self.logger.message(f"warning: {error}")
             self._abandon_turn()
             source = session.source.state_dict()
         if not replay:
