@@ -563,6 +563,22 @@ def test_an_environment_that_never_closes_is_left_once_a_signal_asked_for_the_en
     assert result.metrics["global_step"] == 128
 
 
+def test_environments_that_never_close_after_a_signal_in_an_evaluation_are_left(
+    tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the evaluation, and those of training."""
+    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+    hook_at(129, stall)  # the first step of the last evaluation
+
+    class Break(Callback):
+        def on_start(self, run: Run) -> None:
+            monkeypatch.setattr(Hooked, "close", lambda *_: signal.pause())
+
+    with pytest.warns(UserWarning, match="Hooked took too long to close"):
+        result = train(hooked(tmp_path, eval_episodes=1), callbacks=[Break()], console=False)
+    assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("SIGTERM", 128)
+
+
 # ---- one process per folder ------------------------------------------------------------------------------------------
 
 

@@ -461,18 +461,18 @@ class Run:
             self._signal = number
             what = "this evaluation is dropped" if self._evaluating else "stopping after this update"
             self.logger.message(f"{what}; a checkpoint will be written (again to stop at once)")
-            if self._evaluating and can_leave(frame):
-                raise Interruption
             if hasattr(signal, "setitimer"):
                 previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
                 signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
+            if self._evaluating and can_leave(frame):
+                raise Interruption
 
         def abandon(number: int, frame: FrameType | None) -> None:
             if self._in_turn:
                 self._interruption = self.session.stepper.interruption = Interruption()
                 if can_leave(frame):
                     raise self._interruption
-            elif self._closing:
+            elif self._closing or (self._evaluating and can_leave(frame)):
                 raise Interruption
 
         previous: dict[int, Any] = {}
