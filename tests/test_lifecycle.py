@@ -27,9 +27,10 @@ from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime import run as run_module
-from rl_training.runtime import run_folder
+from rl_training.runtime import run_folder, workflows
 from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.run import Callback, Interruption, NotSaved, Run, TrainingFailure
+from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 NOT_EXACT = pytest.mark.filterwarnings("ignore:the turn under way is abandoned", "ignore:it was saved in the middle")
@@ -683,6 +684,29 @@ def test_a_folder_that_cannot_be_locked_is_one_sentence(stopped: TrainResult) ->
     (stopped.run_dir / ".lock").mkdir()
     with pytest.raises(UserError, match=r"cannot be written to \(Is a directory\); fix that, or give --output-dir\.$"):
         resume_training(stopped.checkpoint_path, console=False)
+
+
+@pytest.mark.parametrize("part", ["make_run_dir", "locked"])
+def test_a_run_without_a_folder_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(workflows, part, fail(OSError))
+    monkeypatch.setattr(SyncEngine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(OSError, match="on purpose"):
+        train(hooked(tmp_path), console=False)
+    assert len(closed) == 1
+
+
+def test_a_buffer_is_closed_though_the_environments_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(hooked(tmp_path, "dqn", kwargs={"replay_folder": str(tmp_path)}))
+    assert list(tmp_path.iterdir())
+    monkeypatch.setattr(SyncEngine, "close", fail())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        session.source.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_temporary_files_of_a_killed_run_go_at_the_next_start(stopped: TrainResult) -> None:
