@@ -18,6 +18,7 @@ from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
 
+REPLAY_SECONDS = 1.0  # for each step of an episode that a worker replays, besides worker_timeout
 STEP = pickle.dumps(("step", ()))
 
 
@@ -186,9 +187,9 @@ class AsyncEngine:
         return {"episodes": self.workers.call("episode_state")}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Replay every current episode, each in its own process; a worker may take its time for each of the steps."""
+        """Replay every current episode, each in its own process; a long one may take longer than a step."""
         longest = max(len(episode["actions"]) for episode in state["episodes"])
-        self.workers.call("restore_episode", state["episodes"], timeout=self.workers.timeout * (1 + longest))
+        self.workers.call("restore_episode", state["episodes"], extra=REPLAY_SECONDS * longest)
         return self._read(self.rows.obs), self._masks()
 
     def close(self) -> None:
