@@ -73,17 +73,18 @@ def play(fault: str, command: str, folder: Path, checkpoint: Path) -> Outcome:
     scratch.mkdir()
     name, _, vectorization = command.partition(" ")
     silence = SILENT if fault == "stalls" else LIMIT
+    evaluates = fault == "sys.exit in close" and name == "train"
     words = {
-        "train": f"train --algo a2c --env {ENV} --total-timesteps 160 --num-envs 2 --eval-episodes 0 --device cpu "
-        f"--output-dir {folder / 'runs'} --set algo_kwargs.num_steps=8 --set worker_timeout={silence} "
-        f"--set vectorization={vectorization}",
+        "train": f"train --algo a2c --env {ENV} --total-timesteps 160 --num-envs 2 --device cpu "
+        f"--eval-episodes {int(evaluates)} --set vectorization={vectorization} "
+        f"--output-dir {folder / 'runs'} --set algo_kwargs.num_steps=8 --set worker_timeout={silence}",
         "eval": f"eval --checkpoint {checkpoint} --num-episodes 30",
         "doctor": f"doctor --env {ENV} --algo a2c --set worker_timeout={silence}",
     }[name]  # fmt: skip
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {
         **os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch), "ZOO_FAULT": fault, "ZOO_MARK": str(mark),
-        "ZOO_AFTER": "3" if name == "eval" else "30", "COLUMNS": "400",
+        "ZOO_AFTER": "3" if name == "eval" or evaluates else "30", "COLUMNS": "400",
     }  # fmt: skip
     begun, signals = time.monotonic(), 0
     process = subprocess.Popen(
@@ -150,7 +151,7 @@ def judge(fault: str, command: str, outcome: Outcome, folder: Path) -> str:
         assert code == 0, text
         warned = name == "doctor" and "!" in text
         return "done, warns" if warned else "done"
-    if fault == "sys.exit in close" and name == "train":  # the run is over
+    if fault == "sys.exit in close" and name == "train":  # the evaluation counts, and the run is over
         assert code == 0, text
         assert re.search(f"warning: when it was closed, the environment {ENV} {WRONG[fault]}", text), text
         return "done, warns (0)"

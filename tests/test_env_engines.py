@@ -306,6 +306,16 @@ def test_a_state_from_before_the_first_step_is_a_fresh_start(tmp_path: Path) -> 
             assert_same(record(stepper, 5), record(other, 5))
 
 
+def test_abandoned_episodes_do_not_count_in_the_next_ones() -> None:
+    with opened("env_zoo:Misbehaves", length=5) as stepper:
+        record(stepper, 3)
+        stepper.abandon()
+        assert stepper.is_first.all()
+        stepper.start()
+        ended = [episode for _ in range(5) for episode in stepper.step(np.zeros(2, dtype=np.int64))[1]]
+        assert [episode.length for episode in ended] == [5, 5]
+
+
 def test_a_state_does_not_change_after_it_was_taken() -> None:
     for vectorization in ("sync", "native"):
         with opened("CartPole-v1", vectorization) as stepper, opened("CartPole-v1", vectorization) as other:

@@ -21,14 +21,16 @@ from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of,
 from rl_training.algorithms.a2c import A2C
 from rl_training.data.rings import TransitionRings
 from rl_training.envs.engines import SyncEngine
+from rl_training.envs.factory import read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime import run as run_module
-from rl_training.runtime import run_folder
+from rl_training.runtime import run_folder, workflows
 from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.run import Callback, NotSaved, Run, TrainingFailure
+from rl_training.runtime.run import Callback, Interruption, NotSaved, Run, TrainingFailure
+from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 NOT_EXACT = pytest.mark.filterwarnings("ignore:the turn under way is abandoned", "ignore:it was saved in the middle")
@@ -308,7 +310,8 @@ def test_environments_that_are_gone_when_the_run_saves_do_not_keep_it_from_savin
                 monkeypatch.setattr(SyncEngine, "state_dict", fail(ConnectionResetError))
                 ask_to_stop()
 
-    stopped = train(hooked(tmp_path), callbacks=[Die()], console=False)
+    with pytest.warns(UserWarning, match="^on purpose"):
+        stopped = train(hooked(tmp_path), callbacks=[Die()], console=False)
     state = load_checkpoint(stopped.checkpoint_path)["run"]
     assert (stopped.metrics["stop_reason"], state["step"], state["abandoned"]) == ("SIGTERM", 64, True)
     monkeypatch.undo()
@@ -495,6 +498,58 @@ def test_an_environment_that_raises_when_it_is_closed_is_a_warning(
     assert result.metrics["stop_reason"] == "total_timesteps"
 
 
+def broken_close(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> list[Hooked]:
+    """Let `close` of every environment raise; returns those that it was called on."""
+    closed: list[Hooked] = []
+
+    def close(env: Hooked) -> None:
+        closed.append(env)
+        raise kind("on purpose")
+
+    monkeypatch.setattr(Hooked, "close", close)
+    return closed
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_an_evaluation_whose_environments_raise_when_they_are_closed_counts_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    closed: list[Hooked] = []
+
+    class Break(Callback):
+        def on_start(self, run: Run) -> None:
+            nonlocal closed
+            closed = broken_close(monkeypatch, kind)
+
+        def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
+            monkeypatch.undo()
+
+    with pytest.warns(UserWarning, match="^when it was closed, the environment test_lifecycle:Hooked .*on purpose"):
+        result = train(
+            hooked(tmp_path, eval_episodes=3, kwargs={"eval_interval": 64}), callbacks=[Break()], console=False
+        )
+    assert len(closed) == 3
+    assert [row["step"] for row in rows_of(result.run_dir) if row["kind"] == "eval"] == [64, 128]
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_environments_that_raise_when_they_are_closed_do_not_hide_how_the_evaluation_ended(
+    tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch,
+    interrupted: bool,
+) -> None:  # fmt: skip
+    policy = train(hooked(tmp_path), console=False).policy
+    recipe = read_recipe("test_lifecycle:Hooked", {})
+    hook_at(5, fail(Interruption if interrupted else ValueError))
+    closed = broken_close(monkeypatch, SystemExit)
+    ending = pytest.raises(Interruption) if interrupted else pytest.raises(EnvironmentFailure, match="ValueError")
+    with ending:
+        Evaluator(recipe, policy.spaces, 0).evaluate(policy.algorithm, 3)
+    assert len(closed) == 3
+    with pytest.raises(EnvironmentFailure, match=r"Hooked called sys\.exit\(on purpose\)"):
+        Evaluator(recipe, policy.spaces, 0).evaluate(policy.algorithm, 3)
+    assert len(closed) == 6
+
+
 def test_an_environment_that_never_closes_is_left_once_a_signal_asked_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +562,22 @@ def test_an_environment_that_never_closes_is_left_once_a_signal_asked_for_the_en
     with pytest.warns(UserWarning, match="Hooked took too long to close"):
         result = train(hooked(tmp_path), callbacks=[Break()], console=False)
     assert result.metrics["global_step"] == 128
+
+
+def test_environments_that_never_close_after_a_signal_in_an_evaluation_are_left(
+    tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the evaluation, and those of training."""
+    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+    hook_at(129, stall)  # the first step of the last evaluation
+
+    class Break(Callback):
+        def on_start(self, run: Run) -> None:
+            monkeypatch.setattr(Hooked, "close", lambda *_: signal.pause())
+
+    with pytest.warns(UserWarning, match="Hooked took too long to close"):
+        result = train(hooked(tmp_path, eval_episodes=1), callbacks=[Break()], console=False)
+    assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("SIGTERM", 128)
 
 
 # ---- one process per folder ------------------------------------------------------------------------------------------
@@ -613,6 +684,29 @@ def test_a_folder_that_cannot_be_locked_is_one_sentence(stopped: TrainResult) ->
     (stopped.run_dir / ".lock").mkdir()
     with pytest.raises(UserError, match=r"cannot be written to \(Is a directory\); fix that, or give --output-dir\.$"):
         resume_training(stopped.checkpoint_path, console=False)
+
+
+@pytest.mark.parametrize("part", ["make_run_dir", "locked"])
+def test_a_run_without_a_folder_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(workflows, part, fail(OSError))
+    monkeypatch.setattr(SyncEngine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(OSError, match="on purpose"):
+        train(hooked(tmp_path), console=False)
+    assert len(closed) == 1
+
+
+def test_a_buffer_is_closed_though_the_environments_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(hooked(tmp_path, "dqn", kwargs={"replay_folder": str(tmp_path)}))
+    assert list(tmp_path.iterdir())
+    monkeypatch.setattr(SyncEngine, "close", fail())
+    with pytest.raises(RuntimeError, match="on purpose"):
+        session.source.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_temporary_files_of_a_killed_run_go_at_the_next_start(stopped: TrainResult) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,22 @@ def test_returns_are_discounted_sums_from_every_step(monkeypatch: pytest.MonkeyP
 def test_an_environment_that_breaks_while_it_is_measured_is_named() -> None:
     recipe = read_recipe("Rewarded", {"rewards": (float("nan"),)}, Rewarded)
     with pytest.raises(EnvironmentFailure, match="Rewarded"):
+        derive_support(recipe, probe_spaces(recipe), 0.5, 0)
+
+
+class LeavesIn(Rewarded):
+    """Calls sys.exit in the method that is named."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__((1.0,))
+        setattr(self, method, lambda *_: sys.exit(0))
+
+
+def test_an_environment_that_leaves_while_it_is_looked_at_does_not_end_the_command() -> None:
+    recipe = read_recipe("LeavesIn", {"method": "close"}, LeavesIn)
+    assert derive_support(recipe, probe_spaces(recipe), 0.5, 0) == derived(rewards=(1.0,))
+    recipe = read_recipe("LeavesIn", {"method": "step"}, LeavesIn)
+    with pytest.raises(EnvironmentFailure, match=r"LeavesIn called sys\.exit\(0\)"):
         derive_support(recipe, probe_spaces(recipe), 0.5, 0)
 
 

@@ -131,12 +131,34 @@ def test_a_silent_worker_ends_the_call_and_close_does_not_wait_for_it(monkeypatc
         assert not any(map(is_running, pids))
 
 
+def test_a_replay_has_a_second_for_every_step_besides_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[float, str]] = []
+    recipe = read_recipe("env_zoo:Misbehaves", {})
+    engine = make_engine(recipe, probe_spaces(recipe), 1, 0, "async", 300.0)
+    try:
+        engine.reset()
+        for _ in range(3):
+            engine.step(np.zeros(1, dtype=np.int64))
+        state, original = engine.state_dict(), Workers._exchange
+
+        def exchange(self: Workers, requests: list[bytes], timeout: float, limit: str) -> list[Any]:
+            waited.append((timeout, limit))
+            return original(self, requests, timeout, limit)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Workers, "_exchange", exchange)
+            engine.load_state_dict(state)
+    finally:
+        engine.close()
+    assert waited == [(303.0, "worker_timeout and 3 more")]
+
+
 def test_a_worker_stuck_in_close_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(workers_module, "LEAVE_SECONDS", 0.1)
     with running(maker(int, partial(time.sleep, 1000))) as workers:
         (pid,) = workers.call("pid")
-        with pytest.raises(WorkerFailure, match=r"gave no answer for 0\.2 seconds"):
+        with pytest.raises(WorkerFailure, match=r"gave no answer for 0\.2 seconds \(the limit for close\)"):
             workers.close()
         assert not is_running(pid)
 

@@ -12,12 +12,13 @@ import gymnasium as gym
 import numpy as np
 
 from rl_training.envs.episodes import ReplayableEpisodes
-from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.factory import EnvRecipe, close_all, make_env
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
 
+REPLAY_SECONDS = 1.0  # for each step of an episode that a worker replays, besides worker_timeout
 STEP = pickle.dumps(("step", ()))
 
 
@@ -130,14 +131,10 @@ class SyncEngine:
 
     def close(self) -> None:
         """Close every environment; what one raises then is told, unless it broke before and that was."""
-        envs, self.envs, failures = self.envs, [], []
-        for env in envs:
-            try:
-                env.close()
-            except (Exception, SystemExit) as error:
-                failures.append(error)
-        if failures and not self._broken:
-            raise self._failure(failures[0]) from failures[0]
+        envs, self.envs = self.envs, []
+        error = close_all(envs)
+        if error is not None and not self._broken:
+            raise self._failure(error) from error
 
 
 class AsyncEngine:
@@ -190,9 +187,9 @@ class AsyncEngine:
         return {"episodes": self.workers.call("episode_state")}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Replay every current episode, each in its own process; a worker may take its time for each of the steps."""
+        """Replay every current episode, each in its own process; a long one may take longer than a step."""
         longest = max(len(episode["actions"]) for episode in state["episodes"])
-        self.workers.call("restore_episode", state["episodes"], timeout=self.workers.timeout * (1 + longest))
+        self.workers.call("restore_episode", state["episodes"], extra=REPLAY_SECONDS * longest)
         return self._read(self.rows.obs), self._masks()
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -258,6 +259,17 @@ def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> En
     return gym.wrappers.TransformObservation(stacked, fold, gs.Box(low, high, dtype=space.dtype.type))
 
 
+def close_all(envs: Iterable[Env]) -> BaseException | None:
+    """Close every environment, whatever another one does then; returns the first thing that one raised."""
+    failures: list[BaseException] = []
+    for env in envs:
+        try:
+            env.close()
+        except (Exception, SystemExit) as error:
+            failures.append(error)
+    return failures[0] if failures else None
+
+
 def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
     """Make the environment once, look at it, and close it."""
     options = recipe.wrappers
@@ -277,7 +289,8 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
             normalize_rewards=options.normalize_reward,
         )
     finally:
-        env.close()
+        with suppress(Exception, SystemExit):  # a run that closes it says so
+            env.close()
     if spaces.obs_kind == "image" and spaces.normalize_observations:
         raise UserError(
             f"env_kwargs.wrappers.normalize_observation is for vectors; the images of {recipe.env_id} "

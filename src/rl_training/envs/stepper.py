@@ -123,7 +123,8 @@ class Stepper:
 
     def abandon(self) -> None:
         """Give up the episodes under way: the state is empty from now on, and new ones start."""
-        self.started = False
+        self.started, self.is_first = False, np.ones(self.num_envs, dtype=bool)
+        self._returns[:] = self._lengths[:] = 0
 
     def close(self) -> None:
         """Close the environments."""

@@ -27,6 +27,7 @@ from rl_training.errors import EnvironmentFailure, UserError
 ENTRY = Path(__file__).with_name("worker_process.py")
 LOOK_EVERY = 0.5  # seconds between looks at the processes; the end of one is mostly seen at once, on its line
 CLOSE_SECONDS = 10.0  # for `close` of the objects
+TIMEOUT = "worker_timeout"  # the setting that most limits come from
 LEAVE_SECONDS = 2.0  # for a process to end after it, or after a failure
 
 
@@ -112,23 +113,27 @@ class Workers:
             self._end()
             raise
 
-    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
-        """Call a method of every object, all at once; the results in order."""
-        return self.call_pickled(pickle.dumps((method, arguments)), timeout)
+    def call(self, method: str, *arguments: Any, extra: float = 0.0) -> list[Any]:
+        """Call a method of every object, all at once, with `extra` seconds for it; the results in order."""
+        return self.call_pickled(pickle.dumps((method, arguments)), extra)
 
-    def call_pickled(self, request: bytes, timeout: float | None = None) -> list[Any]:
+    def call_pickled(self, request: bytes, extra: float = 0.0) -> list[Any]:
         """`call`, with (method, arguments) pickled before."""
         if self._busy or not self._workers:
             raise EnvironmentFailure.of(self.name, "was interrupted" if self._busy else "has lost its worker processes")
         try:
-            return self._exchange([request] * self.count, timeout or self.timeout)
+            limit = f"{TIMEOUT} and {extra:g} more" if extra else TIMEOUT
+            return self._exchange([request] * self.count, self.timeout + extra, limit)
         except (EnvironmentFailure, UserError):
             with suppress(EnvironmentFailure, UserError):  # the first failure is the one to tell
                 self.close()
             raise
 
-    def _exchange(self, requests: list[bytes], timeout: float) -> list[Any]:
-        """Send each worker its request, and wait for every answer, or for the first thing that goes wrong."""
+    def _exchange(self, requests: list[bytes], timeout: float, limit: str = TIMEOUT) -> list[Any]:
+        """Send each worker its request, and wait for every answer, or for the first thing that goes wrong.
+
+        `limit` says where the timeout comes from.
+        """
         deadline = time.monotonic() + timeout
         self._busy.update(range(self.count))
         for index, request in enumerate(requests):
@@ -144,7 +149,7 @@ class Workers:
                 index = self._index_of[line]
                 results[index] = self._take_answer(index)
             if not ready:
-                self._look_at_processes(deadline, timeout)
+                self._look_at_processes(deadline, timeout, limit)
         return results
 
     def _take_answer(self, index: int) -> Any:
@@ -162,13 +167,13 @@ class Workers:
         except (EOFError, OSError):
             raise self._ended(index) from None
 
-    def _look_at_processes(self, deadline: float, timeout: float) -> None:
+    def _look_at_processes(self, deadline: float, timeout: float, limit: str) -> None:
         """Find a process that ended while something that it started holds its line, or that takes too long."""
         for index in sorted(self._busy):
             if self._workers[index].process.poll() is not None:
                 raise self._ended(index)
             if time.monotonic() > deadline:
-                raise self._silent(index, timeout)
+                raise self._silent(index, timeout, limit)
 
     def _raised(self, index: int, error: dict[str, Any]) -> Exception:
         if error["module"] == UserError.__module__:  # a sentence already
@@ -183,8 +188,8 @@ class Workers:
     def _ended(self, index: int) -> WorkerFailure:
         return self._failure(index, f"failed: its process {self._workers[index].describe_end()}")
 
-    def _silent(self, index: int, seconds: float) -> WorkerFailure:
-        return self._failure(index, f"gave no answer for {seconds:g} seconds (worker_timeout)")
+    def _silent(self, index: int, seconds: float, limit: str = TIMEOUT) -> WorkerFailure:
+        return self._failure(index, f"gave no answer for {seconds:g} seconds ({limit})")
 
     def _failure(self, index: int, what: str) -> WorkerFailure:
         return WorkerFailure(self._in_worker(index, str(EnvironmentFailure.of(self.name, what))))
@@ -199,7 +204,7 @@ class Workers:
         """End every process, in good order where all are idle, else by force; again does nothing."""
         try:
             if self._workers and not self._busy:
-                self._exchange([pickle.dumps(("close", ()))] * self.count, CLOSE_SECONDS)
+                self._exchange([pickle.dumps(("close", ()))] * self.count, CLOSE_SECONDS, "the limit for close")
         finally:
             self._end()
 

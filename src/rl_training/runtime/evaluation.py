@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import Env, EnvRecipe, make_env
+from rl_training.envs.factory import Env, EnvRecipe, close_all, make_env
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.runtime.acting import ActingSession
@@ -47,22 +47,19 @@ class Evaluator:
     """
 
     def __init__(
-        self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, check: Callable[[], None] | None = None
-    ) -> None:
-        self.recipe, self.spaces, self.seed, self.check = recipe, spaces, seed, check
+        self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, check: Callable[[], None] | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.recipe, self.spaces, self.seed, self.check, self.warn = recipe, spaces, seed, check, warn
 
     def evaluate(self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True) -> EvaluationResult:
         """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only."""
         envs: list[Env] = []
-        try:
+        with closed_after(envs, self.spaces.env_id, self.warn):
             envs += (make_env(self.recipe, evaluation=True) for _ in range(min(episodes, MOST_SIDE_BY_SIDE)))
             return run_episodes(
                 envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic, check=self.check
             )
-        finally:
-            with failures_named(self.spaces.env_id):
-                for env in envs:
-                    env.close()
 
 
 def run_episodes(
@@ -120,6 +117,22 @@ def failures_named(env_id: str) -> Iterator[None]:
         raise EnvironmentFailure.raised(env_id, type(error).__name__, str(error)) from error
 
 
+@contextmanager
+def closed_after(envs: list[Env], env_id: str, warn: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Close every environment at the end; `warn` is told what one raises then, else it is raised."""
+    try:
+        yield
+    except BaseException:
+        close_all(envs)
+        raise
+    if (error := close_all(envs)) is None:
+        return
+    failure = EnvironmentFailure.raised(env_id, type(error).__name__, str(error))
+    if warn is None:
+        raise failure from error
+    warn(f"warning: when it was closed, {failure}")
+
+
 def record_video(
     recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, folder: Path, *,
     deterministic: bool = True,
@@ -142,9 +155,8 @@ def watch(
 ) -> EvaluationResult:
     """The same evaluation in a window."""
     env = make_env(recipe, evaluation=True, render_mode="human")
-    try:
-        return run_episodes([env], spaces, algorithm, episodes, seed, deterministic=deterministic)
-    except gym.error.DependencyNotInstalled as error:
-        raise UserError(f"a window needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
-    finally:
-        env.close()
+    with closed_after([env], spaces.env_id):
+        try:
+            return run_episodes([env], spaces, algorithm, episodes, seed, deterministic=deterministic)
+        except gym.error.DependencyNotInstalled as error:
+            raise UserError(f"a window needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None

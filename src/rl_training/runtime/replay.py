@@ -110,8 +110,10 @@ class BufferedSource:
 
     def close(self) -> None:
         """Close the environments, and remove the buffer's files: the checkpoint holds what is in them."""
-        self.stepper.close()
-        self.buffer.close()
+        try:
+            self.stepper.close()
+        finally:
+            self.buffer.close()
 
 
 class ReplaySource(BufferedSource):

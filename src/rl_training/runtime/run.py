@@ -112,7 +112,9 @@ class Run:
             run_dir, console=console, total_steps=self.config.total_timesteps, append=restored is not None,
             resume_step=self.step,
         )  # fmt: skip
-        self.evaluator = Evaluator(session.recipe, session.spaces, self.config.seed, check=self._check_signal)
+        self.evaluator = Evaluator(
+            session.recipe, session.spaces, self.config.seed, check=self._check_signal, warn=self.logger.message
+        )
         self._machine = describe_machine(self.config)
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
@@ -349,9 +351,10 @@ class Run:
         session = self.session
         try:
             source = session.source.state_dict()
-        except Exception:  # of an environment that is gone, for example: the next turn will say so
+        except Exception as error:  # of an environment that is gone, for example
             if self.abandoned or not session.stepper.started:
                 raise
+            self.logger.message(f"warning: {error}")
             self._abandon_turn()
             source = session.source.state_dict()
         if not replay:
@@ -458,18 +461,18 @@ class Run:
             self._signal = number
             what = "this evaluation is dropped" if self._evaluating else "stopping after this update"
             self.logger.message(f"{what}; a checkpoint will be written (again to stop at once)")
-            if self._evaluating and can_leave(frame):
-                raise Interruption
             if hasattr(signal, "setitimer"):
                 previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
                 signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
+            if self._evaluating and can_leave(frame):
+                raise Interruption
 
         def abandon(number: int, frame: FrameType | None) -> None:
             if self._in_turn:
                 self._interruption = self.session.stepper.interruption = Interruption()
                 if can_leave(frame):
                     raise self._interruption
-            elif self._closing:
+            elif self._closing or (self._evaluating and can_leave(frame)):
                 raise Interruption
 
         previous: dict[int, Any] = {}

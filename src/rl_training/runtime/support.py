@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -66,7 +67,8 @@ def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
     """
     env = make_env(recipe)
     declared, limit = getattr(env.unwrapped, "reward_range", None), getattr(env.spec, "max_episode_steps", None)
-    env.close()
+    with suppress(Exception, SystemExit):  # it was made only to be looked at
+        env.close()
     steps = limit or recipe.max_episode_steps or math.inf
     weight = min(steps, (1.0 - gamma**steps) / (1.0 - gamma) if gamma < 1.0 else STEPS)  # of a reward at every step
     if declared is not None and not recipe.wrappers.clip_reward and all(map(math.isfinite, declared)):
@@ -99,7 +101,7 @@ def random_returns(
                 begun, ended = len(rewards), ended + 1
                 if ended == EPISODES:
                     break
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvironmentFailure.raised(spaces.env_id, type(error).__name__, str(error)) from error
     if not all(map(math.isfinite, rewards)):
         raise EnvironmentFailure.not_finite(spaces.env_id, "a reward")

@@ -119,12 +119,13 @@ def train(
     """One run from the start; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
     told = read_callbacks(callbacks)
     session = open_session(read_config(config, env), env=env)
-    try:
-        run_dir = make_run_dir(session.config, run_suffix)
-    except UserError:
-        session.source.close()
-        raise
-    with locked(run_dir):
+    with ExitStack() as held:
+        try:
+            run_dir = make_run_dir(session.config, run_suffix)
+            held.enter_context(locked(run_dir))
+        except BaseException:
+            session.source.close()
+            raise
         return execute(session, run_dir, told, console)
 
 
