@@ -48,6 +48,7 @@ ADDED_LATER = {
     "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,
     "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0,
 }  # fmt: skip
+ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
 ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms
 BAD = ("fail", "stale", "incomplete")
 
@@ -147,8 +148,9 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
 
     plain = config.model_dump(mode="json", exclude=UNHASHED)
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
-    added = ADDED_LATER.keys() - set(ALWAYS_THERE.get(config.algo, ()))
-    later = [name for name, value in params.items() if name in added and value == ADDED_LATER[name]]
+    added = {**ADDED_LATER, **ADDED_TO.get(config.algo, {})}
+    always = ALWAYS_THERE.get(config.algo, ())
+    later = [name for name, value in params.items() if name not in always and added.get(name, ...) == value]
     plain["algo_kwargs"] = {name: value for name, value in params.items() if name not in later}
     text = json.dumps([plain, eval_episodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
