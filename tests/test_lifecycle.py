@@ -601,7 +601,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_a_second_process_is_told_who_is_in_the_folder_and_writes_nothing(tmp_path: Path) -> None:
     def resume(latest: Path) -> None:
         before = contents(tmp_path)
-        with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on {socket.gethostname()}, which"):
+        with pytest.raises(UserError, match=rf"is in use: process {os.getpid()} on {socket.gethostname()} is training"):
             resume_training(latest, console=False)
         assert contents(tmp_path) == before
         evaluate_checkpoint(latest, num_episodes=1)  # reading is free
@@ -653,7 +653,7 @@ def test_without_locks_the_process_in_the_file_counts(
         resume_training(stopped.checkpoint_path, total_timesteps=160, console=False)
         assert not path.exists()
         return
-    with pytest.raises(UserError, match=rf"in use by process {process} on {host}, .*delete \.lock there"):
+    with pytest.raises(UserError, match=rf"in use: process {process} on {host} is .*delete \.lock there"):
         resume_training(stopped.checkpoint_path, total_timesteps=160, console=False)
     assert path.exists()
 

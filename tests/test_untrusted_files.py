@@ -177,7 +177,7 @@ def test_a_function_that_the_user_names_works_and_so_do_the_commands_that_are_pr
 
 def test_importing_a_module_names_its_functions_for_a_config_too() -> None:
     Path("mine.yaml").write_text(yaml.safe_dump(tiny("ppo", Path("out"), env_id="mine:make").model_dump(mode="json")))
-    assert "needs --import mine" in refuse("train", "--config", "mine.yaml")
+    assert "add --import mine" in refuse("train", "--config", "mine.yaml")
     for words in next_commands(succeed("train", "--config", "mine.yaml", "--import", "mine")):
         assert words[3:5] == ["--import", "mine"]
         succeed(*words)
