@@ -218,7 +218,7 @@ def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     for number, (one, other) in enumerate(zip(*(play(recipe, spaces, seed, STEPS) for _ in range(2)), strict=True)):
         # a NaN in both is no difference; it is found as what it is
         same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one[:4], other[:4], strict=True))
-        if not same or checksum(one[4].get("action_mask")) != checksum(other[4].get("action_mask")):
+        if not same or checksum((one[4] or {}).get("action_mask")) != checksum((other[4] or {}).get("action_mask")):
             return Check("determinism", WARN, f"two copies with the same seed and actions differ at step {number}",
                          "Draw all randomness from self.np_random, seeded by super().reset(seed=seed).")  # fmt: skip
     return Check("determinism", OK, f"two copies agree in every value over {STEPS} steps")
