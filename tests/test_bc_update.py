@@ -16,7 +16,7 @@ from rl_training.algorithms.bc import BC, bc_loss
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.errors import UserError
 from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.dataset import DatasetSource
+from rl_training.runtime.lanes.dataset import DatasetSource
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
 from rollout_cases import KINDS, OBS_DIM, PLAIN_STEP, by_torch_distributions, gradient_of, make_policy, weights_of
@@ -108,7 +108,7 @@ def test_whole_episodes_are_held_out_and_continuous_actions_are_scaled(tmp_path:
 def test_a_look_at_held_out_data_sees_all_of_it_or_as_much_as_it_can_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr("rl_training.runtime.dataset.MOST_HELDOUT", most)
+    monkeypatch.setattr("rl_training.runtime.lanes.dataset.MOST_HELDOUT", most)
     session = open_session(bc(tmp_path, dataset_size=200))
     source = session.source
     source.close()

@@ -15,9 +15,9 @@ from rl_training.cli.main import app
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
-from rl_training.runtime import bench, doctor
 from rl_training.runtime.random_play import sample_actions
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
+from rl_training.tools import bench, doctor
 
 PPO = {"algo": "ppo", "env_id": "CartPole-v1", "total_timesteps": 256, "num_envs": 2, "eval_episodes": 0,
        "algo_kwargs": {"num_steps": 32, "minibatch_size": 32}}  # fmt: skip

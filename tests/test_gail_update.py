@@ -20,7 +20,7 @@ from rl_training.envs.factory import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
-from rl_training.runtime.demonstrations import DemonstrationSource, absorbing_steps, find_horizon
+from rl_training.runtime.lanes.demonstrations import DemonstrationSource, absorbing_steps, find_horizon
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
 from rollout_cases import KINDS, OBS_DIM, make_policy, make_rollout, weights_of

@@ -14,14 +14,14 @@ import env_zoo
 from resume_cases import tiny
 from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
-from rl_training.runtime.imagination import (
+from rl_training.runtime.workflows import load_algorithm, read_checkpoint, train
+from rl_training.tools.imagination import (
     cut_windows,
     draw_imagination,
     open_loop,
     open_loop_errors,
     window_starts,
 )
-from rl_training.runtime.workflows import load_algorithm, read_checkpoint, train
 
 torch.set_num_threads(1)
 

@@ -119,6 +119,30 @@ def test_runtime_knows_nothing_above_it() -> None:
     assert violations(files_of("runtime"), forbidden=above) == []
 
 
+TRAINERS = {module_name(path) for path in (PACKAGE / "runtime").glob("*_trainer.py")}
+EXTENDED = {"runtime.gail_trainer": {"runtime.ppo_trainer"}}  # a trainer that extends another
+
+
+def test_the_core_of_the_runtime_knows_no_lane_trainer_or_tool() -> None:
+    core = [path for path in (PACKAGE / "runtime").glob("*.py") if module_name(path) not in TRAINERS]
+    assert violations(core, forbidden={"runtime.lanes", "tools", *TRAINERS}) == []
+
+
+def test_lanes_know_no_trainer_and_no_tool() -> None:
+    assert violations(files_of("runtime.lanes"), forbidden={"tools", *TRAINERS}) == []
+
+
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+def test_trainers_know_no_tool_and_no_other_trainer(trainer: str) -> None:
+    others = TRAINERS - {trainer} - EXTENDED.get(trainer, set())
+    assert violations(files_of(trainer), forbidden={"tools", *others}) == []
+
+
+def test_only_the_command_line_knows_the_tools() -> None:
+    assert violations(files_of("tools"), forbidden={"api", "cli"}) == []
+    assert violations(files_of("experiment", "api"), forbidden={"tools"}) == []
+
+
 def test_the_high_experiment_modules_know_neither_api_nor_cli() -> None:
     files = files_of("experiment.registry", "experiment.default_manager")
     assert violations(files, forbidden={"api", "cli"}) == []
@@ -130,7 +154,7 @@ def test_api_knows_no_command_line() -> None:
 
 def test_every_folder_has_a_rule() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders == {"models", "data", "envs", "algorithms", "runtime", "experiment", "api", "cli"}
+    assert folders == {"models", "data", "envs", "algorithms", "runtime", "tools", "experiment", "api", "cli"}
     experiment = {module_name(path) for path in files_of("experiment")} - {"experiment"}
     assert experiment == {*LOW_EXPERIMENT, "experiment.registry", "experiment.default_manager"}
 

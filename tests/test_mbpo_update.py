@@ -23,8 +23,8 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
+from rl_training.runtime.lanes.model_rollouts import ModelReplaySource
 from rl_training.runtime.mbpo_trainer import MBPOParams
-from rl_training.runtime.model_rollouts import ModelReplaySource
 from rl_training.runtime.params import read_params
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train

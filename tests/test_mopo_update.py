@@ -17,7 +17,7 @@ from rl_training.envs.engines import make_engine
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime import session as session_module
-from rl_training.runtime.model_rollouts import ModelDatasetSource, build_learner
+from rl_training.runtime.lanes.model_rollouts import ModelDatasetSource, build_learner
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
 from test_mbpo_update import by_hand, make

@@ -19,8 +19,8 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.prior_data import DatasetKind, DatasetParams, PriorReplaySource, find_dataset
-from rl_training.runtime.recording import read_replay_buffer
+from rl_training.runtime.lanes.prior_data import DatasetKind, DatasetParams, PriorReplaySource, find_dataset
+from rl_training.runtime.lanes.recording import read_replay_buffer
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import predict_checkpoint, resume_training, train

@@ -18,9 +18,9 @@ from rl_training.algorithms.ops.distributional import outside_mass
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime import support
+from rl_training.runtime.lanes import support
+from rl_training.runtime.lanes.support import derive_support, random_returns
 from rl_training.runtime.session import open_session
-from rl_training.runtime.support import derive_support, random_returns
 from rl_training.runtime.workflows import resume_training, train
 
 HEADS = ["c51_dqn", "rainbow_dqn", "d4pg"]

@@ -19,7 +19,7 @@ from rl_training.errors import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rl_training.runtime.bench import Breakdown
+    from rl_training.tools.bench import Breakdown
 
 DEFAULT_SECONDS = 10.0
 BAR = 24
@@ -41,7 +41,7 @@ def bench(
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
         limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}
-    from rl_training.runtime.bench import benchmark
+    from rl_training.tools.bench import benchmark
 
     print_breakdown(make_console(), benchmark(built.model_copy(update=limits)))
 

@@ -12,7 +12,7 @@ from rl_training.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rl_training.runtime.doctor import Check
+    from rl_training.tools.doctor import Check
 
 NEEDED = ("torch", "gymnasium", "numpy", "pydantic", "PyYAML", "typer", "rich", "tensorboard")
 OPTIONAL = {
@@ -87,8 +87,8 @@ def _describe_package(name: str, extra: str, use: str) -> str:
 def _check_environment(console: Console, env: str, algo: str | None, settings: list[str], budget: str | None) -> None:
     from rl_training.cli.overrides import apply_settings, build_config
     from rl_training.envs.factory import probe_spaces, read_recipe
-    from rl_training.runtime import doctor as checks
     from rl_training.runtime.spec import get_algorithm_spec
+    from rl_training.tools import doctor as checks
 
     if algo is None:
         if outside := [setting for setting in settings if not setting.startswith("env_kwargs.")]:

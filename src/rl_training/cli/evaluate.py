@@ -48,7 +48,7 @@ def evaluate(
     path = find_checkpoint(checkpoint)
     pictures: list[Path] = []
     if imagine:
-        from rl_training.runtime.imagination import draw_imagination
+        from rl_training.tools.imagination import draw_imagination
 
         pictures = draw_imagination(path, Path(path).resolve().parent, seed=first, env=named)
     metrics = evaluate_checkpoint(

@@ -1,6 +1,6 @@
 """Worker processes: fresh interpreters that each hold one object, called by name; none can hang or outlive a run.
 
-What they do is the object's affair: `envs/remote.py` steps one environment, `runtime/doctor.py` plays one.
+What they do is the object's affair: `envs/remote.py` steps one environment, `tools/doctor.py` has one played.
 """
 
 from __future__ import annotations

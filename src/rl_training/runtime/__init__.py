@@ -1,1 +1,1 @@
-"""What runs: algorithm specs, sources of experience, the loop, evaluation and the workflows over checkpoints."""
+"""What runs: algorithm specs, trainers, the loop, evaluation and the workflows over checkpoints."""

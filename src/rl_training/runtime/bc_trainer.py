@@ -9,8 +9,8 @@ from pydantic import Field
 
 from rl_training.algorithms.bc import BC
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.dataset import DatasetLaneParams, DatasetSource
-from rl_training.runtime.rollouts import ACTION_KINDS, make_policy
+from rl_training.runtime.lanes.dataset import DatasetLaneParams, DatasetSource
+from rl_training.runtime.lanes.rollouts import ACTION_KINDS, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

@@ -10,11 +10,11 @@ from pydantic import Field
 from rl_training.algorithms.d4pg import D4PG
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_d4pg import MLPD4PGModel
-from rl_training.runtime.replay import ActorCriticRates, ReplaySource
-from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource
+from rl_training.runtime.lanes.rollouts import make_input
+from rl_training.runtime.lanes.support import SupportParams
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.support import SupportParams
 from rl_training.runtime.workflows import TrainResult, train_as
 
 

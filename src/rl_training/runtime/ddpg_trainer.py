@@ -10,8 +10,8 @@ from pydantic import Field
 from rl_training.algorithms.ddpg import DDPG
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_ddpg import MLPDDPGModel
-from rl_training.runtime.replay import ActorCriticRates, ReplaySource
-from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource
+from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

@@ -19,12 +19,12 @@ from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
+from rl_training.runtime.lanes.replay import ReplayParams, ReplaySource
+from rl_training.runtime.lanes.rollouts import make_input
+from rl_training.runtime.lanes.support import SupportParams
 from rl_training.runtime.params import WIDEST, Schedule
-from rl_training.runtime.replay import ReplayParams, ReplaySource
-from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.support import SupportParams
 from rl_training.runtime.workflows import TrainResult, train_as
 
 

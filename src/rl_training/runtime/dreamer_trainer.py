@@ -12,10 +12,10 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encoder, RewardHead, WorldModel
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
+from rl_training.runtime.lanes.rollouts import make_input
+from rl_training.runtime.lanes.sequences import SequenceParams, SequenceSource
 from rl_training.runtime.params import Activation
-from rl_training.runtime.rollouts import make_input
 from rl_training.runtime.run import Callback
-from rl_training.runtime.sequences import SequenceParams, SequenceSource
 from rl_training.runtime.spec import AlgorithmSpec, SourceContext
 from rl_training.runtime.workflows import TrainResult, train_as
 

@@ -11,10 +11,10 @@ from rl_training.algorithms.gail import GAIL
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
-from rl_training.runtime.demonstrations import DemonstrationSource, ExpertParams
+from rl_training.runtime.lanes.demonstrations import DemonstrationSource, ExpertParams
+from rl_training.runtime.lanes.rollouts import ACTION_KINDS
 from rl_training.runtime.ppo_trainer import PPOParams
 from rl_training.runtime.ppo_trainer import build as build_ppo
-from rl_training.runtime.rollouts import ACTION_KINDS
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

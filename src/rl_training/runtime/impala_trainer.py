@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.impala import IMPALA
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
+from rl_training.runtime.lanes.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

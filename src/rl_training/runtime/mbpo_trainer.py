@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.model_rollouts import ModelParams, ModelReplaySource, build_learner
-from rl_training.runtime.replay import ReplayParams
+from rl_training.runtime.lanes.model_rollouts import ModelParams, ModelReplaySource, build_learner
+from rl_training.runtime.lanes.replay import ReplayParams
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from rl_training.algorithms.mopo import MOPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.model_rollouts import ModelDatasetSource, ModelParams, build_learner
+from rl_training.runtime.lanes.model_rollouts import ModelDatasetSource, ModelParams, build_learner
+from rl_training.runtime.lanes.prior_data import DatasetKind, DatasetParams
 from rl_training.runtime.params import Activation, Params
-from rl_training.runtime.prior_data import DatasetKind, DatasetParams
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.rlpd import RLPD
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.prior_data import PriorDataParams, PriorReplaySource
-from rl_training.runtime.replay import DIVIDED_ONCE, ActorCriticRates
-from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.lanes.prior_data import PriorDataParams, PriorReplaySource
+from rl_training.runtime.lanes.replay import DIVIDED_ONCE, ActorCriticRates, TemperatureParams
+from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
-from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class RLPDParams(ActorCriticRates, PriorDataParams):
+class RLPDParams(TemperatureParams, ActorCriticRates, PriorDataParams):
     """Hyper-parameters of RLPD."""
 
     tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
-    alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
     target_entropy: float | None = Field(
         None, description="Entropy that auto holds; null is minus half the number of action dimensions."
     )
@@ -46,9 +44,9 @@ class RLPDParams(ActorCriticRates, PriorDataParams):
         return self
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also how a batch is divided, and SAC's."""
+        """Also how a batch is divided, and where the temperature starts."""
         start = {"initial_alpha": "it is where the tuned temperature starts"}
-        return super().fixed_numbers() | fixed_temperature(self.alpha) | start | {"offline_batch_ratio": DIVIDED_ONCE}
+        return super().fixed_numbers() | start | {"offline_batch_ratio": DIVIDED_ONCE}
 
 
 def build(params: RLPDParams, spaces: EnvSpaces) -> RLPD:

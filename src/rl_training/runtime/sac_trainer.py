@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from rl_training.algorithms.sac import SAC
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.replay import ActorCriticRates, ReplaySource
-from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource, TemperatureParams
+from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
 
 
-class SACParams(ActorCriticRates):
+class SACParams(TemperatureParams, ActorCriticRates):
     """Hyper-parameters of SAC."""
 
     tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
-    alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
-    target_entropy: float | None = Field(
-        None, description="Entropy that auto holds; null is minus the number of action dimensions."
-    )
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """Also the temperature while it is tuned, or else what tuning reads."""
-        return super().fixed_numbers() | fixed_temperature(self.alpha)
-
-
-def fixed_temperature(alpha: float | str) -> dict[str, str]:
-    """What no schedule can move of the temperature and what it is tuned by, and why."""
-    if alpha == "auto":
-        return {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
-    return {"target_entropy": f"alpha is {alpha}, and only 'auto' reads it"}
 
 
 def build(params: SACParams, spaces: EnvSpaces) -> SAC:

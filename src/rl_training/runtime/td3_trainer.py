@@ -10,8 +10,8 @@ from pydantic import Field
 from rl_training.algorithms.td3 import TD3
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_td3 import MLPTD3Model
-from rl_training.runtime.replay import ActorCriticRates, ReplaySource
-from rl_training.runtime.rollouts import make_input
+from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource
+from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.lanes.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.params import SCHEDULE
-from rl_training.runtime.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as

@@ -83,9 +83,7 @@ def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
     return (float(f"{low - edge:.3g}"), float(f"{high + edge:.3g}")) if edge else UNKNOWN
 
 
-def random_returns(
-    recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
-) -> tuple[list[float], list[float]]:
+def random_returns(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int) -> tuple[list[float], list[float]]:
     """Rewards of random play, and the discounted returns from every step of it."""
     rewards: list[float] = []
     returns: list[float] = []

@@ -21,7 +21,6 @@ from rl_training.envs.workers import WorkerFailure, Workers
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import format_duration
-from rl_training.runtime.bench import estimate_seconds, open_measured, storage_bytes
 from rl_training.runtime.random_play import (
     Player,
     compare_restored,
@@ -31,6 +30,7 @@ from rl_training.runtime.random_play import (
     sample_actions,
 )
 from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.tools.bench import estimate_seconds, open_measured, storage_bytes
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step

@@ -13,8 +13,8 @@ from torch import Tensor
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
+from rl_training.runtime.lanes.prior_data import DatasetParams, describe_origin, find_dataset
 from rl_training.runtime.params import Params
-from rl_training.runtime.prior_data import DatasetParams, describe_origin, find_dataset
 from rl_training.runtime.spec import Collected, SourceContext
 
 MOST_HELDOUT = 1024  # rows of one look at the held-out data

@@ -6,7 +6,7 @@ MBPO's real transitions are a replay buffer that grows, MOPO's a dataset.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -22,21 +22,19 @@ from rl_training.envs.terminations import known_termination
 from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.dataset import check_same_data
+from rl_training.runtime.lanes.dataset import check_same_data
+from rl_training.runtime.lanes.prior_data import describe_origin, find_dataset
+from rl_training.runtime.lanes.replay import DIVIDED_ONCE, ReplaySource, TemperatureParams
+from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.params import WIDEST, Params
-from rl_training.runtime.prior_data import describe_origin, find_dataset
-from rl_training.runtime.replay import DIVIDED_ONCE, ReplaySource
-from rl_training.runtime.rollouts import make_input
-from rl_training.runtime.sac_trainer import fixed_temperature
 from rl_training.runtime.spec import Collected, SourceContext
-from rl_training.validation import StrictModel
 
 CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
 Learner = TypeVar("Learner", bound=MBPO)
 KEYS = ("obs", "actions", "rewards", "next_obs", "dones")  # of a policy batch
 
 
-class ModelParams(StrictModel):
+class ModelParams(TemperatureParams):
     """Hyper-parameters of SAC on rollouts through a learned model; a part of `Params`."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
@@ -45,10 +43,6 @@ class ModelParams(StrictModel):
         3e-4, ge=0, le=10, description="Step size of actor, critics and temperature; learning_rate means the same."
     )
     tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
-    alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
-    target_entropy: float | None = Field(
-        None, description="Entropy that auto holds; null is minus the number of action dimensions."
-    )
     model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the model's Adam.")
     model_weight_decay: float = Field(
         0.0, ge=0, description="L2 of the model's weights, as a multiple of the published (2.5e-5 to 1e-4 by layer)."
@@ -86,9 +80,8 @@ class ModelParams(StrictModel):
         return self
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also how a batch is divided, and SAC's."""
-        inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
-        return inherited | fixed_temperature(self.alpha) | {"synthetic_batch_ratio": DIVIDED_ONCE}
+        """Also how a batch is divided."""
+        return super().fixed_numbers() | {"synthetic_batch_ratio": DIVIDED_ONCE}
 
     def check_new_run(self) -> None:
         """Refuse a buffer of imagined transitions that would keep only the ends of a round's rollouts."""

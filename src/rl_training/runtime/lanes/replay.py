@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Activation, Params, Schedule
 from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.validation import StrictModel
 
 # Why no schedule moves a number: the end of a sentence.
 LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between looks at `clipped_targets`, and when they are too much
@@ -75,6 +76,23 @@ class ActorCriticRates(ReplayParams):
         both = self.critic_learning_rate is not None and self.actor_learning_rate is not None
         unread = {"learning_rate": "critic_learning_rate and actor_learning_rate are given and go before it"}
         return super().fixed_numbers() | (unread if both and getattr(self, "alpha", None) != "auto" else {})
+
+
+class TemperatureParams(StrictModel):
+    """SAC's temperature, of every algorithm that contains SAC; a part of `Params`."""
+
+    alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
+    target_entropy: float | None = Field(
+        None, description="Entropy that auto holds; null is minus the number of action dimensions."
+    )
+
+    def fixed_numbers(self) -> dict[str, str]:
+        """Also the temperature while it is tuned, or else what tuning reads."""
+        fixed = {"target_entropy": f"alpha is {self.alpha}, and only 'auto' reads it"}
+        if self.alpha == "auto":
+            fixed = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
+        inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited | fixed
 
 
 class BufferedSource:

@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import RecurrentReplayBuffer
 from rl_training.envs.stepper import Episode
+from rl_training.runtime.lanes.replay import BufferedSource, first_actions
 from rl_training.runtime.params import Params
-from rl_training.runtime.replay import BufferedSource, first_actions
 from rl_training.runtime.spec import Collected, SourceContext
 
 

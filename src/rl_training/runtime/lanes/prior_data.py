@@ -16,8 +16,8 @@ from rl_training.data.loading import find_npz
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import EnvSpaces, in_words
 from rl_training.errors import UserError
-from rl_training.runtime.recording import read_policy_replay, spaces_of
-from rl_training.runtime.replay import ReplayParams, ReplaySource
+from rl_training.runtime.lanes.recording import read_policy_replay, spaces_of
+from rl_training.runtime.lanes.replay import ReplayParams, ReplaySource
 from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 

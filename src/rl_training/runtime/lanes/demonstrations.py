@@ -17,8 +17,8 @@ from rl_training.data import TransitionDataset
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.runtime.dataset import check_same_data
-from rl_training.runtime.prior_data import (
+from rl_training.runtime.lanes.dataset import check_same_data
+from rl_training.runtime.lanes.prior_data import (
     DataPath,
     DatasetKind,
     DatasetParams,
@@ -29,9 +29,9 @@ from rl_training.runtime.prior_data import (
     refuse_missing,
     refuse_unread,
 )
+from rl_training.runtime.lanes.recording import record_policy
+from rl_training.runtime.lanes.rollouts import RolloutSource
 from rl_training.runtime.random_play import play
-from rl_training.runtime.recording import record_policy
-from rl_training.runtime.rollouts import RolloutSource
 from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 
