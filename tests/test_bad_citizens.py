@@ -24,9 +24,9 @@ from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime import doctor
 from rl_training.runtime.random_play import sample_actions
 from rl_training.runtime.workflows import evaluate_checkpoint, read_checkpoint, train
+from rl_training.tools import doctor
 
 ENV = "env_zoo:Misbehaves"
 LIMIT = 120.0  # seconds for one command, its start and a stall of worker_timeout included
