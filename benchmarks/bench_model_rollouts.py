@@ -21,7 +21,7 @@ from rl_training.data.synthetic import SyntheticBuffer
 from rl_training.envs.terminations import never
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.lanes.model_rollouts import CHUNK
+from rl_training.stores.model_rollouts import CHUNK
 
 BUDGET = 200_000
 SIZES: dict[str, Any] = {"obs_dim": 3, "action_dim": 1}

@@ -13,6 +13,7 @@ from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoin
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.experiment.logging import read_metrics
 from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.session import Session
 from rl_training.runtime.spec import AlgorithmSpec, list_algorithm_specs
 from rl_training.runtime.workflows import TrainResult, resume_training, train
 
@@ -46,6 +47,12 @@ def tiny(algo: str, output_dir: Path, *, kwargs: dict[str, Any] | None = None, *
     return load_config(
         {"algo": algo, **plain, "output_dir": str(output_dir), **fields, "algo_kwargs": known | (kwargs or {})}
     )
+
+
+def take_steps(session: Session, step: int) -> int:
+    """The first half of a turn of the loop: collect and keep; returns the timesteps that it counts as."""
+    store = session.store
+    return store.add(session.collector.collect(session.behaviour, store.request(step)), step)
 
 
 class StopAt(Callback):

@@ -16,9 +16,9 @@ from rl_training.algorithms.bc import BC, bc_loss
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.errors import UserError
 from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.lanes.dataset import DatasetSource
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
+from rl_training.stores.dataset import DatasetStore
 from rollout_cases import KINDS, OBS_DIM, PLAIN_STEP, by_torch_distributions, gradient_of, make_policy, weights_of
 
 
@@ -95,52 +95,53 @@ def test_an_update_is_a_timestep_and_the_environment_is_never_stepped(tmp_path: 
 def test_whole_episodes_are_held_out_and_continuous_actions_are_scaled(tmp_path: Path) -> None:
     kwargs = {"dataset_kind": "npz", "dataset_path": "pendulum_expert.npz", "dataset_size": None}
     config = tiny("bc", tmp_path, env_id="Pendulum-v1", kwargs=kwargs)
-    source = open_session(config).source
-    source.close()
-    assert isinstance(source, DatasetSource)
-    assert (len(source.training), len(source.heldout)) == (1800, 200)
-    assert source.heldout.truncated.sum() == 1
+    session = open_session(config)
+    store = session.store
+    session.close()
+    assert isinstance(store, DatasetStore)
+    assert (len(store.training), len(store.heldout)) == (1800, 200)
+    assert store.heldout.truncated.sum() == 1
     stored = load_transition_dataset("npz", path="pendulum_expert.npz")
-    np.testing.assert_allclose(source.dataset.actions, stored.actions / 2.0, rtol=1e-6)  # torque in [-2, 2]
+    np.testing.assert_allclose(store.dataset.actions, stored.actions / 2.0, rtol=1e-6)  # torque in [-2, 2]
 
 
 @pytest.mark.parametrize("most", [1024, 4])
 def test_a_look_at_held_out_data_sees_all_of_it_or_as_much_as_it_can_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr("rl_training.runtime.lanes.dataset.MOST_HELDOUT", most)
+    monkeypatch.setattr("rl_training.stores.dataset.MOST_HELDOUT", most)
     session = open_session(bc(tmp_path, dataset_size=200))
-    source = session.source
-    source.close()
-    assert isinstance(source, DatasetSource)
-    held, training = ({tuple(row) for row in side.obs.tolist()} for side in (source.heldout, source.training))
+    store = session.store
+    session.close()
+    assert isinstance(store, DatasetStore)
+    held, training = ({tuple(row) for row in side.obs.tolist()} for side in (store.heldout, store.training))
     assert not held & training
     assert len(held) > 4
     looks = []
     for update in range(10):
-        ((_, batch),) = source.batches(session.algorithm, update)
+        ((_, batch),) = store.batches(session.algorithm, update)
         assert {tuple(row) for row in batch["obs"].tolist()} <= training
         if update % 5 == 0:
             looks.append(batch["heldout_obs"])
         assert ("heldout_obs" in batch) == (update % 5 == 0)
     for look in looks:
-        assert len(look) == min(most, len(source.heldout))
+        assert len(look) == min(most, len(store.heldout))
         assert {tuple(row) for row in look.tolist()} <= held
     if most == 1024:
-        assert np.array_equal(looks[0].numpy(), source.heldout.obs)
+        assert np.array_equal(looks[0].numpy(), store.heldout.obs)
 
 
 def test_a_look_does_not_change_which_rows_are_drawn_after_it(tmp_path: Path) -> None:
     """The batches of recorded runs come from a generator that draws for every look."""
     session = open_session(bc(tmp_path, dataset_size=200))
-    source: Any = session.source
-    source.close()
-    rng, count = np.random.default_rng(np.random.SeedSequence([3, 1])), len(source.heldout)
+    store: Any = session.store
+    session.close()
+    rng, count = np.random.default_rng(np.random.SeedSequence([3, 1])), len(store.heldout)
     for update in range(7):
-        expected = source.training.obs[rng.integers(0, len(source.training), 8)]
+        expected = store.training.obs[rng.integers(0, len(store.training), 8)]
         if update % 5 == 0:
             rng.integers(0, count, count)
-        ((_, batch),) = source.batches(session.algorithm, update)
+        ((_, batch),) = store.batches(session.algorithm, update)
         np.testing.assert_array_equal(batch["obs"].numpy(), expected)
 
 
@@ -153,12 +154,14 @@ def test_choices_are_not_read_as_real_numbers(tmp_path: Path) -> None:
 
 def test_data_of_another_version_is_taken_and_named(tmp_path: Path) -> None:
     kwargs = {"dataset_kind": "npz", "dataset_path": "cartpole_expert.npz", "dataset_size": None}
-    source = open_session(tiny("bc", tmp_path, env_id="CartPole-v0", kwargs=kwargs)).source
-    source.close()
-    assert source.describe().endswith("from cartpole_expert.npz (note: recorded in CartPole-v1, not in CartPole-v0)")
-    source = open_session(bc(tmp_path)).source
-    source.close()
-    assert source.describe().endswith("from random play")
+    session = open_session(tiny("bc", tmp_path, env_id="CartPole-v0", kwargs=kwargs))
+    store = session.store
+    session.close()
+    assert store.describe().endswith("from cartpole_expert.npz (note: recorded in CartPole-v1, not in CartPole-v0)")
+    session = open_session(bc(tmp_path))
+    store = session.store
+    session.close()
+    assert store.describe().endswith("from random play")
 
 
 def test_a_packaged_set_is_found_from_any_folder_and_a_file_of_that_name_comes_first(

@@ -18,8 +18,8 @@ from rl_training.cli.main import app
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime.lanes.recording import decode, record_policy
 from rl_training.runtime.workflows import train
+from rl_training.stores.recording import decode, record_policy
 
 ENVS = """
 import gymnasium as gym

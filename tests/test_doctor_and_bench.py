@@ -219,16 +219,19 @@ def tiny(algo: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("algo", TINY)
-def test_bytes_of_experience_are_those_of_the_sources_own_arrays(algo: str) -> None:
+def test_bytes_of_experience_are_those_of_the_arrays_that_hold_it(algo: str) -> None:
     session = bench.open_measured(tiny(algo))
-    source: Any = session.source
+    store: Any = session.store
     expected = {
-        "ppo": lambda: sum(v.nbytes for v in vars(source.storage).values() if isinstance(v, np.ndarray)),
-        "rlpd": lambda: source.buffer.nbytes + sum(v.nbytes for v in source.dataset.arrays().values()),
-        "mbpo": lambda: source.buffer.nbytes + source.rollouts.buffer.nbytes,
-        "bc": lambda: sum(v.nbytes for v in source.dataset.arrays().values()),
-    }.get(algo, lambda: source.buffer.nbytes)()
-    session.source.close()
+        "ppo": lambda: 0,
+        "rlpd": lambda: store.buffer.nbytes + sum(v.nbytes for v in store.dataset.arrays().values()),
+        "mbpo": lambda: store.buffer.nbytes + store.rollouts.buffer.nbytes,
+        "bc": lambda: sum(v.nbytes for v in store.dataset.arrays().values()),
+    }.get(algo, lambda: store.buffer.nbytes)()
+    if algo != "bc":
+        collector: Any = session.collector
+        expected += sum(v.nbytes for v in vars(collector.experience).values() if isinstance(v, np.ndarray))
+    session.close()
     assert bench.storage_bytes(session) == expected
 
 
@@ -245,7 +248,7 @@ def test_time_is_measured_while_learning(algo: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench, "take_turn", noted)
     starts = getattr(session.params, "learning_starts", 0)
     assert bench.estimate_seconds(session, 0.0) > 0
-    session.source.close()
+    session.close()
     learned = [number for number, (_, turn) in enumerate(turns) if turn.updates]
     assert learned[-1] == len(turns) - 1
     assert all(step >= starts for step, _ in turns[learned[0] :])
@@ -253,7 +256,7 @@ def test_time_is_measured_while_learning(algo: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_budget_counts_a_model_fit_as_often_as_it_will_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     session = bench.open_measured(tiny("mbpo", model_train_frequency=50))
-    session.source.close()
+    session.close()
     timings = iter([(1, 7.0), (10, 20.0)])  # a step with a fit; ten steps without
     monkeypatch.setattr(bench, "play_at_random", lambda _: 0)
     monkeypatch.setattr(bench, "time_turns", lambda *_: next(timings))
@@ -262,7 +265,7 @@ def test_a_budget_counts_a_model_fit_as_often_as_it_will_happen(monkeypatch: pyt
 
 def test_a_late_start_of_learning_is_not_waited_for() -> None:
     session = bench.open_measured(tiny("dqn", learning_starts=80_000))
-    session.source.close()
+    session.close()
     assert session.config.algo_kwargs["learning_starts"] == bench.MOST_RANDOM
 
 
@@ -271,9 +274,9 @@ def test_bench_times_steps_that_learn(algo: str, monkeypatch: pytest.MonkeyPatch
     first_steps = []
     run_loop = bench.run_loop
 
-    def noted(algorithm: Any, source: Any, run: Any) -> None:
+    def noted(session: Any, run: Any) -> None:
         first_steps.append(run.step)
-        run_loop(algorithm, source, run)
+        run_loop(session, run)
 
     monkeypatch.setattr(bench, "run_loop", noted)
     result = bench.benchmark(tiny(algo).model_copy(update={"total_timesteps": 40}))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from resume_cases import tiny
+from resume_cases import take_steps, tiny
 from rl_training.algorithms.dqn import DQN, dqn_loss
 from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
@@ -95,7 +95,7 @@ def test_plain_update_is_the_textbook_one_bit_for_bit():
         optimizer.step(F.smooth_l1_loss(chosen, wanted, reduction="none").mean())
         if (i + 1) % 3 == 0:
             target.copy_()
-        # what a source with every switch off adds: one-step discounts and weights of one
+        # what a store with every switch off adds: one-step discounts and weights of one
         batch |= {"discounts": 0.9 * (1 - batch["dones"]), "weights": torch.ones(32)}
         algorithm.update(batch)
         assert torch.equal(flat(algorithm.q_network), flat(twin))
@@ -202,11 +202,11 @@ def test_illegal_next_actions_are_never_chosen_in_the_target(double_q):
 def test_masks_of_final_observations_reach_the_replay_buffer(tmp_path):
     config = tiny("dqn", tmp_path, env_id="env_zoo:LastMoves", num_envs=2, kwargs={"learning_starts": 400})
     session = open_session(config)
-    source, buffer = session.source, session.source.buffer
+    buffer = session.store.buffer
     for step in range(0, 400, 4):
-        source.collect(session.algorithm, step)
+        take_steps(session, step)
     batch = buffer.gather(np.arange(len(buffer)))
-    source.close()
+    session.close()
     position, time = batch["next_obs"].T
     legal = (torch.arange(5) == ((time + (position * 10).trunc()) % 5)[:, None]) & ~batch["terminated"][:, None]
     assert batch["terminated"].any()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import env_zoo
-from resume_cases import SPECS, edit_checkpoint, env_of, tiny
+from resume_cases import SPECS, edit_checkpoint, env_of, take_steps, tiny
 from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import make_env, probe_spaces, read_recipe
@@ -292,7 +292,7 @@ def test_a_policy_that_was_trained_while_it_was_ignored_still_predicts(tmp_path:
 )  # fmt: skip
 def test_auto_normalises_vectors_of_measurements(env_id: str, normalizes: bool) -> None:
     session = open_session(config(env_id, env_kwargs={"wrappers": {"normalize_observation": "auto"}}))
-    session.source.close()
+    session.close()
     assert session.spaces.normalize_observations is normalizes
     assert session.config.env_kwargs == {"wrappers": {"normalize_observation": normalizes}}
 
@@ -303,10 +303,10 @@ def test_normalisation_is_part_of_the_algorithm(algo: str) -> None:
     env_kwargs, algo_kwargs = {"wrappers": wrappers}, {"num_steps": 8}
     session = open_session(config("CartPole-v1", algo=algo, env_kwargs=env_kwargs, algo_kwargs=algo_kwargs))
     algorithm: Any = session.algorithm
-    session.source.collect(algorithm, 0)
-    for _, batch in session.source.batches(algorithm, 0):
+    take_steps(session, 0)
+    for _, batch in session.store.batches(algorithm, 0):
         algorithm.update(batch)
-    session.source.close()
+    session.close()
     norm = algorithm.policy.observation_input.norm
     assert norm.count == 16
     assert norm.mean.abs().sum() > 0

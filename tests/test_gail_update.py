@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import env_zoo
-from resume_cases import StopAt, assert_same, assert_same_run, edit_checkpoint, stop_and_resume, tiny
+from resume_cases import StopAt, assert_same, assert_same_run, edit_checkpoint, stop_and_resume, take_steps, tiny
 from rl_training.algorithms.gail import GAIL, REWARD_FORMS, gail_loss, penalize_gradient
 from rl_training.algorithms.ppo import PPO
 from rl_training.data import TransitionDataset, load_transition_dataset
@@ -20,9 +20,9 @@ from rl_training.envs.factory import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
-from rl_training.runtime.lanes.demonstrations import DemonstrationSource, absorbing_steps, find_horizon
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
+from rl_training.stores.demonstrations import DemonstrationStore, absorbing_steps, find_horizon
 from rollout_cases import KINDS, OBS_DIM, make_policy, make_rollout, weights_of
 
 PPO_OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "update_epochs": 2, "minibatch_size": 8}
@@ -303,20 +303,21 @@ def test_steps_until_the_horizon_are_counted_after_terminations_only() -> None:
 
 
 @pytest.mark.parametrize("vectorization", ["native", "sync"])
-def test_the_source_counts_what_its_episodes_left(tmp_path: Path, vectorization: str) -> None:
+def test_the_store_counts_what_its_episodes_left(tmp_path: Path, vectorization: str) -> None:
     kwargs = {"absorbing_states": True, "num_steps": 64}
     config = tiny("gail", tmp_path, num_envs=4, vectorization=vectorization, kwargs=kwargs)
     session = open_session(config)
-    source = session.source
-    assert isinstance(source, DemonstrationSource)
-    collected = source.collect(session.algorithm, 0)
-    ((_, batch),) = source.batches(session.algorithm, 0)
-    source.close()
-    assert source.horizon == 500
+    store = session.store
+    assert isinstance(store, DemonstrationStore)
+    take_steps(session, 0)
+    ((_, batch),) = store.batches(session.algorithm, 0)
+    session.close()
+    assert store.horizon == 500
+    collected = store.experience
     assert len(collected.episodes) > 3
     assert int(batch["absorbing_steps"].sum()) == sum(500 - episode.length for episode in collected.episodes)
     assert (batch["absorbing_steps"] > 0).equal(batch["terminated"])
-    expert = source.expert
+    expert = store.expert
     ended = np.diff(np.flatnonzero(expert.terminated), prepend=-1)
     assert int(batch["expert_absorbing_steps"].sum()) == sum(500 - length for length in ended)
 
@@ -351,13 +352,14 @@ def test_the_expert_may_be_a_checkpoint_of_ours(tmp_path: Path) -> None:
     expert = train(tiny("ppo", tmp_path, total_timesteps=16, eval_episodes=0, threads=2), console=False)
     kwargs = {"expert_dataset_kind": "checkpoint", "expert_checkpoint": str(expert.checkpoint_path)}
     config = tiny("gail", tmp_path, kwargs=kwargs, threads=1, total_timesteps=64)
-    source = open_session(config).source
-    source.close()
-    assert isinstance(source, DemonstrationSource)
+    session = open_session(config)
+    store = session.store
+    session.close()
+    assert isinstance(store, DemonstrationStore)
     assert torch.get_num_threads() == 1
-    assert len(source.expert) == 64
-    assert source.expert.metadata["policy"] == "ppo"
-    assert f"from the policy in {expert.checkpoint_path}" in source.describe()
+    assert len(store.expert) == 64
+    assert store.expert.metadata["policy"] == "ppo"
+    assert f"from the policy in {expert.checkpoint_path}" in store.describe()
     assert_same_run(train(config, console=False), stop_and_resume(config, 32))
 
 
@@ -432,9 +434,10 @@ def test_an_expert_that_is_not_there_or_does_not_fit_is_one_sentence(
 def test_survival_bias_is_warned_of_where_episodes_can_end_early(
     tmp_path: Path, env_id: str, kwargs: dict[str, Any], warns: bool
 ) -> None:
-    source = open_session(tiny("gail", tmp_path, env_id=env_id, kwargs=kwargs)).source
-    source.close()
-    assert ("survival bias" in source.describe()) == warns
+    session = open_session(tiny("gail", tmp_path, env_id=env_id, kwargs=kwargs))
+    store = session.store
+    session.close()
+    assert ("survival bias" in store.describe()) == warns
 
 
 @pytest.mark.parametrize(
@@ -449,12 +452,14 @@ def test_the_start_says_what_the_expert_is(tmp_path: Path, size: int, said: str)
     kwargs = {"expert_dataset_kind": "npz", "expert_dataset_path": "cartpole_expert.npz", "expert_dataset_size": size}
     for env_id, note in (("CartPole-v1", ""), ("CartPole-v0", " (note: recorded in CartPole-v1, not in CartPole-v0)")):
         config = tiny("gail", tmp_path, env_id=env_id, kwargs={**kwargs, "absorbing_states": True})
-        source = open_session(config).source
-        source.close()
-        assert source.describe().endswith(said + note)
-    source = open_session(tiny("gail", tmp_path, kwargs={"absorbing_states": True})).source
-    source.close()
-    assert source.describe().endswith("from random play")
+        session = open_session(config)
+        store = session.store
+        session.close()
+        assert store.describe().endswith(said + note)
+    session = open_session(tiny("gail", tmp_path, kwargs={"absorbing_states": True}))
+    store = session.store
+    session.close()
+    assert store.describe().endswith("from random play")
 
 
 @pytest.mark.parametrize("kwargs", [{"absorbing_states": True, "gradient_penalty": 10.0}, {"reward_form": "logit"}])

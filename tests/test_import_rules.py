@@ -123,13 +123,18 @@ TRAINERS = {module_name(path) for path in (PACKAGE / "runtime").glob("*_trainer.
 EXTENDED = {"runtime.gail_trainer": {"runtime.ppo_trainer"}}  # a trainer that extends another
 
 
-def test_the_core_of_the_runtime_knows_no_lane_trainer_or_tool() -> None:
+def test_collecting_stands_on_the_leaves_alone() -> None:
+    assert violations(files_of("collect"), allowed={"collect", "algorithms", "data", "envs", *ANYWHERE}) == []
+
+
+def test_the_core_of_the_runtime_knows_no_store_trainer_or_tool() -> None:
     core = [path for path in (PACKAGE / "runtime").glob("*.py") if module_name(path) not in TRAINERS]
-    assert violations(core, forbidden={"runtime.lanes", "tools", *TRAINERS}) == []
+    assert violations(core, forbidden={"stores", "tools", *TRAINERS}) == []
 
 
-def test_lanes_know_no_trainer_and_no_tool() -> None:
-    assert violations(files_of("runtime.lanes"), forbidden={"tools", *TRAINERS}) == []
+def test_stores_know_no_trainer_and_no_tool_and_nothing_above_the_runtime() -> None:
+    above = {"experiment.registry", "experiment.default_manager", "api", "cli"}
+    assert violations(files_of("stores"), forbidden={"tools", *above, *TRAINERS}) == []
 
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
@@ -154,7 +159,8 @@ def test_api_knows_no_command_line() -> None:
 
 def test_every_folder_has_a_rule() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders == {"models", "data", "envs", "algorithms", "runtime", "tools", "experiment", "api", "cli"}
+    low = {"models", "data", "envs", "algorithms", "collect", "stores"}
+    assert folders == {*low, "runtime", "tools", "experiment", "api", "cli"}
     experiment = {module_name(path) for path in files_of("experiment")} - {"experiment"}
     assert experiment == {*LOW_EXPERIMENT, "experiment.registry", "experiment.default_manager"}
 

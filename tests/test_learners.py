@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from resume_cases import SPECS, tiny
+from resume_cases import SPECS, take_steps, tiny
 from rl_training.algorithms.bounds import BOUNDS
 from rl_training.runtime.session import open_session
 
@@ -35,14 +35,14 @@ def test_a_number_out_of_its_bounds_is_refused(learner: type) -> None:
 @pytest.mark.parametrize("algo", SPECS)
 def test_every_update_names_one_number_of_its_metrics_to_watch(algo: str) -> None:
     session = open_session(tiny(algo, Path("unused"), threads=1))
-    source, algorithm, step, phases = session.source, session.algorithm, 0, set()
+    store, algorithm, step, phases = session.store, session.algorithm, 0, set()
     while "policy" not in phases:
-        step += source.collect(algorithm, step).steps
-        for phase, batch in source.batches(algorithm, step):
+        step += take_steps(session, step)
+        for phase, batch in store.batches(algorithm, step):
             result = algorithm.update(batch, phase=phase, global_step=step, sync=False)
-            source.feedback(batch, result)
+            store.feedback(batch, result)
             watched = result.metrics[result.watch]
             assert torch.as_tensor(watched).numel() == 1
             assert not any(isinstance(x, torch.Tensor) and x.requires_grad for x in result.metrics.values())
             phases.add(phase)
-    source.close()
+    session.close()

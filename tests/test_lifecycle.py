@@ -705,7 +705,7 @@ def test_a_buffer_is_closed_though_the_environments_cannot_be(
     assert list(tmp_path.iterdir())
     monkeypatch.setattr(SyncEngine, "close", fail())
     with pytest.raises(RuntimeError, match="on purpose"):
-        session.source.close()
+        session.close()
     assert not list(tmp_path.iterdir())
 
 

@@ -131,7 +131,7 @@ def test_a_resume_writes_to_the_runs_own_folder_unless_it_is_told_where(tmp_path
 
     class Looks(Callback):
         def on_start(self, run: Run) -> None:
-            self.place = run.session.source.buffer.folder.path.parent  # type: ignore[attr-defined]
+            self.place = run.session.store.buffer.folder.path.parent  # type: ignore[attr-defined]
 
     looks = Looks()
     before = halfway.checkpoint_path.read_bytes()

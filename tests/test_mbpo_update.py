@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from continuous_cases import SIZES, make_batch, same, tensors
-from resume_cases import SPECS, StopAt, assert_same_run, stop_and_resume, tiny
+from resume_cases import SPECS, StopAt, assert_same_run, stop_and_resume, take_steps, tiny
 from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
@@ -23,11 +23,11 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.lanes.model_rollouts import ModelReplaySource
 from rl_training.runtime.mbpo_trainer import MBPOParams
 from rl_training.runtime.params import read_params
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
+from rl_training.stores.model_rollouts import ModelReplayStore
 
 
 def make(learner: type[MBPO] = MBPO, num_ensembles: int = 7, **options: Any) -> Any:
@@ -278,22 +278,22 @@ def test_imagined_actions_are_drawn_from_the_policy() -> None:
 def test_a_round_starts_all_over_the_real_states(tmp_path: Path, algo: str) -> None:
     kwargs = {"rollout_batch_size": 2_000, "rollout_horizon": 1, "synthetic_buffer_capacity": 2_000}
     session = open_session(tiny(algo, tmp_path, kwargs=kwargs))
-    source: Any = session.source
+    store: Any = session.store
     starts: list[Tensor] = []
-    imagine = source.rollouts.imagine
+    imagine = store.rollouts.imagine
 
     def watched(learner: MBPO, states: Tensor, horizon: float) -> None:
         starts.append(states)
         imagine(learner, states, horizon)
 
-    source.rollouts.imagine = watched
+    store.rollouts.imagine = watched
     for step in range(0, 20, 4):
-        source.collect(session.algorithm, step)
-        for phase, batch in source.batches(session.algorithm, step + 4):
-            source.feedback(batch, session.algorithm.update(batch, phase=phase))
-    source.close()
+        take_steps(session, step)
+        for phase, batch in store.batches(session.algorithm, step + 4):
+            store.feedback(batch, session.algorithm.update(batch, phase=phase))
+    session.close()
     (found,) = starts
-    real = source.buffer.transitions()["obs"] if algo == "mbpo" else source.dataset.obs
+    real = store.buffer.transitions()["obs"] if algo == "mbpo" else store.dataset.obs
     assert len(found) == 2_000
     states, counts = np.unique(found.numpy(), axis=0, return_counts=True)
     np.testing.assert_array_equal(states, np.unique(real, axis=0))
@@ -301,15 +301,15 @@ def test_a_round_starts_all_over_the_real_states(tmp_path: Path, algo: str) -> N
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Any:
+def store(tmp_path: Path) -> Any:
     session = open_session(tiny("mbpo", tmp_path, kwargs={"rollout_horizon": 3}))
-    assert isinstance(session.source, ModelReplaySource)
-    yield session.source
-    session.source.close()
+    assert isinstance(session.store, ModelReplayStore)
+    yield session.store
+    session.close()
 
 
-def test_rows_that_end_are_not_rolled_out_further(source: ModelReplaySource) -> None:
-    learner, rollouts = make(num_ensembles=1, num_elites=1), source.rollouts
+def test_rows_that_end_are_not_rolled_out_further(store: ModelReplayStore) -> None:
+    learner, rollouts = make(num_ensembles=1, num_elites=1), store.rollouts
     by_hand(learner.dynamics_model, torch.ones(1, 4), torch.tensor(-25.0))
     rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
     rollouts.terminates = lambda obs: obs[:, 0] > 1.5
@@ -322,8 +322,8 @@ def test_rows_that_end_are_not_rolled_out_further(source: ModelReplaySource) -> 
     np.testing.assert_array_equal(stored["dones"] > 0, stored["next_obs"][:, 0] > 1.5)
 
 
-def test_imagined_ends_reach_the_policys_batch(source: ModelReplaySource) -> None:
-    rollouts = source.rollouts
+def test_imagined_ends_reach_the_policys_batch(store: ModelReplayStore) -> None:
+    rollouts = store.rollouts
     rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
     rollouts.terminates = lambda obs: obs[:, 0] > -1e9
     rollouts.imagine(make(), torch.zeros(10, 3), 3)
@@ -407,10 +407,10 @@ def transitions(rows: int) -> dict[str, Any]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def test_a_fit_stops_after_five_epochs_without_a_gain_and_keeps_each_members_best(source: ModelReplaySource) -> None:
-    source.rollouts.params = source.params.model_copy(update={"model_updates": 1000})
+def test_a_fit_stops_after_five_epochs_without_a_gain_and_keeps_each_members_best(store: ModelReplayStore) -> None:
+    store.rollouts.params = store.params.model_copy(update={"model_updates": 1000})
     learner: Any = Scripted([0.5, 2.0, 0.9], [0.4, 1.99, 0.895], [0.9, 1.9, 0.895], [9.0, 9.0, 9.0])
-    batches = list(source.rollouts.fit(learner, transitions(50)))
+    batches = list(store.rollouts.fit(learner, transitions(50)))
     assert learner.epoch == 3 + 5
     assert len(batches) == 8 * 3  # forty rows in steps of sixteen
     assert {phase for phase, _ in batches} == {"model"}
@@ -419,7 +419,7 @@ def test_a_fit_stops_after_five_epochs_without_a_gain_and_keeps_each_members_bes
     kept = [weight.flatten(1)[:, 0].tolist() for weight in learner.dynamics_model.member_parameters()]
     assert all(each == [2.0, 3.0, 1.0] for each in kept)  # gains under one per cent do not count
     assert learner.elites.tolist() == [0, 2]
-    assert source.rollouts.metrics["heldout_error"] == pytest.approx((0.4 + 0.9) / 2)
+    assert store.rollouts.metrics["heldout_error"] == pytest.approx((0.4 + 0.9) / 2)
 
 
 def test_what_a_member_was_before_a_fit_does_not_hold_it_back() -> None:
@@ -455,13 +455,13 @@ def test_weights_are_pulled_to_zero_layer_by_layer_as_published() -> None:
     assert norms[1] < 0.9 * norms[0]
 
 
-def test_a_fit_has_a_most_number_of_updates_and_holds_a_fifth_out(source: ModelReplaySource) -> None:
+def test_a_fit_has_a_most_number_of_updates_and_holds_a_fifth_out(store: ModelReplayStore) -> None:
     learner: Any = Scripted(*([0.5**i] * 3 for i in range(100)))
     data = transitions(100)
     data["rewards"][:] = np.arange(100)
-    source.rollouts.params = source.params.model_copy(update={"model_updates": 12})
-    batches = [batch for _, batch in source.rollouts.fit(learner, data)]
-    assert len(batches) == source.rollouts.metrics["model_fit_updates"] == 12  # two epochs of five and a part
+    store.rollouts.params = store.params.model_copy(update={"model_updates": 12})
+    batches = [batch for _, batch in store.rollouts.fit(learner, data)]
+    assert len(batches) == store.rollouts.metrics["model_fit_updates"] == 12  # two epochs of five and a part
     used = {number for batch in batches for number in batch["rewards"].flatten().tolist()}
     assert len(used) <= 80
     epoch = torch.cat([batch["rewards"] for batch in batches[:5]], -1)
@@ -477,10 +477,10 @@ def test_a_fit_learns_a_linear_world() -> None:
     data["rewards"] = 100 * data["actions"].sum(1)
     data["next_obs"] = data["obs"] + 0.01 * data["obs"][:, ::-1]
     session = open_session(tiny("mbpo", Path("unused"), kwargs={"model_updates": 1000, "model_batch_size": 64}))
-    for phase, batch in session.source.rollouts.fit(learner, data):  # type: ignore[attr-defined]
-        session.source.feedback(batch, learner.update(batch, phase=phase, sync=False))
-    metrics = session.source.rollouts.metrics  # type: ignore[attr-defined]
-    session.source.close()
+    for phase, batch in session.store.rollouts.fit(learner, data):  # type: ignore[attr-defined]
+        session.store.feedback(batch, learner.update(batch, phase=phase, sync=False))
+    metrics = session.store.rollouts.metrics  # type: ignore[attr-defined]
+    session.close()
     assert metrics["heldout_error"] < 0.02
     assert metrics["reward_mae"] < 20
     assert metrics["delta_obs_mae"] < 0.002
@@ -492,19 +492,19 @@ def test_a_fit_learns_a_linear_world() -> None:
 @pytest.mark.parametrize(("ratio", "imagined"), [(0.5, 4), (0.95, 8), (0.0, 0)])
 def test_every_policy_batch_has_exactly_the_configured_share(tmp_path: Path, ratio: float, imagined: int) -> None:
     session = open_session(tiny("mbpo", tmp_path, kwargs={"synthetic_batch_ratio": ratio}))
-    source = session.source
-    assert isinstance(source, ModelReplaySource)
+    store = session.store
+    assert isinstance(store, ModelReplayStore)
     sizes, phases = [], []
     for step in range(0, 60, 4):
-        source.collect(session.algorithm, step)
-        for phase, batch in source.batches(session.algorithm, step + 4):
+        take_steps(session, step)
+        for phase, batch in store.batches(session.algorithm, step + 4):
             phases.append(phase)
-            source.feedback(batch, session.algorithm.update(batch, phase=phase))
+            store.feedback(batch, session.algorithm.update(batch, phase=phase))
             if phase == "policy":
-                real = set(source.buffer.transitions()["rewards"].tolist())
+                real = set(store.buffer.transitions()["rewards"].tolist())
                 sizes.append(sum(reward not in real for reward in batch["rewards"].tolist()))
                 assert batch["rewards"].shape == (8,)
-    source.close()
+    session.close()
     assert sizes == [imagined] * 11  # a turn per four steps after the first sixteen
     assert phases[0] == ("model" if imagined else "policy")
     fits = [i for i, phase in enumerate(phases) if phase == "model" and (i == 0 or phases[i - 1] == "policy")]
@@ -513,17 +513,17 @@ def test_every_policy_batch_has_exactly_the_configured_share(tmp_path: Path, rat
 
 def test_rollouts_are_made_anew_after_a_fit_and_every_interval(tmp_path: Path) -> None:
     session = open_session(tiny("mbpo", tmp_path, kwargs={"rollout_refresh_interval": 4, "rollout_batch_size": 3}))
-    source = session.source
-    assert isinstance(source, ModelReplaySource)
+    store = session.store
+    assert isinstance(store, ModelReplayStore)
     rounds = []
     for step in range(0, 100, 4):
-        source.collect(session.algorithm, step)
-        before = len(source.rollouts.buffer)
-        for phase, batch in source.batches(session.algorithm, step + 4):
-            source.feedback(batch, session.algorithm.update(batch, phase=phase))
-        if len(source.rollouts.buffer) > before:
+        take_steps(session, step)
+        before = len(store.rollouts.buffer)
+        for phase, batch in store.batches(session.algorithm, step + 4):
+            store.feedback(batch, session.algorithm.update(batch, phase=phase))
+        if len(store.rollouts.buffer) > before:
             rounds.append(step + 4)
-    source.close()
+    session.close()
     assert rounds == [20, 36, 52, 60, 76, 92, 100]  # fits at 20, 60 and 100, else every four updates
 
 
@@ -550,7 +550,7 @@ def test_a_buffer_smaller_than_a_round_of_rollouts_is_refused(tmp_path: Path, al
         train(tiny(algo, tmp_path, kwargs=kwargs(139, rollout_horizon_schedule=growing)), console=False)
     assert list(tmp_path.iterdir()) == []
     for fits in (kwargs(80), kwargs(140, rollout_horizon_schedule=growing), kwargs(1, synthetic_batch_ratio=0.0)):
-        open_session(tiny(algo, tmp_path, kwargs=fits)).source.close()
+        open_session(tiny(algo, tmp_path, kwargs=fits)).close()
 
 
 def test_a_run_that_began_with_a_smaller_buffer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,5 +576,5 @@ def test_learned_ends_resume_exactly(tmp_path: Path) -> None:
 def test_the_log_says_where_ends_come_from(tmp_path: Path) -> None:
     for env_id, words in (("Pendulum-v1", "ends by a known function"), ("env_zoo:BoxActions", "ends learned by")):
         session = open_session(tiny("mbpo", tmp_path, env_id=env_id))
-        assert words in session.source.describe()
-        session.source.close()
+        assert words in session.store.describe()
+        session.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from continuous_cases import make_batch
-from resume_cases import StopAt, assert_same, edit_checkpoint, stop_and_resume, tiny
+from resume_cases import StopAt, assert_same, edit_checkpoint, stop_and_resume, take_steps, tiny
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.algorithms.mopo import MOPO
 from rl_training.data import load_transition_dataset
@@ -17,9 +17,9 @@ from rl_training.envs.engines import make_engine
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime import session as session_module
-from rl_training.runtime.lanes.model_rollouts import ModelDatasetSource, build_learner
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
+from rl_training.stores.model_rollouts import ModelDatasetStore, build_learner
 from test_mbpo_update import by_hand, make
 
 
@@ -46,14 +46,13 @@ def test_the_penalty_lowers_imagined_rewards_and_nothing_else() -> None:
     assert (penalty > 0).all()
 
 
-def run_lane(algorithm: MBPO, source: Any, turns: int) -> list[dict[str, float]]:
+def run_lane(algorithm: MBPO, store: Any, turns: int) -> list[dict[str, float]]:
     """The loop without a run: the metrics of every update."""
     metrics = []
     for step in range(turns):
-        source.collect(algorithm, step)
-        for phase, batch in source.batches(algorithm, step + 1):
+        for phase, batch in store.batches(algorithm, step + 1):
             result = algorithm.update(batch, phase=phase)
-            source.feedback(batch, result)
+            store.feedback(batch, result)
             metrics.append({name.replace("mbpo", "mopo"): value for name, value in result.metrics.items()})
     return metrics
 
@@ -62,28 +61,27 @@ def test_coefficient_zero_is_offline_mbpo_to_the_bit(tmp_path: Path) -> None:
     runs = {}
     for coef in (0.0, 1.0):
         session = open_session(tiny("mopo", tmp_path, kwargs={"penalty_coef": coef}))
-        runs[coef] = run_lane(session.algorithm, session.source, 30), dict(session.algorithm.state_dict())  # type: ignore[arg-type]
-        session.source.close()
+        runs[coef] = run_lane(session.algorithm, session.store, 30), dict(session.algorithm.state_dict())  # type: ignore[arg-type]
+        session.close()
     session = open_session(tiny("mopo", tmp_path, kwargs={"penalty_coef": 0.0}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         mbpo = build_learner(MBPO, session.params, session.spaces)
     mbpo.seed(3)
-    found = run_lane(mbpo, session.source, 30), dict(mbpo.state_dict())
-    session.source.close()
+    found = run_lane(mbpo, session.store, 30), dict(mbpo.state_dict())
+    session.close()
     assert_same(found, runs[0.0])
     assert found[0] != runs[1.0][0]
 
 
-def test_one_policy_update_is_one_timestep_and_no_environment_is_stepped(tmp_path: Path) -> None:
-    stepped = []
+def test_one_policy_update_is_one_timestep_and_no_environment_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("training environments were made")
 
-    class Watch(StopAt):
-        def on_start(self, run: Any) -> None:
-            run.session.source.stepper.step = lambda actions: stepped.append(actions)
-
-    result = train(tiny("mopo", tmp_path, total_timesteps=50, eval_episodes=0), callbacks=[Watch(10**9)], console=False)
-    assert not stepped
+    monkeypatch.setattr("rl_training.runtime.session.make_engine", never)
+    result = train(tiny("mopo", tmp_path, total_timesteps=50, eval_episodes=0), console=False)
     assert result.metrics["global_step"] == 50
     assert result.metrics["updates"] == 50 + result.metrics["model_fit_updates"]
     assert result.metrics["model_fit_updates"] == 6
@@ -94,21 +92,27 @@ def test_the_model_is_fitted_once_and_rollouts_are_refreshed(tmp_path: Path) -> 
     session = open_session(
         tiny("mopo", tmp_path, kwargs={"rollout_refresh_interval": 10, "synthetic_buffer_capacity": 999})
     )
-    source: Any = session.source
-    assert isinstance(source, ModelDatasetSource)
+    store: Any = session.store
+    assert isinstance(store, ModelDatasetStore)
     phases, sizes = [], []
     for step in range(35):
-        source.collect(session.algorithm, step)
-        for phase, batch in source.batches(session.algorithm, step + 1):
+        take_steps(session, step)
+        for phase, batch in store.batches(session.algorithm, step + 1):
             phases.append(phase)
-            source.feedback(batch, session.algorithm.update(batch, phase=phase))
-        sizes.append(len(source.rollouts.buffer))
-    source.close()
+            store.feedback(batch, session.algorithm.update(batch, phase=phase))
+        sizes.append(len(store.rollouts.buffer))
+    session.close()
     assert phases == ["model"] * 6 + ["policy"] * 35
     assert [step for step in range(1, 35) if sizes[step] != sizes[step - 1]] == [10, 20, 30]
 
 
-def test_without_a_dataset_it_refuses_in_one_sentence_and_closes_its_environments(
+def test_without_a_dataset_it_refuses_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="mopo learns from recorded data alone; set dataset_kind to npz"):
+        train(tiny("mopo", tmp_path, kwargs={"dataset_kind": None}), console=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_cannot_be_made_closes_the_environments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
@@ -119,9 +123,8 @@ def test_without_a_dataset_it_refuses_in_one_sentence_and_closes_its_environment
         return engine
 
     monkeypatch.setattr(session_module, "make_engine", make_watched)
-    with pytest.raises(UserError, match="mopo learns from recorded data alone; set dataset_kind to npz"):
-        train(tiny("mopo", tmp_path, kwargs={"dataset_kind": None}), console=False)
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="dataset_path is nowhere.npz, which does not exist"):
+        train(tiny("rlpd", tmp_path, kwargs={"dataset_kind": "npz", "dataset_path": "nowhere.npz"}), console=False)
     assert len(closed) == 1
 
 

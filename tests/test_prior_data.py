@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces as gs
 from gymnasium.envs.classic_control.pendulum import PendulumEnv
 
-from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resume, tiny
+from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resume, take_steps, tiny
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import write_minari
 from rl_training.envs.factory import make_env, probe_spaces, read_recipe
@@ -19,11 +19,11 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.lanes.prior_data import DatasetKind, DatasetParams, PriorReplaySource, find_dataset
-from rl_training.runtime.lanes.recording import read_replay_buffer
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
+from rl_training.stores.prior_data import DatasetKind, DatasetParams, PriorReplayStore, find_dataset
+from rl_training.stores.recording import read_replay_buffer
 
 MARK = 777.0  # a reward that Pendulum never gives
 
@@ -91,12 +91,12 @@ def test_every_batch_has_exactly_the_configured_share(
 
 def test_prior_rows_come_first_and_are_as_the_policy_sees_them(tmp_path: Path, prior: Path) -> None:
     session = open_session(rlpd(tmp_path, prior, offline_pretrain_updates=0))
-    source = session.source
-    assert isinstance(source, PriorReplaySource)
+    store = session.store
+    assert isinstance(store, PriorReplayStore)
     for step in range(0, 20, 4):
-        source.collect(session.algorithm, step)
-    batch = source.sample()
-    source.close()
+        take_steps(session, step)
+    batch = store.sample()
+    session.close()
     assert (batch["rewards"][:4] == MARK).all()
     assert (batch["rewards"][4:] != MARK).all()
     stored = TransitionDataset.from_npz(prior)
@@ -122,10 +122,11 @@ def test_pretraining_takes_no_steps_and_is_counted(tmp_path: Path, prior: Path) 
 
 def test_no_prior_data_is_read_where_none_is_used(tmp_path: Path) -> None:
     config = rlpd(tmp_path, tmp_path / "absent.npz", offline_batch_ratio=0.0, offline_pretrain_updates=0)
-    source = open_session(config).source
-    source.close()
-    assert isinstance(source, PriorReplaySource)
-    assert source.dataset is None
+    session = open_session(config)
+    store = session.store
+    session.close()
+    assert isinstance(store, PriorReplayStore)
+    assert store.dataset is None
     with pytest.raises(UserError, match=r"^dataset_path is .*absent\.npz, which does not exist"):
         open_session(rlpd(tmp_path, tmp_path / "absent.npz"))
 
@@ -144,28 +145,29 @@ def test_a_run_trains_on_each_kind_of_data(
     rows = {"random": 30, "npz": 20, "minari": 40, "checkpoint": 48}
     for kind, options in kinds.items():
         config = rlpd(tmp_path / kind, dataset_kind=kind, **options)
-        source = open_session(config).source
-        source.close()
-        assert isinstance(source, PriorReplaySource)
-        assert source.dataset is not None
-        assert len(source.dataset) == rows[kind]
-        assert np.abs(source.dataset.actions).max() <= 1.0
+        session = open_session(config)
+        store = session.store
+        session.close()
+        assert isinstance(store, PriorReplayStore)
+        assert store.dataset is not None
+        assert len(store.dataset) == rows[kind]
+        assert np.abs(store.dataset.actions).max() <= 1.0
         result = train(config, console=False)
         stored = load_checkpoint(result.checkpoint_path)["source"]["dataset_sha256"]
-        assert stored == source.dataset.sha256
+        assert stored == store.dataset.sha256
         assert result.metrics["updates"] > 3
 
 
 def test_a_checkpoints_replay_and_the_file_collected_of_it_are_the_same_prior_data(tmp_path: Path) -> None:
     sac = train(tiny("sac", tmp_path, total_timesteps=48, eval_episodes=0, num_envs=2), console=False)
     path = read_replay_buffer(sac.checkpoint_path).save_npz(tmp_path / "replay.npz")
-    sources = [
-        open_session(rlpd(tmp_path, path)).source,
-        open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(sac.checkpoint_path))).source,
+    sessions = [
+        open_session(rlpd(tmp_path, path)),
+        open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(sac.checkpoint_path))),
     ]
-    first, second = (source.dataset for source in sources)  # type: ignore[attr-defined]
-    for source in sources:
-        source.close()
+    first, second = (session.store.dataset for session in sessions)  # type: ignore[attr-defined]
+    for session in sessions:
+        session.close()
     for name, array in second.arrays().items():
         np.testing.assert_allclose(first.arrays()[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
@@ -177,7 +179,7 @@ def test_prior_data_of_a_checkpoint_leaves_the_runs_own_files_alone(tmp_path: Pa
         tree["config"]["algo_kwargs"]["replay_folder"] = str(folder)
 
     path = edit_checkpoint(sac, tmp_path / "mapped.ckpt", point)
-    open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(path))).source.close()
+    open_session(rlpd(tmp_path, dataset_kind="checkpoint", dataset_path=str(path))).close()
     assert not folder.exists()
 
 
@@ -263,13 +265,15 @@ def test_the_start_says_where_the_data_comes_from(tmp_path: Path, prior: Path, s
         f"from the replay in {sac}": {"dataset_kind": "checkpoint", "dataset_path": str(sac), "dataset_size": None},
     }
     for said, kwargs in kinds.items():
-        source = open_session(rlpd(tmp_path, **kwargs)).source
-        source.close()
-        assert source.describe().endswith(said)
+        session = open_session(rlpd(tmp_path, **kwargs))
+        store = session.store
+        session.close()
+        assert store.describe().endswith(said)
     elsewhere = tiny("rlpd", tmp_path, env_id=f"{__name__}:WeakPendulum", kwargs=kinds["from random play"])
-    source = open_session(elsewhere).source
-    source.close()
-    assert "note" not in source.describe()
+    session = open_session(elsewhere)
+    store = session.store
+    session.close()
+    assert "note" not in store.describe()
 
 
 def test_data_of_another_environment_with_the_same_shapes(tmp_path: Path, sac: Path) -> None:
@@ -279,11 +283,12 @@ def test_data_of_another_environment_with_the_same_shapes(tmp_path: Path, sac: P
         open_session(tiny("rlpd", tmp_path, kwargs=replay, **weak))
     small = load_transition_dataset("random", env_id="Pendulum-v1", size=40)
     path = replace(small, actions=small.actions / 4.0).save_npz(tmp_path / "small.npz")
-    source = open_session(
+    session = open_session(
         tiny("rlpd", tmp_path, kwargs={"dataset_kind": "npz", "dataset_path": str(path), "dataset_size": None}, **weak)
-    ).source
-    source.close()
-    assert f"(note: recorded in Pendulum-v1, not in {__name__}:WeakPendulum)" in source.describe()
+    )
+    store = session.store
+    session.close()
+    assert f"(note: recorded in Pendulum-v1, not in {__name__}:WeakPendulum)" in store.describe()
 
 
 def test_a_relative_path_is_stored_so_that_the_run_resumes_from_another_folder(
@@ -296,7 +301,7 @@ def test_a_relative_path_is_stored_so_that_the_run_resumes_from_another_folder(
     monkeypatch.chdir(tmp_path)
     assert resume_training(stopped.checkpoint_path, console=False).metrics["global_step"] == 40
     packaged = open_session(rlpd(tmp_path, Path("pendulum_half_trained.npz")))
-    packaged.source.close()
+    packaged.close()
     assert packaged.config.algo_kwargs["dataset_path"] == "pendulum_half_trained.npz"
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import env_zoo
+from resume_cases import take_steps
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.registry import list_algorithm_specs
 from rl_training.models.blocks import ImageEncoder, ObservationInput
@@ -37,13 +38,14 @@ def opened(env_id: str, algo: str = "ppo", **changes: Any) -> Iterator[Session]:
     try:
         yield session
     finally:
-        session.source.close()
+        session.close()
 
 
 def collect(session: Session) -> tuple[Any, dict[str, torch.Tensor]]:
-    collected = session.source.collect(session.algorithm, 0)
-    ((_, batch),) = session.source.batches(session.algorithm, 0)
-    return collected, {name: tensor.clone() for name, tensor in batch.items()}
+    store: Any = session.store
+    take_steps(session, 0)
+    ((_, batch),) = store.batches(session.algorithm, 0)
+    return store.experience, {name: tensor.clone() for name, tensor in batch.items()}
 
 
 def values_of(session: Session, obs: Any) -> Any:
@@ -78,7 +80,7 @@ def test_truncation_values_of_vector_code_are_the_values_of_the_final_observatio
         _, batch = collect(session)
         where = batch["truncated"]
         assert where.sum() >= 6
-        following = torch.cat([batch["obs"][1:], torch.as_tensor(session.source.storage.obs[-1:])])  # type: ignore[attr-defined]
+        following = torch.cat([batch["obs"][1:], torch.as_tensor(session.store.experience.obs[-1:])])  # type: ignore[attr-defined]
         assert np.allclose(batch["truncation_values"][where], values_of(session, following[where]), atol=1e-6)
         assert (batch["valid"][1:] == ~(batch["truncated"] | batch["terminated"])[:-1]).all()
 
@@ -100,7 +102,7 @@ def test_stored_logprobs_and_values_are_the_policys(env_id: str, activation: str
             found = policy_of(session).evaluate_actions(rows["obs"], rows["actions"], masks)
         assert torch.allclose(rows["logprobs"], found.logprobs, atol=1e-5)
         assert torch.allclose(rows["values"], found.values, atol=1e-5)
-        last = values_of(session, session.source.storage.obs[-1])  # type: ignore[attr-defined]
+        last = values_of(session, session.store.experience.obs[-1])  # type: ignore[attr-defined]
         assert np.allclose(batch["bootstrap_value"], last, atol=1e-5)
         assert torch.equal(batch["behavior_logprobs"], batch["logprobs"])
 
@@ -162,9 +164,9 @@ def test_steps_and_episodes_add_up(vectorization: str) -> None:
     """All steps are in finished episodes, or in those that still run."""
     with opened("CartPole-v1", vectorization=vectorization, algo_kwargs={"num_steps": 200}) as session:
         collected, batch = collect(session)
-        running = session.source.stepper._lengths.sum()  # type: ignore[attr-defined]
-        assert collected.steps == sum(episode.length for episode in collected.episodes) + running
-        assert batch["rewards"].sum() == collected.steps
+        running = session.collector.stepper._lengths.sum()  # type: ignore[attr-defined]
+        assert collected.transitions == sum(episode.length for episode in collected.episodes) + running
+        assert batch["rewards"].sum() == collected.transitions
         assert len(collected.episodes) == (batch["terminated"] | batch["truncated"]).sum()
 
 
@@ -256,33 +258,36 @@ def test_image_encoder_fits_the_size_of_the_image() -> None:
 def test_policy_lag_acts_with_the_weights_of_that_many_updates_ago(activation: str) -> None:
     with opened("CartPole-v1", algo_kwargs={"policy_lag": 2, "activation": activation}) as session:
         algorithm: Any = session.algorithm
-        source: Any = session.source
+        collector: Any = session.collector
         history = []
         for update in range(5):
             history.append({name: tensor.clone() for name, tensor in algorithm.policy.state_dict().items()})
             _, batch = collect(session)
-            behind = source._policy.state_dict()
+            actor = collector.actor.algorithm.policy
+            behind = actor.state_dict()
             wanted = history[max(0, update - 2)]
             assert all(torch.equal(behind[name], wanted[name]) for name in wanted)
-            values = source._policy.values(batch["obs"].flatten(0, 1)).detach()
-            assert torch.allclose(values, batch["values"].flatten(), atol=1e-5)
+            obs, actions = batch["obs"].flatten(0, 1), batch["actions"].flatten(0, 1)
+            logprobs = actor.evaluate_actions(obs, actions).logprobs.detach()
+            assert torch.allclose(logprobs, batch["logprobs"].flatten(), atol=1e-5)
+            assert np.allclose(values_of(session, obs), batch["values"].flatten(), atol=1e-5)  # the learner's own
             algorithm.update(batch)
         assert not torch.equal(history[0]["actor.0.weight"], history[1]["actor.0.weight"])
 
 
-def test_a_resumed_source_still_lags(tmp_path: Path) -> None:
+def test_a_resumed_collector_still_lags(tmp_path: Path) -> None:
     """Even when its state is saved and loaded once more before it collects."""
     with opened("CartPole-v1", algo_kwargs={"policy_lag": 2}) as session:
         for _ in range(4):
             _, batch = collect(session)
             session.algorithm.update(batch)
-        state, weights = session.source.state_dict(), session.algorithm.state_dict()
+        state, weights = session.source_state(), session.algorithm.state_dict()
         with opened("CartPole-v1", algo_kwargs={"policy_lag": 2}) as middle:
-            middle.source.load_state_dict(state)
-            state = middle.source.state_dict()
+            middle.load_source(state)
+            state = middle.source_state()
         with opened("CartPole-v1", algo_kwargs={"policy_lag": 2}) as resumed:
             resumed.algorithm.load_state_dict(weights)
-            assert resumed.source.load_state_dict(state) == []
+            assert resumed.load_source(state) == []
             _, again = collect(resumed)
         _, batch = collect(session)
     for name, tensor in batch.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from resume_cases import SPECS, tiny
+from resume_cases import SPECS, take_steps, tiny
 from rl_training.errors import UserError
 from rl_training.runtime.params import _is_number
 from rl_training.runtime.run import Callback, Run
@@ -54,18 +54,18 @@ def learned(algo: str, kwargs: dict[str, Any]) -> list[Tensor]:
     model = SPECS[algo].params
     settings = {name: PLAIN[name] for name in PLAIN if name in model.model_fields and name not in model.synonyms}
     session = open_session(tiny(algo, Path("unused"), num_envs=2, threads=1, kwargs={**settings, **kwargs}))
-    params, algorithm, source = session.params, session.algorithm, session.source
+    params, algorithm, store = session.params, session.algorithm, session.store
     schedules = {**params.built_in_schedules(), **params.schedules}
     run = object.__new__(Run)  # without its folder, logs and evaluation
     run.session, run.config, run.schedules, run.step = session, session.config, schedules, 0
     updates = 0
     while updates < UPDATES and run.step < MOST_STEPS:
         run.apply_schedules()
-        run.step += source.collect(algorithm, run.step).steps
-        for phase, batch in source.batches(algorithm, run.step):
-            source.feedback(batch, algorithm.update(batch, phase=phase, global_step=run.step, sync=False))
+        run.step += take_steps(session, run.step)
+        for phase, batch in store.batches(algorithm, run.step):
+            store.feedback(batch, algorithm.update(batch, phase=phase, global_step=run.step, sync=False))
             updates += 1
-    source.close()
+    session.close()
     return [tensor.clone() for tensor in chain(algorithm.parameters(), algorithm.buffers())]
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_move_is_refused_in_a_sentence(
 ) -> None:
     config = tiny(algo, tmp_path, kwargs={**settings, f"{name}_schedule": {"start": 0.5, "end": 0.6}})
     if sentence is None:
-        open_session(config).source.close()
+        open_session(config).close()
         return
     with pytest.raises(UserError) as refused:
         open_session(config)
@@ -172,10 +172,10 @@ class Discounts(Callback):
         self.seen: list[tuple[float, ...]] = []
 
     def on_update(self, run: Run) -> None:
-        source: Any = run.session.source
-        if len(source.buffer):
+        store: Any = run.session.store
+        if len(store.buffer):
             learner: Any = run.session.algorithm
-            self.seen.append((learner.gamma, source.buffer.gamma, float(source.sample()["discounts"].max())))
+            self.seen.append((learner.gamma, store.buffer.gamma, float(store.sample()["discounts"].max())))
 
 
 @pytest.mark.parametrize(("algo", "env_id"), [("dqn", "CartPole-v1"), ("rlpd", "Pendulum-v1")])

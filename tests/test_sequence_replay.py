@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from resume_cases import tiny
+from resume_cases import take_steps, tiny
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.data import RecurrentReplayBuffer
 from rl_training.errors import UserError
@@ -176,12 +176,12 @@ def test_the_lane_remembers_what_a_scan_over_its_stored_rows_knows(
 
     monkeypatch.setattr(Dreamer, "draw_noise", no_luck)
     session = open_lane(tmp_path, learning_starts=0)
-    source, algorithm, carries = session.source, session.algorithm, []
+    store, algorithm, carries = session.store, session.algorithm, []
     for step in range(0, 40, 2):
-        source.collect(algorithm, step)
-        carries.append(source.carry)
-    source.close()
-    model, stored = algorithm.world_model, source.buffer.state_dict()
+        take_steps(session, step)
+        carries.append(session.behaviour.memory)
+    session.close()
+    model, stored = algorithm.world_model, store.buffer.state_dict()
     for env, size in enumerate(stored["sizes"]):
         rows = {name: torch.as_tensor(array[:size, env : env + 1]) for name, array in stored["arrays"].items()}
         assert rows["is_first"].sum() > 3
@@ -194,25 +194,26 @@ def test_the_lane_remembers_what_a_scan_over_its_stored_rows_knows(
 
 def test_resumed_without_its_buffer_the_lane_fills_it_again_before_learning_goes_on(tmp_path: Path) -> None:
     session = open_lane(tmp_path, learning_starts=30)
-    source, algorithm, step = session.source, session.algorithm, 0
+    store, algorithm, step = session.store, session.algorithm, 0
 
     def steps_to_an_update() -> int:
         nonlocal step
         taken = 0
         while True:
-            taken += source.collect(algorithm, step + taken).steps
-            if list(source.batches(algorithm, step + taken)):
+            taken += take_steps(session, step + taken)
+            if list(store.batches(algorithm, step + taken)):
                 step += taken
                 return taken
 
     assert steps_to_an_update() > 30
     assert steps_to_an_update() == 2
-    state = source.state_dict()
+    state = session.source_state()
     del state["replay"]
-    source.close()
-    source = open_lane(tmp_path, learning_starts=30).source
-    assert "filled again before learning goes on" in source.load_state_dict(state)[-1]
+    session.close()
+    session = open_lane(tmp_path, learning_starts=30)
+    store = session.store
+    assert "filled again before learning goes on" in session.load_source(state)[-1]
     steps_to_an_update()
-    assert len(source.buffer) >= 30
+    assert len(store.buffer) >= 30
     assert steps_to_an_update() == 2
-    source.close()
+    session.close()

@@ -18,10 +18,10 @@ from rl_training.algorithms.ops.distributional import outside_mass
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime.lanes import support
-from rl_training.runtime.lanes.support import derive_support, random_returns
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
+from rl_training.stores import support
+from rl_training.stores.support import derive_support, random_returns
 
 HEADS = ["c51_dqn", "rainbow_dqn", "d4pg"]
 
@@ -109,8 +109,8 @@ def test_a_support_is_stored_as_numbers_and_a_resume_does_not_measure_again(
     assert load_checkpoint(whole.checkpoint_path)["config"]["algo_kwargs"]["v_min"] == stored["v_min"]
     given = {name: stored[name] for name in ("v_min", "v_max")}
     told = open_session(tiny(algo, tmp_path, kwargs=given))
-    told.source.close()
-    assert f"returns from {stored['v_min']:g} to {stored['v_max']:g}" in told.source.describe()
+    told.close()
+    assert f"returns from {stored['v_min']:g} to {stored['v_max']:g}" in told.store.describe()
 
     halfway = train(config, callbacks=[StopAt(64)], console=False)
 
@@ -125,7 +125,7 @@ def test_a_support_is_stored_as_numbers_and_a_resume_does_not_measure_again(
 def test_one_end_may_be_given(tmp_path: Path) -> None:
     for given, (low, high) in (({"v_min": -3.0}, (-3.0, 100.0)), ({"v_max": -7.0}, (-8.0, -7.0))):
         session = open_session(tiny("c51_dqn", tmp_path, kwargs=given))
-        session.source.close()
+        session.close()
         ends = session.config.algo_kwargs["v_min"], session.config.algo_kwargs["v_max"]
         assert ends == pytest.approx((low, high), rel=0.1)
     with pytest.raises(UserError, match=r"v_max is 1\.0; it must be above v_min \(1\.0\)"):
@@ -152,14 +152,14 @@ def test_targets_outside_of_the_support_are_a_metric(algo: str, tmp_path: Path) 
 
 def test_clipping_that_stays_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = open_session(tiny("c51_dqn", tmp_path, kwargs={"v_min": 0.0, "v_max": 1.0}))
-    source: Any = session.source
-    source.close()
+    store: Any = session.store
+    session.close()
 
     def said(share: float, updates: int) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(updates):
-                source.feedback({}, UpdateResult({"clipped_targets": torch.tensor([share, share])}))
+                store.feedback({}, UpdateResult({"clipped_targets": torch.tensor([share, share])}))
         return [str(warning.message) for warning in caught]
 
     assert said(0.05, 2_000) == []

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from rl_training.algorithms.a2c import A2C
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutStore, make_policy
 
 
 class A2CParams(RolloutParams):
@@ -35,7 +35,7 @@ SPECS = [
         name="a2c", class_name="A2C", year=2016, lane="rollout",
         paper="Mnih et al. 2016, Asynchronous Methods for Deep Reinforcement Learning (arXiv:1602.01783)",
         scope="Synchronous v1: one process, n-step returns or GAE; every action kind, vectors and images.",
-        params=A2CParams, learner=A2C, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
+        params=A2CParams, learner=A2C, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
         normalizes_rewards=True,
         defaults={"num_envs": 4, "log_interval": 100, "total_timesteps": 500_000, "env_kwargs": NORMALIZED},
     )

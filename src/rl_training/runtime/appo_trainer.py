@@ -9,10 +9,10 @@ from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutStore, make_policy
 
 
 class APPOParams(RolloutParams):
@@ -59,7 +59,7 @@ SPECS = [
         "Luo et al. 2019, IMPACT (arXiv:1912.00167)",
         scope="Narrow synchronous v1: clipped surrogate against the behaviour policy on V-trace targets, optionally "
         "with a target policy and a KL penalty; every action kind, vectors and images.",
-        params=APPOParams, learner=APPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
+        params=APPOParams, learner=APPO, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
         normalizes_rewards=True,
         defaults={"num_envs": 16, "log_interval": 10, "total_timesteps": 300_000, "env_kwargs": NORMALIZED},
     )

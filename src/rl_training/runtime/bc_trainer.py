@@ -9,11 +9,11 @@ from pydantic import Field
 
 from rl_training.algorithms.bc import BC
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.dataset import DatasetLaneParams, DatasetSource
-from rl_training.runtime.lanes.rollouts import ACTION_KINDS, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.dataset import DatasetLaneParams, DatasetStore
+from rl_training.stores.rollouts import ACTION_KINDS, make_policy
 
 
 class BCParams(DatasetLaneParams):
@@ -38,8 +38,8 @@ SPECS = [
         name="bc", class_name="BC", year=1988, lane="dataset",
         paper="Pomerleau 1988, ALVINN: An Autonomous Land Vehicle in a Neural Network (NIPS 1988)",
         scope="Negative log-likelihood of recorded actions, held-out loss; every action kind, vectors and images.",
-        params=BCParams, learner=BC, build=build, source=DatasetSource, action_kinds=ACTION_KINDS,
-        defaults={"log_interval": 100, "total_timesteps": 20_000},
+        params=BCParams, learner=BC, build=build, store=DatasetStore, action_kinds=ACTION_KINDS,
+        steps_environments=False, defaults={"log_interval": 100, "total_timesteps": 20_000},
     )
 ]  # fmt: skip
 

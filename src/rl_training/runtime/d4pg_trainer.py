@@ -10,12 +10,12 @@ from pydantic import Field
 from rl_training.algorithms.d4pg import D4PG
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_d4pg import MLPD4PGModel
-from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource
-from rl_training.runtime.lanes.rollouts import make_input
-from rl_training.runtime.lanes.support import SupportParams
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.replay import ActorCriticRates, ReplayStore
+from rl_training.stores.rollouts import make_input
+from rl_training.stores.support import SupportParams
 
 
 class D4PGParams(SupportParams, ActorCriticRates):
@@ -47,7 +47,7 @@ SPECS = [
         name="d4pg", class_name="D4PG", year=2018, lane="replay",
         paper="Barth-Maron et al. 2018, Distributed Distributional Deterministic Policy Gradients (arXiv:1804.08617)",
         scope="Categorical critic, n-step targets, optional prioritized replay; one process collects; vectors.",
-        params=D4PGParams, learner=D4PG, build=build, source=ReplaySource,
+        params=D4PGParams, learner=D4PG, build=build, store=ReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )

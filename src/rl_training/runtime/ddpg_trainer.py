@@ -10,11 +10,11 @@ from pydantic import Field
 from rl_training.algorithms.ddpg import DDPG
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_ddpg import MLPDDPGModel
-from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource
-from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.replay import ActorCriticRates, ReplayStore
+from rl_training.stores.rollouts import make_input
 
 
 class DDPGParams(ActorCriticRates):
@@ -42,7 +42,7 @@ SPECS = [
         name="ddpg", class_name="DDPG", year=2015, lane="replay",
         paper="Lillicrap et al. 2015, Continuous control with deep reinforcement learning (arXiv:1509.02971)",
         scope="Deterministic actor and critic, target networks, Gaussian noise, not the paper's OU; vectors.",
-        params=DDPGParams, learner=DDPG, build=build, source=ReplaySource,
+        params=DDPGParams, learner=DDPG, build=build, store=ReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )

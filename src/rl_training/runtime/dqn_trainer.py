@@ -19,13 +19,13 @@ from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.runtime.lanes.replay import ReplayParams, ReplaySource
-from rl_training.runtime.lanes.rollouts import make_input
-from rl_training.runtime.lanes.support import SupportParams
 from rl_training.runtime.params import WIDEST, Schedule
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.replay import ReplayParams, ReplayStore
+from rl_training.stores.rollouts import make_input
+from rl_training.stores.support import SupportParams
 
 
 class DQNParams(ReplayParams):
@@ -161,7 +161,7 @@ def make_spec(
     return AlgorithmSpec(
         name=name, class_name=class_name, year=year, lane="replay", paper=paper, scope=f"{scope}; discrete actions.",
         params=with_defaults(params, class_name, axes) if axes else params, learner=learner, build=build,
-        source=ReplaySource, action_kinds=("discrete",), defaults={"log_interval": 100, "total_timesteps": 50_000},
+        store=ReplayStore, action_kinds=("discrete",), defaults={"log_interval": 100, "total_timesteps": 50_000},
     )  # fmt: skip
 
 

@@ -12,12 +12,12 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encoder, RewardHead, WorldModel
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
-from rl_training.runtime.lanes.rollouts import make_input
-from rl_training.runtime.lanes.sequences import SequenceParams, SequenceSource
 from rl_training.runtime.params import Activation
 from rl_training.runtime.run import Callback
-from rl_training.runtime.spec import AlgorithmSpec, SourceContext
+from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.rollouts import make_input
+from rl_training.stores.sequences import SequenceParams, SequenceStore
 
 
 class DreamerParams(SequenceParams):
@@ -80,12 +80,6 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
     )  # fmt: skip
 
 
-def make_source(context: SourceContext) -> SequenceSource:
-    """The lane, with room for h, z and the last action of every environment."""
-    size, spaces = SIZES[context.params.size], context.spaces
-    return SequenceSource(context, carry_dim=size.deter + size.latents * size.classes + spaces.action_dim)
-
-
 SPECS = [
     AlgorithmSpec(
         name="dreamer", class_name="Dreamer", year=2023, lane="sequences",
@@ -95,7 +89,7 @@ SPECS = [
         "and no stored latents (values rest on dreams alone, windows start from zeros: more steps on long sparse "
         "tasks); Adam and norm clipping for LaProp and AGC (rates do not carry over between sizes: presets set their "
         "own); LayerNorm for RMSNorm, one prior layer for two (a smaller model), cross-entropy for MSE on images.",
-        params=DreamerParams, learner=Dreamer, build=build, source=make_source,
+        params=DreamerParams, learner=Dreamer, build=build, store=SequenceStore,
         action_kinds=("discrete", "continuous"), defaults={"log_interval": 50, "total_timesteps": 100_000},
     )
 ]  # fmt: skip

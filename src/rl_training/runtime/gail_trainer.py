@@ -11,13 +11,13 @@ from rl_training.algorithms.gail import GAIL
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
-from rl_training.runtime.lanes.demonstrations import DemonstrationSource, ExpertParams
-from rl_training.runtime.lanes.rollouts import ACTION_KINDS
 from rl_training.runtime.ppo_trainer import PPOParams
 from rl_training.runtime.ppo_trainer import build as build_ppo
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.demonstrations import DemonstrationStore, ExpertParams
+from rl_training.stores.rollouts import ACTION_KINDS
 
 
 class GAILParams(PPOParams, ExpertParams):
@@ -82,7 +82,7 @@ SPECS = [
         paper="Ho and Ermon 2016, Generative Adversarial Imitation Learning (arXiv:1606.03476)",
         scope="PPO on a discriminator's reward, three reward forms, gradient penalty, absorbing states; every action "
         "kind, vectors and images.",
-        params=GAILParams, learner=GAIL, build=build, source=DemonstrationSource, action_kinds=ACTION_KINDS,
+        params=GAILParams, learner=GAIL, build=build, store=DemonstrationStore, action_kinds=ACTION_KINDS,
         normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 300_000},
     )
 ]  # fmt: skip

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from rl_training.algorithms.impala import IMPALA
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutStore, make_policy
 
 
 class IMPALAParams(RolloutParams):
@@ -40,7 +40,7 @@ SPECS = [
         "Architectures (arXiv:1802.01561)",
         scope="Narrow synchronous v1: V-trace on rollouts of one process, behaviour lag by policy_lag; "
         "every action kind, vectors and images.",
-        params=IMPALAParams, learner=IMPALA, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
+        params=IMPALAParams, learner=IMPALA, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
         normalizes_rewards=True,
         defaults={"num_envs": 4, "log_interval": 100, "total_timesteps": 500_000, "env_kwargs": NORMALIZED},
     )

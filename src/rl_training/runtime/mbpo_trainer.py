@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.model_rollouts import ModelParams, ModelReplaySource, build_learner
-from rl_training.runtime.lanes.replay import ReplayParams
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.model_rollouts import ModelParams, ModelReplayStore, build_learner
+from rl_training.stores.replay import ReplayParams
 
 
 class MBPOParams(ModelParams, ReplayParams):
@@ -43,7 +43,7 @@ SPECS = [
         name="mbpo", class_name="MBPO", year=2019, lane="model rollouts",
         paper="Janner et al. 2019, When to Trust Your Model: Model-Based Policy Optimization (arXiv:1906.08253)",
         scope="SAC on short rollouts through an ensemble of probabilistic networks, from real states; vectors.",
-        params=MBPOParams, learner=MBPO, build=build, source=ModelReplaySource,
+        params=MBPOParams, learner=MBPO, build=build, store=ModelReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 5_000},
     )

@@ -9,12 +9,12 @@ from pydantic import Field
 
 from rl_training.algorithms.mopo import MOPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.model_rollouts import ModelDatasetSource, ModelParams, build_learner
-from rl_training.runtime.lanes.prior_data import DatasetKind, DatasetParams
 from rl_training.runtime.params import Activation, Params
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.model_rollouts import ModelDatasetStore, ModelParams, build_learner
+from rl_training.stores.prior_data import DatasetKind, DatasetParams
 
 
 class MOPOParams(ModelParams, DatasetParams, Params):
@@ -48,9 +48,9 @@ SPECS = [
         paper="Yu et al. 2020, MOPO: Model-based Offline Policy Optimization (arXiv:2005.13239)",
         scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; a timestep is a policy "
         "update; vectors.",
-        params=MOPOParams, learner=MOPO, build=build, source=ModelDatasetSource,
+        params=MOPOParams, learner=MOPO, build=build, store=ModelDatasetStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
-        defaults={"log_interval": 1_000, "total_timesteps": 50_000},
+        steps_environments=False, defaults={"log_interval": 1_000, "total_timesteps": 50_000},
     )
 ]  # fmt: skip
 

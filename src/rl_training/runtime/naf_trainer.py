@@ -10,11 +10,11 @@ from pydantic import Field
 from rl_training.algorithms.naf import NAF
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_naf import MLPNAFModel
-from rl_training.runtime.lanes.replay import ReplayParams, ReplaySource
-from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.replay import ReplayParams, ReplayStore
+from rl_training.stores.rollouts import make_input
 
 
 class NAFParams(ReplayParams):
@@ -39,7 +39,7 @@ SPECS = [
         name="naf", class_name="NAF", year=2016, lane="replay",
         paper="Gu et al. 2016, Continuous Deep Q-Learning with Model-based Acceleration (arXiv:1603.00748)",
         scope="Quadratic advantage with one shared torso, Gaussian noise; no imagination rollouts; vectors.",
-        params=NAFParams, learner=NAF, build=build, source=ReplaySource,
+        params=NAFParams, learner=NAF, build=build, store=ReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from rl_training.algorithms.ppo import PPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutStore, make_policy
 
 
 class PPOParams(RolloutParams):
@@ -41,7 +41,7 @@ SPECS = [
         name="ppo", class_name="PPO", year=2017, lane="rollout",
         paper="Schulman et al. 2017, Proximal Policy Optimization Algorithms (arXiv:1707.06347)",
         scope="Clipped surrogate, GAE, minibatch epochs; every action kind, vectors and images.",
-        params=PPOParams, learner=PPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
+        params=PPOParams, learner=PPO, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
         normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 200_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip

@@ -10,12 +10,12 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.rlpd import RLPD
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.lanes.prior_data import PriorDataParams, PriorReplaySource
-from rl_training.runtime.lanes.replay import DIVIDED_ONCE, ActorCriticRates, TemperatureParams
-from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.prior_data import PriorDataParams, PriorReplayStore
+from rl_training.stores.replay import DIVIDED_ONCE, ActorCriticRates, TemperatureParams
+from rl_training.stores.rollouts import make_input
 
 
 class RLPDParams(TemperatureParams, ActorCriticRates, PriorDataParams):
@@ -65,7 +65,7 @@ SPECS = [
         name="rlpd", class_name="RLPD", year=2023, lane="replay",
         paper="Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (arXiv:2302.02948)",
         scope="SAC with prior data in every batch, an ensemble of LayerNorm critics, many updates per step; vectors.",
-        params=RLPDParams, learner=RLPD, build=build, source=PriorReplaySource,
+        params=RLPDParams, learner=RLPD, build=build, store=PriorReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )

@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
+from rl_training.envs.stepper import Episode
 from rl_training.errors import EnvironmentFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
@@ -24,7 +25,6 @@ from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.run_folder import write_run_files
 from rl_training.runtime.session import Session, describe_machine
-from rl_training.runtime.spec import Collected
 from rl_training.validation import StrictModel
 
 CHECKPOINT_SECONDS = 60.0
@@ -81,7 +81,7 @@ class RunState(StrictModel):
 
 
 class Run:
-    """The state of a run besides its algorithm and source, and everything that happens at a cadence."""
+    """The state of a run besides its algorithm and experience, and everything that happens at a cadence."""
 
     def __init__(
         self, session: Session, run_dir: Path, *, callbacks: Iterable[Callback] = (), console: bool = False,
@@ -160,18 +160,18 @@ class Run:
     def apply_schedules(self) -> None:
         """Move every scheduled number to its value at this step, wherever it is read."""
         self._in_turn = True
-        algorithm, source = self.session.algorithm, self.session.source
+        algorithm, store = self.session.algorithm, self.session.store
         for name, value in self.scheduled_values().items():
             if algorithm.scheduled(name):
                 setattr(algorithm, name, value)
-            if hasattr(source, name):  # perhaps too: a replay buffer discounts as the learner does
-                setattr(source, name, value)
+            if hasattr(store, name):  # perhaps too: a replay buffer discounts as the learner does
+                setattr(store, name, value)
 
-    def count_steps(self, collected: Collected) -> None:
+    def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
         """Count real transitions and finished episodes."""
-        self.step += collected.steps
-        self.episodes.extend(collected.episodes)
-        self.collected_metrics = collected.metrics
+        self.step += steps
+        self.episodes.extend(episodes)
+        self.collected_metrics = self.session.store.metrics
 
     def count_update(self, result: UpdateResult) -> None:
         """Count an update; on the CPU, where looking is free, stop at the first value that is not finite."""
@@ -350,13 +350,13 @@ class Run:
         """Everything that resuming, evaluating and predicting need."""
         session = self.session
         try:
-            source = session.source.state_dict()
+            source = session.source_state()
         except Exception as error:  # of an environment that is gone, for example
-            if self.abandoned or not session.stepper.started:
+            if self.abandoned or not session.collector.started:
                 raise
             self.logger.message(f"warning: {error}")
             self._abandon_turn()
-            source = session.source.state_dict()
+            source = session.source_state()
         if not replay:
             source.pop("replay", None)
         return {
@@ -429,7 +429,7 @@ class Run:
         """Close environments and files; everything is saved by now, so what an environment raises here is a warning."""
         self._closing = True
         try:
-            self.session.source.close()
+            self.session.close()
         except Interruption:
             self.logger.message(f"warning: the environment {self.config.env_id} took too long to close")
         except Exception as error:
@@ -469,7 +469,8 @@ class Run:
 
         def abandon(number: int, frame: FrameType | None) -> None:
             if self._in_turn:
-                self._interruption = self.session.stepper.interruption = Interruption()
+                self._interruption = Interruption()
+                self.session.collector.interrupt(self._interruption)
                 if can_leave(frame):
                     raise self._interruption
             elif self._closing or (self._evaluating and can_leave(frame)):
@@ -502,7 +503,7 @@ class Run:
     def _abandon_turn(self) -> None:
         """Give up what the turn under way collected and did not store, and the environments' episodes."""
         self._in_turn, self.abandoned = False, True
-        self.session.stepper.abandon()
+        self.session.collector.abandon()
         self.logger.message(
             "warning: the turn under way is abandoned: an unfinished rollout is dropped, episodes start over, and "
             "a resume from here is not exact"

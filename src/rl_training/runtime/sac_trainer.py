@@ -10,11 +10,11 @@ from pydantic import Field
 from rl_training.algorithms.sac import SAC
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource, TemperatureParams
-from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.replay import ActorCriticRates, ReplayStore, TemperatureParams
+from rl_training.stores.rollouts import make_input
 
 
 class SACParams(TemperatureParams, ActorCriticRates):
@@ -37,7 +37,7 @@ SPECS = [
         name="sac", class_name="SAC", year=2018, lane="replay",
         paper="Haarnoja et al. 2018, Soft Actor-Critic Algorithms and Applications (arXiv:1812.05905)",
         scope="Tanh-squashed Gaussian actor, twin critics as one batched network, fixed or tuned temperature; vectors.",
-        params=SACParams, learner=SAC, build=build, source=ReplaySource,
+        params=SACParams, learner=SAC, build=build, store=ReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )

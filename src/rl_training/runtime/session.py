@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import gymnasium
@@ -16,6 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm
+from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Collector, LocalCollector, NoCollector
+from rl_training.data.experience import ExperienceLayout
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, UserEnv, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
@@ -23,7 +26,7 @@ from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
-from rl_training.runtime.spec import AlgorithmSpec, Source, SourceContext, get_algorithm_spec
+from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
 
 WIDEST_ON_CPU, MOST_MEMBERS_ON_CPU = 256, 2
 SMALL_NETWORKS = (
@@ -42,9 +45,25 @@ class Session:
     recipe: EnvRecipe
     spaces: EnvSpaces
     algorithm: Algorithm
-    stepper: Stepper
-    source: Source
+    behaviour: Behaviour
+    collector: Collector
+    store: Store
     notes: tuple[str, ...] = ()  # on what was decided, for the start of a run
+
+    def source_state(self) -> dict[str, Any]:
+        """Where experience comes from, and what is kept of it, for a checkpoint."""
+        return self.collector.state_dict() | self.store.state_dict()
+
+    def load_source(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `source_state`; returns sentences on what did not come back exactly."""
+        return self.collector.load_state_dict(state) + self.store.load_state_dict(state)
+
+    def close(self) -> None:
+        """Close environments and files."""
+        try:
+            self.collector.close()
+        finally:
+            self.store.close()
 
 
 def open_session(
@@ -66,21 +85,42 @@ def open_session(
     asked, config = config, resolve(config, params, recipe, spaces)
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
-    stored = None if restored is None else restored["algorithm"]
-    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device, stored=stored)
-    engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization, config.worker_timeout)
-    try:
-        stepper = Stepper(engine, spaces, config.num_envs)
-        source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
-        check_schedules(spec.name, params, algorithm, source)
-    except BaseException as error:
-        engine.close()
-        if not isinstance(error, MemoryError):
-            raise
-        raise UserError(f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}.") from None
+    make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
+    algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])
+    with ExitStack() as opened:
+        stepper = None
+        if spec.steps_environments:
+            where = config.num_envs, config.seed, config.vectorization, config.worker_timeout
+            stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
+            opened.callback(stepper.close)
+        rng = np.random.default_rng(np.random.SeedSequence([config.seed, 1]))
+        resets = stepper is not None and stepper.resets_next_step
+        behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
+        try:
+            store = spec.store(
+                StoreContext(params, spaces, config.num_envs, config.seed, config.device, recipe, rng, resets)
+            )
+            check_schedules(spec.name, params, algorithm, store)
+            collector = make_collector(behaviour, stepper, store.layout, params, make_algorithm)
+        except MemoryError as error:
+            what = f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}."
+            raise UserError(what) from None
+        opened.pop_all()
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
-    return Session(spec, config, params, recipe, spaces, algorithm, stepper, source, notes)
+    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, notes)
+
+
+def make_collector(
+    behaviour: Behaviour, stepper: Stepper | None, layout: ExperienceLayout, params: Params,
+    make_algorithm: Callable[[], Algorithm],
+) -> Collector:  # fmt: skip
+    """Where experience is collected; a policy that lags acts with a second learner."""
+    if stepper is None:
+        return NoCollector()
+    lag: int | None = getattr(params, "policy_lag", None)
+    actor = Behaviour(make_algorithm(), behaviour.spaces, stepper.num_envs, behaviour.rng) if lag else behaviour
+    return LocalCollector(actor, stepper, layout, lag)
 
 
 def describe_machine(config: TrainConfig) -> dict[str, str]:

@@ -8,33 +8,35 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.collect.local import Request
+from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import Episode, Stepper
 from rl_training.errors import UserError, did_you_mean
 from rl_training.runtime.params import Params
 
 ENTRY_POINT_GROUP = "rl_training.algorithms"
 
 
-class Collected(NamedTuple):
-    """What one `collect` brought: real transitions, finished episodes, and metrics of its own."""
+class Store(Protocol):
+    """What is kept of experience, and how it becomes batches."""
 
-    steps: int
-    episodes: list[Episode]
-    metrics: dict[str, float] = {}
-
-
-class Source(Protocol):
-    """Where experience comes from; a training lane is a Source."""
+    layout: ExperienceLayout  # of what it is given
+    metrics: dict[str, float]  # of its own, for the log
 
     def describe(self) -> str:
         """What it keeps in memory, in one line for the start of a run; each line after it is `warning: ...`."""
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected: ...
+    def request(self, step: int) -> Request:
+        """What the turn that begins at `step` needs."""
+
+    def add(self, experience: Experience, step: int) -> int:
+        """Keep what was collected from `step` on; returns the timesteps that it counts as: real transitions."""
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The updates due now, each with its phase."""
@@ -50,15 +52,27 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class SourceContext:
-    """What a source is made from."""
+class StoreContext:
+    """What a store is made from."""
 
     params: Any
     spaces: EnvSpaces
-    stepper: Stepper
+    num_envs: int
     seed: int
     device: str
     recipe: EnvRecipe
+    rng: np.random.Generator  # in one process acting draws from it too
+    holds_resets: bool = False  # whether the engine resets in the step after an end
+
+    def layout(self, max_steps: int, *, masks: bool = True, logprobs: bool = False) -> ExperienceLayout:
+        """Of experience of these environments."""
+        spaces = self.spaces
+        return ExperienceLayout(
+            max_steps, self.num_envs, tuple(spaces.obs_shape), spaces.obs_dtype, tuple(spaces.action_shape),
+            continuous=spaces.action_kind == "continuous",
+            mask_size=spaces.action_dim if masks and spaces.has_action_mask else 0,
+            holds_resets=self.holds_resets, logprobs=logprobs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,9 +88,10 @@ class AlgorithmSpec:
     params: type[Params]
     learner: type[Algorithm]
     build: Callable[[Any, EnvSpaces], Algorithm]
-    source: Callable[[SourceContext], Source]
+    store: Callable[[StoreContext], Store]
     action_kinds: tuple[str, ...]
     observation_kinds: tuple[str, ...] = ("vector", "image")
+    steps_environments: bool = True  # or learns from recorded data alone
     normalizes_rewards: bool = False  # whether its learner heeds env_kwargs.wrappers.normalize_reward
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of TrainConfig, for `train --algo NAME --env ID`
 

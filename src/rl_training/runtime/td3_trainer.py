@@ -10,11 +10,11 @@ from pydantic import Field
 from rl_training.algorithms.td3 import TD3
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_td3 import MLPTD3Model
-from rl_training.runtime.lanes.replay import ActorCriticRates, ReplaySource
-from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.replay import ActorCriticRates, ReplayStore
+from rl_training.stores.rollouts import make_input
 
 
 class TD3Params(ActorCriticRates):
@@ -45,7 +45,7 @@ SPECS = [
         name="td3", class_name="TD3", year=2018, lane="replay",
         paper="Fujimoto et al. 2018, Addressing Function Approximation Error in Actor-Critics (arXiv:1802.09477)",
         scope="Twin critics as one batched network, target smoothing, delayed actor and targets; vectors.",
-        params=TD3Params, learner=TD3, build=build, source=ReplaySource,
+        params=TD3Params, learner=TD3, build=build, store=ReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )

@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.lanes.rollouts import ACTION_KINDS, RolloutParams, RolloutSource, make_policy
 from rl_training.runtime.params import SCHEDULE
 from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.stores.rollouts import ACTION_KINDS, RolloutParams, RolloutStore, make_policy
 
 
 class TRPOParams(RolloutParams):
@@ -57,7 +57,7 @@ SPECS = [
         paper="Schulman et al. 2015, Trust Region Policy Optimization (arXiv:1502.05477)",
         scope="Conjugate gradient and line search on the whole batch, separate critic steps; "
         "every action kind, vectors and images.",
-        params=TRPOParams, learner=TRPO, build=build, source=RolloutSource, action_kinds=ACTION_KINDS,
+        params=TRPOParams, learner=TRPO, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
         normalizes_rewards=True,
         defaults={
             "num_envs": 8, "total_timesteps": 200_000,

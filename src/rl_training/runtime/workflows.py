@@ -124,7 +124,7 @@ def train(
             run_dir = make_run_dir(session.config, run_suffix)
             held.enter_context(locked(run_dir))
         except BaseException:
-            session.source.close()
+            session.close()
             raise
         return execute(session, run_dir, told, console)
 
@@ -157,7 +157,7 @@ def execute(
 ) -> TrainResult:  # fmt: skip
     """Run the loop of an open session in its folder."""
     resolved = session.config
-    kept, *warnings = session.source.describe().split("\n")
+    kept, *warnings = session.store.describe().split("\n")
     messages = [
         f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
         f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}, {kept})",
@@ -169,14 +169,14 @@ def execute(
     try:
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
     except BaseException:
-        session.source.close()
+        session.close()
         raise
     with run.signals():
         try:
             with run.rescue():
                 run.start()
                 with run.abandonment():
-                    run_loop(session.algorithm, session.source, run)
+                    run_loop(session, run)
                 metrics = run.finish()
         finally:
             run.close()
@@ -359,7 +359,7 @@ def resume_training(
             if in_place is None:
                 held.enter_context(locked(run_dir))
         except BaseException:
-            session.source.close()
+            session.close()
             raise
         return execute(session, run_dir, told, console, restored=state, notes=notes)
 
@@ -392,7 +392,7 @@ def restore_session(
         load_weights(path, session.algorithm, tree["algorithm"])
         sentences = load_source(path, session, tree["source"])
     except BaseException:
-        session.source.close()
+        session.close()
         raise
     if state.abandoned:
         sentences.append("it was saved in the middle of a turn: episodes start over, so this resume is not exact.")
@@ -426,9 +426,9 @@ def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: boo
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
     """Bring environments, generators and buffers back; returns sentences on what did not come back exactly."""
     try:
-        sentences = session.source.load_state_dict(state)
+        sentences = session.load_source(state)
         # What a source took without a look, it gives back as something else; a buffer looks itself, and may be absent.
-        given, taken = ({**part, "replay": None} for part in (state, session.source.state_dict()))
+        given, taken = ({**part, "replay": None} for part in (state, session.source_state()))
         problem = first_difference(given, taken, "source")
     except UserError:
         raise

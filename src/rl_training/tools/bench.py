@@ -20,11 +20,11 @@ from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.spec import get_algorithm_spec
 
-# What each part of a run is made of: methods of the source, of its stepper, of the algorithm and of the run.
+# What each part of a run is made of: methods of the collector, the store, the algorithm and the run.
 PARTS = {
-    "environment": ("source.stepper.step", "source.stepper.start"),
-    "act": ("source._act", "source._evaluate", "source._take_policy"),
-    "store": ("source.collect", "source.batches", "source.feedback"),
+    "environment": ("collector.stepper.step", "collector.stepper.start"),
+    "act": ("collector.actor.act", "collector.actor.act_randomly", "collector.actor.add_logprobs", "store._evaluate"),
+    "store": ("collector.collect", "store.add", "store.batches", "store.feedback"),
     "learn": ("algorithm.update",),
     "evaluate": ("run.evaluate",),
     "checkpoint": ("run.save_checkpoint",),
@@ -102,7 +102,7 @@ def benchmark(config: TrainConfig) -> Breakdown:
         first = play_at_random(session)
         first += time_turns(session, first, 0.0)[0]  # first calls are slow
     except BaseException:
-        session.source.close()
+        session.close()
         raise
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:
         return _run_timed(session, first, Path(folder))
@@ -125,11 +125,11 @@ class Turn(NamedTuple):
 
 def take_turn(session: Session, step: int) -> Turn:
     """One turn of the loop at `step`, outside of any run."""
-    source, algorithm = session.source, session.algorithm
-    steps = source.collect(algorithm, step).steps
+    store, algorithm = session.store, session.algorithm
+    steps = store.add(session.collector.collect(session.behaviour, store.request(step)), step)
     updates = 0
-    for phase, batch in source.batches(algorithm, step + steps):
-        source.feedback(batch, algorithm.update(batch, phase=phase, global_step=step + steps, sync=False))
+    for phase, batch in store.batches(algorithm, step + steps):
+        store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step + steps, sync=False))
         updates += 1
     return Turn(steps, updates)
 
@@ -169,10 +169,10 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
     run.next_evaluation += first
     run.next_checkpoint += first
     try:
-        _wrap_parts(watch, {"source": session.source, "algorithm": session.algorithm, "run": run})
+        _wrap_parts(watch, {**vars(session), "run": run})
         with run.signals():
             begun = time.perf_counter()
-            run_loop(session.algorithm, session.source, run)
+            run_loop(session, run)
             total = time.perf_counter() - begun
     finally:
         run.close()
@@ -214,10 +214,10 @@ def estimate_seconds(session: Session, seconds: float) -> float:
 
 
 def storage_bytes(session: Session) -> int:
-    """Bytes of the experience that the session's source keeps, imagined and recorded rows included."""
-    source = session.source
-    owners = (source, getattr(source, "rollouts", None))
-    kept = [getattr(owner, name, None) for owner in owners for name in ("storage", "buffer")]
-    recorded = [getattr(source, name, None) for name in ("dataset", "expert")]
+    """Bytes of the experience that the session keeps, imagined and recorded rows included."""
+    store = session.store
+    kept = [getattr(owner, "buffer", None) for owner in (store, getattr(store, "rollouts", None))]
+    kept.append(getattr(session.collector, "experience", None))
+    recorded = [getattr(store, name, None) for name in ("dataset", "expert")]
     rows = sum(array.nbytes for data in recorded if data is not None for array in data.arrays().values())
     return rows + sum(int(part.nbytes) for part in kept if part is not None)

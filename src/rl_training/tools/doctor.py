@@ -278,7 +278,7 @@ def check_algorithm(config: TrainConfig) -> Iterator[Check]:
                     f"{weights:,} weights ({format_bytes(4 * weights)})")  # fmt: skip
         left = estimate_seconds(session, SECONDS)
     finally:
-        session.source.close()
+        session.close()
     rate = f"{config.total_timesteps / left:,.0f} steps/s"
     detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate}"
     where = f"{session.config.device}, {session.config.vectorization}"

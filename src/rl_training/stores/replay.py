@@ -6,17 +6,15 @@ import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import numpy as np
-import torch
 from pydantic import Field, model_validator
 
-from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, read_metrics
-from rl_training.algorithms.q_learning import random_actions
+from rl_training.algorithms.base import Algorithm, Batch, UpdateResult, read_metrics
+from rl_training.collect.local import Request
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
+from rl_training.data.experience import Experience
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import Episode
 from rl_training.runtime.params import Activation, Params, Schedule
-from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.runtime.spec import StoreContext
 from rl_training.validation import StrictModel
 
 # Why no schedule moves a number: the end of a sentence.
@@ -95,8 +93,8 @@ class TemperatureParams(StrictModel):
         return inherited | fixed
 
 
-class BufferedSource:
-    """What the lanes with a buffer share: environments, generator, `credit` for updates, and all of them as a state.
+class BufferStore:
+    """What the stores with a buffer share: generator, `credit` for updates, and both with the buffer as a state.
 
     A subclass makes the `buffer` and says what its credit counts.
     """
@@ -104,53 +102,55 @@ class BufferedSource:
     buffer: Any
     credit: float
 
-    def __init__(self, context: SourceContext) -> None:
-        self.params, self.spaces, self.stepper = context.params, context.spaces, context.stepper
-        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+    def __init__(self, context: StoreContext) -> None:
+        self.params, self.spaces, self.rng = context.params, context.spaces, context.rng
+        self.metrics: dict[str, float] = {}
+
+    def random_steps(self, step: int) -> int:
+        """Transitions from `step` on that are taken at random."""
+        return max(0, self.params.learning_starts - step)
+
+    def keep(self, experience: Experience, step: int) -> int:
+        """Put it into the buffer; returns how many of its transitions are to be learned from."""
+        for row in experience.rows():
+            self.buffer.add(**row)
+        return max(0, min(experience.transitions, step + experience.transitions - self.params.learning_starts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Environments, generator, credit, and under `replay` the buffer."""
-        return {
-            "stepper": self.stepper.state_dict(), "rng": self.rng.bit_generator.state, "credit": self.credit,
-            "replay": self.buffer.state_dict(),
-        }  # fmt: skip
+        """Generator, credit, and under `replay` the buffer."""
+        return {"rng": self.rng.bit_generator.state, "credit": self.credit, "replay": self.buffer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`; a checkpoint may be without its buffer."""
         self.rng.bit_generator.state = state["rng"]
         self.credit = state["credit"]
-        sentences = self.stepper.load_state_dict(state["stepper"])
-        if "replay" in state:
-            self.buffer.load_state_dict(state["replay"])
-        else:
-            sentences.append("the checkpoint holds no replay buffer; it is filled again before learning goes on.")
-        return sentences
+        if "replay" not in state:
+            return ["the checkpoint holds no replay buffer; it is filled again before learning goes on."]
+        self.buffer.load_state_dict(state["replay"])
+        return []
 
     def close(self) -> None:
-        """Close the environments, and remove the buffer's files: the checkpoint holds what is in them."""
-        try:
-            self.stepper.close()
-        finally:
-            self.buffer.close()
+        """Remove the buffer's files: the checkpoint holds what is in them."""
+        self.buffer.close()
 
 
-class ReplaySource(BufferedSource):
-    """Steps the environments, stores what happened, and samples `gradient_updates_per_step` batches a turn.
+class ReplayStore(BufferStore):
+    """Keeps transitions, and samples `gradient_updates_per_step` batches a turn.
 
     A turn is due per `train_frequency` environment steps, so more environments mean more turns, not fewer updates.
     """
 
     buffer: ReplayBuffer
 
-    def __init__(self, context: SourceContext) -> None:
+    def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.prioritized_beta: float = self.params.prioritized_beta_start
         self.credit = 0  # environment steps not yet answered by a training turn
         self.buffer = make_buffer(
-            self.params, self.spaces, self.stepper.num_envs, context.device, context.recipe.image_frame_stack
+            self.params, self.spaces, context.num_envs, context.device, context.recipe.image_frame_stack
         )
-        self._numpy_policy: Any = None
-        self._asked_for_policy = False
+        rows = -(-self.params.train_frequency // context.num_envs)
+        self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
         self._updates = self._looks_at_clipping = 0
 
     @property
@@ -169,38 +169,14 @@ class ReplaySource(BufferedSource):
         support = "" if None in ends else f", returns from {ends[0]:g} to {ends[1]:g}"
         return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}"
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+    def request(self, step: int) -> Request:
         """About `train_frequency` environment steps, at random until `learning_starts`."""
-        stepper = self.stepper
-        stepper.start()
-        episodes: list[Episode] = []
-        taken = 0
-        while taken < self.params.train_frequency:
-            obs, masks = stepper.obs, stepper.masks
-            warm = step + taken >= self.params.learning_starts
-            actions = self._act(algorithm) if warm else first_actions(self.spaces, len(obs), masks, self.rng)
-            result, ended = stepper.step(actions)
-            self.buffer.add(
-                obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
-                final_obs=result.final_obs, valid=result.valid, masks=masks, next_masks=result.masks,
-                final_masks=result.final_masks,
-            )  # fmt: skip
-            episodes += ended
-            taken += len(obs) if result.valid is None else int(np.count_nonzero(result.valid))
-        if step + taken > self.params.learning_starts:
-            self.credit += min(taken, step + taken - self.params.learning_starts)
-        return Collected(taken, episodes)
+        return Request(transitions=self.params.train_frequency, random=self.random_steps(step))
 
-    def _act(self, algorithm: Algorithm) -> Array:
-        if not self._asked_for_policy:
-            self._numpy_policy, self._asked_for_policy = algorithm.numpy_policy(), True
-        obs, masks = self.stepper.obs, self.stepper.masks
-        if self._numpy_policy is not None:
-            return self._numpy_policy(obs, masks, self.rng, False)
-        device = algorithm.device
-        legal = None if masks is None else torch.from_numpy(masks).to(device)
-        out = algorithm.act(torch.from_numpy(obs).to(device), action_masks=legal)
-        return out.actions.cpu().numpy()
+    def add(self, experience: Experience, step: int) -> int:
+        """Into the buffer; every step from `learning_starts` on is worth one of credit."""
+        self.credit += self.keep(experience, step)
+        return experience.transitions
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The training turns due, `gradient_updates_per_step` samples each."""
@@ -234,13 +210,6 @@ class ReplaySource(BufferedSource):
         if self._looks_at_clipping == LOOKS:
             ends = f"v_min is {self.params.v_min:g} and v_max {self.params.v_max:g}"
             warnings.warn(f"{share:.0%} of the targets lie outside of the atoms ({ends}); widen them.", stacklevel=2)
-
-
-def first_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.random.Generator) -> Array:
-    """Uniform actions of a policy [count, ...] before learning starts, legal ones where masks say so."""
-    if spaces.action_kind == "continuous":
-        return rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
-    return random_actions(count, spaces.action_sizes[0], masks, rng)
 
 
 def make_buffer(

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch
 from rl_training.data import TransitionDataset
+from rl_training.data.experience import Experience
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.runtime.lanes.dataset import check_same_data
-from rl_training.runtime.lanes.prior_data import (
+from rl_training.runtime.random_play import play
+from rl_training.runtime.spec import StoreContext
+from rl_training.stores.dataset import check_same_data
+from rl_training.stores.prior_data import (
     DataPath,
     DatasetKind,
     DatasetParams,
@@ -29,10 +32,8 @@ from rl_training.runtime.lanes.prior_data import (
     refuse_missing,
     refuse_unread,
 )
-from rl_training.runtime.lanes.recording import record_policy
-from rl_training.runtime.lanes.rollouts import RolloutSource
-from rl_training.runtime.random_play import play
-from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.stores.recording import record_policy
+from rl_training.stores.rollouts import RolloutStore
 from rl_training.validation import StrictModel
 
 RECORDED_STEPS = 10_000  # of a checkpoint's policy where no size is given, as many as of random play
@@ -98,12 +99,12 @@ def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
     return math.ceil(limit / (recipe.wrappers.atari.frame_skip if recipe.wrappers.atari else 1))
 
 
-class DemonstrationSource(RolloutSource):
+class DemonstrationStore(RolloutStore):
     """Rollouts to which the expert's steps are added, and how long ended episodes then stay absorbed."""
 
-    def __init__(self, context: SourceContext) -> None:
+    def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
-        params = self.params = context.params
+        params = self.params
         schedule = params.schedules.get("gamma")  # which no validator sees
         if params.absorbing_states and schedule is not None and 1 in (schedule.start, schedule.end):
             raise UserError(
@@ -116,7 +117,7 @@ class DemonstrationSource(RolloutSource):
         self.warning = ""
         if params.absorbing_states:
             self.horizon = find_horizon(context.recipe, self.expert)
-            self.absorbing_steps = np.zeros_like(self.storage.terminated, dtype=np.int64)
+            self.absorbing_steps = np.zeros(self.truncation_values.shape, dtype=np.int64)
         elif self.expert.terminated.any() or ends_early(context):
             self.warning = (
                 f"\nwarning: survival bias: episodes can end early, and reward_form {params.reward_form} "
@@ -133,15 +134,14 @@ class DemonstrationSource(RolloutSource):
         steps = f"{len(expert):,} expert steps in {describe_episodes(expert)}"
         return f"{super().describe()}, {steps}, from {origin}{self.warning}"
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected:
-        """As a rollout."""
-        collected = super().collect(algorithm, step)
+    def add(self, experience: Experience, step: int) -> int:
+        """As a rollout, with how long its ends stay absorbed."""
         if self.absorbing_steps is not None:
-            lengths = [episode.length for episode in collected.episodes]
+            lengths = [episode.length for episode in experience.episodes]
             self.absorbing_steps[:] = absorbing_steps(
-                self.storage.terminated, self.storage.truncated, np.array(lengths, dtype=np.int64), self.horizon
+                experience.terminated, experience.truncated, np.array(lengths, dtype=np.int64), self.horizon
             )
-        return collected
+        return super().add(experience, step)
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout with all of the expert's steps; the learner draws from them."""
@@ -198,7 +198,7 @@ def describe_episodes(dataset: TransitionDataset) -> str:
     return " and ".join(parts)
 
 
-def ends_early(context: SourceContext) -> bool:
+def ends_early(context: StoreContext) -> bool:
     """Whether some random play terminates an episode."""
     steps = play(context.recipe, context.spaces, context.seed, PROBED_STEPS)
     return any(terminated for _, _, terminated, _, _ in steps)

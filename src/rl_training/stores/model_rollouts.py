@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, read_metrics
 from rl_training.algorithms.mbpo import MBPO
+from rl_training.collect.local import Request
+from rl_training.data.experience import Experience
 from rl_training.data.memory import format_bytes
 from rl_training.data.synthetic import SyntheticBuffer
 from rl_training.envs.spaces import EnvSpaces
@@ -22,12 +24,12 @@ from rl_training.envs.terminations import known_termination
 from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.lanes.dataset import check_same_data
-from rl_training.runtime.lanes.prior_data import describe_origin, find_dataset
-from rl_training.runtime.lanes.replay import DIVIDED_ONCE, ReplaySource, TemperatureParams
-from rl_training.runtime.lanes.rollouts import make_input
 from rl_training.runtime.params import WIDEST, Params
-from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.runtime.spec import StoreContext
+from rl_training.stores.dataset import check_same_data
+from rl_training.stores.prior_data import describe_origin, find_dataset
+from rl_training.stores.replay import DIVIDED_ONCE, ReplayStore, TemperatureParams
+from rl_training.stores.rollouts import make_input
 
 CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
 Learner = TypeVar("Learner", bound=MBPO)
@@ -114,7 +116,7 @@ def build_learner(learner: type[Learner], params: Any, spaces: EnvSpaces) -> Lea
 class ModelRollouts:
     """What both sources share: fits the model, imagines, and mixes what was imagined into batches."""
 
-    def __init__(self, context: SourceContext, rng: np.random.Generator) -> None:
+    def __init__(self, context: StoreContext, rng: np.random.Generator) -> None:
         self.params, self.device, self.rng = context.params, context.device, rng
         self.terminates = known_termination(context.recipe)
         self.synthetic_batch_size = round(self.params.synthetic_batch_ratio * self.params.batch_size)
@@ -183,15 +185,17 @@ class ModelRollouts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.updates_since_round = int(state["updates_since_round"])
-        self.metrics = {str(name): float(value) for name, value in state["metrics"].items()}
+        self.metrics.clear()
+        self.metrics.update({str(name): float(value) for name, value in state["metrics"].items()})
 
 
-class ModelReplaySource(ReplaySource):
+class ModelReplayStore(ReplayStore):
     """MBPO's: replay, a fit every `model_train_frequency` steps, and batches of which a share is imagined."""
 
-    def __init__(self, context: SourceContext) -> None:
+    def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.rollouts = ModelRollouts(context, self.rng)
+        self.metrics = self.rollouts.metrics
         self.rollout_horizon: float = self.params.rollout_horizon
         self.steps_since_fit: int = self.params.model_train_frequency
 
@@ -199,11 +203,10 @@ class ModelReplaySource(ReplaySource):
         """Both buffers, and where imagined ends come from."""
         return f"{super().describe()}; {self.rollouts.describe()}"
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+    def add(self, experience: Experience, step: int) -> int:
         """As replay does."""
-        collected = super().collect(algorithm, step)
-        self.steps_since_fit += collected.steps
-        return collected._replace(metrics=self.rollouts.metrics)  # the live dict: it will hold this turn's fit
+        self.steps_since_fit += experience.transitions
+        return super().add(experience, step)
 
     @property
     def turn_due(self) -> bool:
@@ -253,20 +256,21 @@ class ModelReplaySource(ReplaySource):
         return super().load_state_dict(state)
 
 
-class ModelDatasetSource:
+class ModelDatasetStore:
     """MOPO's: one fit to a dataset, then batches of which a share is imagined. One policy update counts as one step."""
 
-    def __init__(self, context: SourceContext) -> None:
-        self.params, self.stepper = context.params, context.stepper
+    def __init__(self, context: StoreContext) -> None:
+        self.params, self.rng = context.params, context.rng
         if self.params.dataset_kind is None:
             raise UserError(
                 "mopo learns from recorded data alone; set dataset_kind to npz or checkpoint (with dataset_path), "
                 "minari (with dataset_id) or random."
             )
-        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+        self.layout = context.layout(0)
         self.dataset = find_dataset(self.params, context.recipe, context.spaces)
         self.origin = describe_origin(self.params, self.dataset, context.spaces.env_id)
         self.rollouts = ModelRollouts(context, self.rng)
+        self.metrics = self.rollouts.metrics
         self.rollout_horizon: float = self.params.rollout_horizon
         self.fitted = False
 
@@ -274,9 +278,13 @@ class ModelDatasetSource:
         """The data, the buffer, and where imagined ends come from."""
         return f"dataset of {len(self.dataset):,} transitions from {self.origin}; {self.rollouts.describe()}"
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected:
-        """No environment is stepped: the step that counts is the policy update to come."""
-        return Collected(1, [], self.rollouts.metrics)  # the live dict: it will hold this turn's fit
+    def request(self, step: int) -> Request:
+        """Nothing."""
+        return Request()
+
+    def add(self, experience: Experience, step: int) -> int:
+        """The step that counts is the policy update to come."""
+        return 1
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The fit, once; a round of rollouts when it is due; one policy batch."""
@@ -321,5 +329,4 @@ class ModelDatasetSource:
         return []
 
     def close(self) -> None:
-        """Close the environments, which nobody stepped."""
-        self.stepper.close()
+        """Nothing is open."""

@@ -11,14 +11,15 @@ import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from rl_training.algorithms.base import Algorithm, Batch
+from rl_training.collect.local import Request
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.loading import find_npz
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import EnvSpaces, in_words
 from rl_training.errors import UserError
-from rl_training.runtime.lanes.recording import read_policy_replay, spaces_of
-from rl_training.runtime.lanes.replay import ReplayParams, ReplaySource
-from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.runtime.spec import StoreContext
+from rl_training.stores.recording import read_policy_replay, spaces_of
+from rl_training.stores.replay import ReplayParams, ReplayStore
 from rl_training.validation import StrictModel
 
 DatasetKind = Literal["random", "npz", "minari", "checkpoint"]
@@ -140,12 +141,12 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None) -> Transi
     return dataset if size is None or size >= len(dataset) else dataset.take(slice(len(dataset) - size, None))
 
 
-class PriorReplaySource(ReplaySource):
+class PriorReplayStore(ReplayStore):
     """Replay in which exactly `offline_batch_ratio` of every batch is prior data."""
 
     params: PriorDataParams
 
-    def __init__(self, context: SourceContext) -> None:
+    def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.device = context.device
         ratio, size = self.params.offline_batch_ratio, self.params.batch_size
@@ -165,15 +166,14 @@ class PriorReplaySource(ReplaySource):
     def _pretrains(self) -> bool:
         return self.pretrain_updates_done < self.params.offline_pretrain_updates
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+    def request(self, step: int) -> Request:
         """No step while pretraining; else as replay does."""
-        collected = Collected(0, []) if self._pretrains else super().collect(algorithm, step)
-        metrics = {
+        self.metrics = {
             "pretrain_updates_done": float(self.pretrain_updates_done),
             "offline_batch_size": float(self.offline_batch_size),
             "online_batch_size": float(self.params.batch_size - self.offline_batch_size),
         }
-        return collected._replace(metrics=metrics)
+        return Request() if self._pretrains else super().request(step)
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """Pretraining on prior data alone, a turn's worth at a time; then mixed batches."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
-import torch
 from pydantic import Field, model_validator
 
-from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
+from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.collect.local import Request
 from rl_training.data import RecurrentReplayBuffer
-from rl_training.envs.stepper import Episode
-from rl_training.runtime.lanes.replay import BufferedSource, first_actions
+from rl_training.data.experience import Experience
 from rl_training.runtime.params import Params
-from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.runtime.spec import StoreContext
+from rl_training.stores.replay import BufferStore
 
 
 class SequenceParams(Params):
@@ -37,20 +35,20 @@ class SequenceParams(Params):
         return self
 
 
-class SequenceSource(BufferedSource):
-    """Steps the environments with the policy's memory carried along, and samples windows [B, L].
+class SequenceStore(BufferStore):
+    """Keeps steps, and samples windows [B, L].
 
     An update replays `batch_size * sequence_length` steps; one is due whenever `train_ratio` times the steps taken
     since `learning_starts` comes to as many.
     """
 
-    def __init__(self, context: SourceContext, *, carry_dim: int) -> None:
+    def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.credit = 0.0  # steps to replay that are due
         self.train_ratio: float = self.params.train_ratio
-        self.carry = torch.zeros(self.stepper.num_envs, carry_dim, device=context.device)
+        self.layout = context.layout(1, masks=False)
         self.buffer = RecurrentReplayBuffer(
-            self.params.buffer_capacity, self.stepper.num_envs, obs_shape=self.spaces.obs_shape,
+            self.params.buffer_capacity, context.num_envs, obs_shape=self.spaces.obs_shape,
             obs_dtype=self.spaces.obs_dtype, action_shape=self.spaces.action_shape,
             continuous=self.spaces.action_kind == "continuous", sequence_length=self.params.sequence_length,
             folder=self.params.replay_folder, device=context.device,
@@ -60,31 +58,14 @@ class SequenceSource(BufferedSource):
         """The buffer's size, for the start of a run."""
         return f"sequence replay of {self.buffer.capacity:,} steps: {self.buffer.describe_size()}"
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+    def request(self, step: int) -> Request:
         """One step of every environment, at random until `learning_starts`."""
-        stepper = self.stepper
-        stepper.start()
-        episodes: list[Episode] = []
-        obs = stepper.obs
-        warm = step >= self.params.learning_starts
-        actions = self._act(algorithm) if warm else first_actions(self.spaces, len(obs), None, self.rng)
-        result, ended = stepper.step(actions)
-        self.buffer.add(
-            obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
-            final_obs=result.final_obs, valid=result.valid,
-        )  # fmt: skip
-        episodes += ended
-        taken = len(obs) if result.valid is None else int(np.count_nonzero(result.valid))
-        if step + taken > self.params.learning_starts:
-            self.credit += self.train_ratio * min(taken, step + taken - self.params.learning_starts)
-        return Collected(taken, episodes)
+        return Request(steps=1, random=self.random_steps(step))
 
-    def _act(self, algorithm: Algorithm) -> Array:
-        device = self.carry.device
-        obs, is_first = (torch.from_numpy(array).to(device) for array in (self.stepper.obs, self.stepper.is_first))
-        out = algorithm.act(obs, self.carry, is_first=is_first)
-        self.carry = out.carry
-        return out.actions.cpu().numpy()
+    def add(self, experience: Experience, step: int) -> int:
+        """Into the buffer; every step from `learning_starts` on asks for `train_ratio` replayed ones."""
+        self.credit += self.train_ratio * self.keep(experience, step)
+        return experience.transitions
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The updates due."""
@@ -98,12 +79,3 @@ class SequenceSource(BufferedSource):
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Nothing flows back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The lane's state, and the policy's memory."""
-        return {**super().state_dict(), "carry": self.carry.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`."""
-        self.carry.copy_(state["carry"])
-        return super().load_state_dict(state)

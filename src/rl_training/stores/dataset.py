@@ -11,11 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
+from rl_training.collect.local import Request
 from rl_training.data import TransitionDataset
+from rl_training.data.experience import Experience
 from rl_training.errors import UserError
-from rl_training.runtime.lanes.prior_data import DatasetParams, describe_origin, find_dataset
 from rl_training.runtime.params import Params
-from rl_training.runtime.spec import Collected, SourceContext
+from rl_training.runtime.spec import StoreContext
+from rl_training.stores.prior_data import DatasetParams, describe_origin, find_dataset
 
 MOST_HELDOUT = 1024  # rows of one look at the held-out data
 
@@ -28,15 +30,16 @@ class DatasetLaneParams(Params, DatasetParams):
     heldout_interval: int = Field(100, ge=1, description="Updates between two looks at the held-out data.")
 
 
-class DatasetSource:
-    """One minibatch a turn, counted as one timestep; the environments are never stepped.
+class DatasetStore:
+    """One minibatch a turn, counted as one timestep; no environment is stepped.
 
     Whole episodes are held out; every `heldout_interval` updates a batch brings rows of them along.
     """
 
-    def __init__(self, context: SourceContext) -> None:
-        self.params, self.stepper, self.device = context.params, context.stepper, context.device
-        self.rng = np.random.default_rng(np.random.SeedSequence([context.seed, 1]))
+    def __init__(self, context: StoreContext) -> None:
+        self.params, self.rng, self.device = context.params, context.rng, context.device
+        self.layout = context.layout(0)
+        self.metrics: dict[str, float] = {}
         self.dataset = find_dataset(self.params, context.recipe, context.spaces)
         self.training, self.heldout = self.dataset.split(self.params.heldout_fraction, context.seed)
         self.origin = describe_origin(self.params, self.dataset, context.spaces.env_id)
@@ -46,9 +49,13 @@ class DatasetSource:
         """The rows on both sides and where they come from, for the start of a run."""
         return f"{len(self.training):,} recorded transitions, {len(self.heldout):,} more held out, from {self.origin}"
 
-    def collect(self, algorithm: Algorithm, step: int) -> Collected:
+    def request(self, step: int) -> Request:
+        """Nothing."""
+        return Request()
+
+    def add(self, experience: Experience, step: int) -> int:
         """One timestep is one update."""
-        return Collected(1, [])
+        return 1
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """One minibatch, with held-out rows when they are due."""
@@ -85,8 +92,7 @@ class DatasetSource:
         return []
 
     def close(self) -> None:
-        """Close the environments."""
-        self.stepper.close()
+        """Nothing is open."""
 
 
 def check_same_data(digest: str, dataset: TransitionDataset, what: str) -> None:

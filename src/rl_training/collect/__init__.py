@@ -1,0 +1,1 @@
+"""Collecting experience: what acts (behaviour), and where (this process, worker processes)."""

@@ -1,0 +1,106 @@
+"""`Behaviour`: what acts, and travels as one flat array."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.algorithms.base import Algorithm, Array, NumpyPolicy
+from rl_training.algorithms.q_learning import random_actions
+from rl_training.data.experience import Experience
+from rl_training.envs.spaces import EnvSpaces
+
+
+class Behaviour:
+    """Acting network, exploration numbers, generators and memory for N environments.
+
+    Where learning happens it acts with the learner itself: nothing is copied, and a numpy policy reads the weights as
+    they are. Elsewhere it acts with a second learner of the same spec, which `unpack` fills.
+    """
+
+    def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
+        self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
+        self.memory = algorithm.initial_carry(num_envs)
+        self._numpy_policy: NumpyPolicy | None = None
+        self._asked_for_policy = False
+
+    def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Tensor]]:
+        """Actions [N, ...] for encoded observations, and what is stored with them."""
+        policy = self._numpy_policy if self._asked_for_policy else self._ask_for_policy()
+        if policy is not None:
+            return policy(obs, masks, self.rng, False), {}
+        device = self.algorithm.device
+        legal = None if masks is None else torch.from_numpy(masks).to(device)
+        first = None if self.memory is None else torch.from_numpy(is_first).to(device)
+        seen = torch.from_numpy(obs).to(device)
+        with torch.no_grad():
+            out = self.algorithm.act(seen, self.memory, is_first=first, action_masks=legal)
+        self.memory = out.carry
+        return out.actions.cpu().numpy(), out.extras
+
+    def _ask_for_policy(self) -> NumpyPolicy | None:
+        self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True
+        return self._numpy_policy
+
+    def act_randomly(self, count: int, masks: Array | None) -> Array:
+        """Uniform actions of a policy [count, ...], legal ones where masks say so."""
+        spaces = self.spaces
+        if spaces.action_kind == "continuous":
+            return self.rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
+        return random_actions(count, spaces.action_sizes[0], masks, self.rng)
+
+    @torch.no_grad()
+    def add_logprobs(self, experience: Experience) -> None:
+        """After acting in numpy: the log-probabilities of all actions in one pass, where the learner reads them."""
+        if experience.logprobs is None or self._numpy_policy is None:
+            return
+        if not getattr(self.algorithm, "reads_logprobs", True):  # they stay 0
+            return
+        steps, masks = experience.steps, experience.masks
+        obs, actions = (torch.from_numpy(array[:steps]).flatten(0, 1) for array in (experience.obs, experience.actions))
+        legal = None if masks is None else torch.from_numpy(masks[:steps]).flatten(0, 1)
+        policy: Any = self.algorithm.acting()
+        logprobs = policy.distribution(obs, legal).log_prob(actions)
+        experience.logprobs[:steps] = logprobs.view(steps, -1).numpy()
+
+    # travelling -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Updates that the weights have seen."""
+        return self.algorithm.num_updates
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self.algorithm.acting().state_dict().values() if isinstance(value, Tensor)]
+
+    def pack(self) -> Array:
+        """Network, normalisers, exploration numbers and version as one array of bytes."""
+        numbers = [math.nan if number is None else float(number) for number in self.algorithm.numbers.values()]
+        arrays = [tensor.detach().cpu().numpy() for tensor in self._tensors()] + [np.array([*numbers, self.version])]
+        return np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+
+    @torch.no_grad()
+    def unpack(self, packed: Array) -> None:
+        """Put on what `pack` gave in another process, or earlier."""
+        begin = 0
+        for tensor in self._tensors():
+            end = begin + tensor.numel() * tensor.element_size()
+            tensor.copy_(torch.from_numpy(packed[begin:end].copy()).view(tensor.dtype).view(tensor.shape))
+            begin = end
+        *values, version = packed[begin:].copy().view(np.float64).tolist()
+        for name, value in zip(self.algorithm.numbers, values, strict=True):
+            self.algorithm.numbers[name] = None if math.isnan(value) else value
+        self.algorithm.num_updates = int(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory of a policy that has one."""
+        return {} if self.memory is None else {"carry": self.memory.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        if self.memory is not None:
+            self.memory.copy_(state["carry"])

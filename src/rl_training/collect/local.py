@@ -1,0 +1,208 @@
+"""Collecting in this process, and what every collector is."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rl_training.algorithms.base import Array
+from rl_training.collect.behaviour import Behaviour
+from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.envs.stepper import Stepper
+from rl_training.errors import UserError
+
+
+class Request(NamedTuple):
+    """How much to collect: at least so many rows and real transitions, the first `random` transitions at random."""
+
+    steps: int = 0
+    transitions: int = 0
+    random: int = 0
+
+
+class Collector(Protocol):
+    """Where a behaviour acts. It owns the environments and the policy's memory."""
+
+    @property
+    def started(self) -> bool:
+        """Whether episodes are under way."""
+
+    def collect(self, behaviour: Behaviour, request: Request) -> Experience:
+        """The experience asked for, valid until the next call."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise this instead of the next step."""
+
+    def abandon(self) -> None:
+        """Give up the episodes under way: new ones start."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Go on from a saved state; returns sentences on what could not be brought back exactly."""
+
+    def close(self) -> None: ...
+
+
+class Lag:
+    """Packed behaviours of the last turns; the oldest acts."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+        self.packed: deque[Array] = deque(maxlen=turns + 1)
+
+    def follow(self, behaviour: Behaviour) -> Array:
+        """The behaviour of `turns` turns ago, or the first one."""
+        self.packed.append(behaviour.pack())
+        return self.packed[0]
+
+    def restore(self, packed: list[Any], behaviour: Behaviour) -> None:
+        """Go on with stored ones, which must be of this behaviour's layout."""
+        size = behaviour.pack().shape
+        if not all(isinstance(array, np.ndarray) and array.shape == size for array in packed):
+            raise UserError("it holds weights of an acting policy in another layout, as earlier versions wrote them.")
+        self.packed.extend(packed)
+
+
+class LocalCollector:
+    """Steps environments in this process.
+
+    `actor` acts: the learner's own behaviour, or with a `lag` another one, which follows it that many turns behind.
+    """
+
+    def __init__(self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None) -> None:
+        self.actor, self.stepper = actor, stepper
+        self.experience = Experience(layout)
+        self.lag = None if lag is None else Lag(lag)
+
+    @property
+    def started(self) -> bool:
+        """Whether episodes are under way."""
+        return self.stepper.started
+
+    def collect(self, behaviour: Behaviour, request: Request) -> Experience:
+        """Step every environment until there is enough."""
+        actor = self.actor
+        if actor is not behaviour:
+            assert self.lag is not None
+            actor.unpack(self.lag.follow(behaviour))
+            actor.algorithm.generator = behaviour.algorithm.generator
+        self.fill(self.experience, request)
+        self.experience.has_values &= actor is behaviour
+        return self.experience
+
+    def fill(self, experience: Experience, request: Request) -> None:
+        """Put what happens into the experience."""
+        actor, stepper = self.actor, self.stepper
+        experience.clear()
+        experience.version = actor.version
+        if not any(request):
+            return
+        stepper.start()
+        if experience.valid is not None:
+            experience.valid.fill(True)
+        count, t, taken = stepper.num_envs, 0, 0
+        extras: dict[str, Any]
+        while t < request.steps or taken < request.transitions:
+            obs, masks = stepper.obs, stepper.masks
+            experience.obs[t] = obs
+            if experience.masks is not None:
+                experience.masks[t] = masks
+            if taken < request.random:
+                actions, extras = actor.act_randomly(count, masks), {}
+            else:
+                actions, extras = actor.act(obs, masks, stepper.is_first)
+            experience.actions[t] = actions
+            if extras and experience.logprobs is not None:
+                experience.logprobs[t] = extras["logprobs"].cpu().numpy()
+                experience.values[t] = extras["values"].cpu().numpy()  # type: ignore[index]  # they come together
+                experience.has_values = True
+            result, ended = stepper.step(actions)
+            experience.rewards[t] = result.rewards
+            experience.terminated[t] = result.terminated
+            experience.truncated[t] = result.truncated
+            if result.valid is not None and experience.valid is not None:
+                experience.valid[t] = result.valid
+                experience.has_resets = True
+                taken += int(np.count_nonzero(result.valid))
+            else:
+                taken += count
+            if ended:
+                experience.episodes += ended
+                if result.final_obs is not None and experience.final_obs is not None:
+                    rows = result.terminated | result.truncated
+                    experience.final_obs[t, rows] = result.final_obs[rows]
+                    if result.final_masks is not None and experience.final_masks is not None:
+                        experience.final_masks[t, rows] = result.final_masks[rows]
+            t += 1
+        experience.obs[t] = stepper.obs
+        if experience.masks is not None:
+            experience.masks[t] = stepper.masks
+        experience.steps, experience.transitions = t, taken
+        actor.add_logprobs(experience)
+
+    def metrics(self) -> dict[str, float]:
+        """None: nobody waits."""
+        return {}
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise this instead of the next step."""
+        self.stepper.interruption = error
+
+    def abandon(self) -> None:
+        """Give up the episodes under way: new ones start."""
+        self.stepper.abandon()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Environments, the policy's memory, and the weights that a lagging policy still needs."""
+        state = {"stepper": self.stepper.state_dict(), **self.actor.state_dict()}
+        return state if self.lag is None else state | {"weights": list(self.lag.packed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        if self.lag is not None:
+            self.lag.restore(state["weights"], self.actor)
+        self.actor.load_state_dict(state)
+        return self.stepper.load_state_dict(state["stepper"])
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.stepper.close()
+
+
+class NoCollector:
+    """For recorded data: no environment is built, and nothing is collected."""
+
+    started = False
+
+    def collect(self, behaviour: Behaviour, request: Request) -> Experience:
+        """Nothing."""
+        return NOTHING
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def interrupt(self, error: BaseException) -> None:
+        """The update to come ends the turn."""
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Nothing."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+NOTHING = Experience(ExperienceLayout(0, 0, (), "float32"))

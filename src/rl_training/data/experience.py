@@ -1,0 +1,94 @@
+"""`Experience`: what collecting brings, in preallocated arrays [T, N, ...]; numpy writes and torch reads in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_training.data.memory import Array
+
+
+@dataclass(frozen=True)
+class ExperienceLayout:
+    """What an `Experience` has room for."""
+
+    max_steps: int
+    num_envs: int
+    obs_shape: tuple[int, ...]
+    obs_dtype: str
+    action_shape: tuple[int, ...] = ()
+    continuous: bool = False
+    mask_size: int = 0  # 0: no masks
+    holds_resets: bool = False  # of an engine with next-step autoreset, whose next row holds a final observation
+    logprobs: bool = False  # of the behaviour, with values where it acts with the weights that learn
+
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of every array."""
+        lead, more = (self.max_steps, self.num_envs), (self.max_steps + 1, self.num_envs)
+        found: dict[str, tuple[tuple[int, ...], Any]] = {
+            "obs": ((*more, *self.obs_shape), self.obs_dtype),
+            "actions": ((*lead, *self.action_shape), np.float32 if self.continuous else np.int64),
+            "rewards": (lead, np.float32), "terminated": (lead, bool), "truncated": (lead, bool),
+        }  # fmt: skip
+        if self.holds_resets:
+            found["valid"] = (lead, bool)
+        else:
+            found["final_obs"] = ((*lead, *self.obs_shape), self.obs_dtype)
+        if self.mask_size:
+            found |= {"masks": ((*more, self.mask_size), bool), "final_masks": ((*lead, self.mask_size), bool)}
+        if self.logprobs:
+            found |= {"logprobs": (lead, np.float32), "values": (lead, np.float32)}
+        return found
+
+
+class Experience:
+    """`steps` rows of N environments, and one more of `obs` and `masks`: what comes after them.
+
+    `final_obs` and `final_masks` are true in the rows where an episode ended; `valid`, while `has_resets`, is false in
+    the rows that only reset; `values` are there while `has_values`. `episodes` stand in the order of the rows that end
+    them. `version` is the turn whose weights acted.
+    """
+
+    def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Array] | None = None) -> None:
+        self.layout = layout
+        if arrays is None:
+            arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.arrays().items()}
+        self.arrays = arrays
+        self.obs, self.actions, self.rewards = arrays["obs"], arrays["actions"], arrays["rewards"]
+        self.terminated, self.truncated = arrays["terminated"], arrays["truncated"]
+        self.final_obs, self.valid = arrays.get("final_obs"), arrays.get("valid")
+        self.masks, self.final_masks = arrays.get("masks"), arrays.get("final_masks")
+        self.logprobs, self.values = arrays.get("logprobs"), arrays.get("values")
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty, to be filled again."""
+        self.steps = self.transitions = self.version = 0
+        self.episodes: list[Any] = []
+        self.has_values = self.has_resets = False
+
+    def columns(self, start: int, stop: int) -> Experience:
+        """The environments from `start` to `stop`, in the same memory."""
+        return Experience(self.layout, {name: array[:, start:stop] for name, array in self.arrays.items()})
+
+    def rows(self) -> Iterator[dict[str, Array | None]]:
+        """Step by step, what `add` of a replay buffer takes."""
+        for t in range(self.steps):
+            row: dict[str, Array | None] = {
+                "obs": self.obs[t], "actions": self.actions[t], "rewards": self.rewards[t],
+                "terminated": self.terminated[t], "truncated": self.truncated[t], "next_obs": self.obs[t + 1],
+                "final_obs": None if self.final_obs is None else self.final_obs[t],
+                "valid": self.valid[t] if self.has_resets and self.valid is not None else None,
+            }  # fmt: skip
+            if self.masks is not None and self.final_masks is not None:
+                final_masks = None if self.final_obs is None else self.final_masks[t]
+                row |= {"masks": self.masks[t], "next_masks": self.masks[t + 1], "final_masks": final_masks}
+            yield row
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())

@@ -1,0 +1,149 @@
+"""The rollout lane: T steps of N environments, then one batch [T, N] (A2C, PPO, TRPO, IMPALA, APPO)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
+from rl_training.collect.local import Request
+from rl_training.data.experience import Experience
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.models.blocks import ImageEncoder, ObservationInput
+from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.runtime.params import Params
+from rl_training.runtime.spec import StoreContext
+
+ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
+NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": True}}  # env_kwargs, by default
+COLUMNS = ("actions", "rewards", "terminated", "truncated", "logprobs")
+MOST_IMAGES = 1024  # valued at a time
+
+
+class RolloutParams(Params):
+    """Hyper-parameters of the rollout lane."""
+
+    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
+    policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy of this many updates ago.")
+
+
+def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
+    """Actor and critic for these spaces: MLPs of `hidden_sizes` on vectors, linear heads on a shared CNN on images."""
+    image = spaces.obs_kind == "image"
+    return MLPActorCritic(
+        obs_dim=spaces.obs_dim,
+        action_dim=spaces.action_dim,
+        hidden_sizes=() if image else params.hidden_sizes,
+        activation=params.activation,
+        action_kind=spaces.action_kind,
+        action_sizes=spaces.action_sizes,
+        encoder=ImageEncoder(spaces.obs_shape) if image else None,
+        observation_input=make_input(spaces),
+    )
+
+
+def make_input(spaces: EnvSpaces) -> ObservationInput:
+    """The layer that reads raw observations of these spaces."""
+    if spaces.obs_kind == "image":
+        return ObservationInput(image_scale=spaces.image_scale)
+    return ObservationInput(normalize_size=spaces.obs_dim if spaces.normalize_observations else None)
+
+
+class RolloutStore:
+    """Keeps one rollout and hands it over as one batch, valued by the learner."""
+
+    def __init__(self, context: StoreContext) -> None:
+        self.params, self.spaces, self.rng = context.params, context.spaces, context.rng
+        self.layout = context.layout(self.params.num_steps, logprobs=True)
+        self.metrics: dict[str, float] = {}
+        self.experience: Any = None
+        lead = (self.params.num_steps, context.num_envs)
+        self.values = np.zeros((lead[0] + 1, lead[1]), dtype=np.float32)
+        self.truncation_values = np.zeros(lead, dtype=np.float32)
+        self._batches: dict[Experience, dict[str, Tensor]] = {}
+
+    def describe(self) -> str:
+        """The rollout's size, for the start of a run."""
+        return f"rollouts of {self.layout.max_steps} x {self.layout.num_envs} steps"
+
+    def request(self, step: int) -> Request:
+        """`num_steps` of every environment."""
+        return Request(steps=self.params.num_steps)
+
+    def add(self, experience: Experience, step: int) -> int:
+        """Keep it until the next one."""
+        self.experience = experience
+        return experience.transitions
+
+    @torch.no_grad()
+    def _evaluate(self, algorithm: Algorithm) -> None:
+        """Values of all observations by the critic that learns, unless they were computed in acting."""
+        experience, device = self.experience, algorithm.device
+        policy: Any = algorithm.acting()
+
+        def evaluate(obs: Array) -> Array:
+            rows = torch.from_numpy(obs).to(device)
+            most = MOST_IMAGES if self.spaces.obs_kind == "image" else max(1, len(rows))
+            return torch.cat([policy.values(part) for part in rows.split(most)]).cpu().numpy()
+
+        if experience.has_values:
+            self.values[:-1] = experience.values
+            self.values[-1] = evaluate(experience.obs[-1])
+        else:
+            self.values[:] = evaluate(experience.obs.reshape(-1, *experience.obs.shape[2:])).reshape(self.values.shape)
+        if experience.final_obs is None:  # the row after an end holds the final observation
+            self.truncation_values[:] = self.values[1:]
+        else:
+            rows = experience.truncated & ~experience.terminated
+            if rows.any():
+                self.truncation_values[rows] = evaluate(experience.final_obs[rows])
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """The rollout, once; not when a short one holds nothing but reset rows."""
+        experience, device = self.experience, algorithm.device
+        if experience.has_resets and not experience.valid.any():
+            return
+        reads_values = getattr(algorithm, "reads_values", True)
+        if reads_values:
+            self._evaluate(algorithm)
+        known = self._batches.get(experience)
+        if known is None or device.type != "cpu":  # on the CPU once: its tensors are the experience's memory
+            arrays = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
+            if experience.masks is not None:
+                arrays["action_masks"] = experience.masks[:-1]
+            if reads_values:
+                arrays |= {"values": self.values[:-1], "bootstrap_value": self.values[-1]}
+                arrays["truncation_values"] = self.truncation_values
+            else:
+                arrays["bootstrap_obs"] = experience.obs[-1]
+            known = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+            known["behavior_logprobs"] = known["logprobs"]
+            self._batches[experience] = known
+        batch = dict(known)
+        if experience.has_resets:
+            batch["valid"] = torch.from_numpy(experience.valid).to(device)
+        if not reads_values and experience.final_obs is not None and experience.truncated.any():
+            batch["final_obs"] = torch.from_numpy(experience.final_obs).to(device)
+        yield "policy", batch
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """Nothing flows back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generator: a rollout does not outlive its turn."""
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        self.rng.bit_generator.state = state["rng"]
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
