@@ -11,7 +11,6 @@ import torch
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, read_metrics
-from rl_training.algorithms.q_learning import random_actions
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode
@@ -178,7 +177,7 @@ class ReplaySource(BufferedSource):
         while taken < self.params.train_frequency:
             obs, masks = stepper.obs, stepper.masks
             warm = step + taken >= self.params.learning_starts
-            actions = self._act(algorithm) if warm else first_actions(self.spaces, len(obs), masks, self.rng)
+            actions = self._act(algorithm) if warm else self.spaces.random_actions(self.rng, len(obs), masks)
             result, ended = stepper.step(actions)
             self.buffer.add(
                 obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
@@ -234,13 +233,6 @@ class ReplaySource(BufferedSource):
         if self._looks_at_clipping == LOOKS:
             ends = f"v_min is {self.params.v_min:g} and v_max {self.params.v_max:g}"
             warnings.warn(f"{share:.0%} of the targets lie outside of the atoms ({ends}); widen them.", stacklevel=2)
-
-
-def first_actions(spaces: EnvSpaces, count: int, masks: Array | None, rng: np.random.Generator) -> Array:
-    """Uniform actions of a policy [count, ...] before learning starts, legal ones where masks say so."""
-    if spaces.action_kind == "continuous":
-        return rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
-    return random_actions(count, spaces.action_sizes[0], masks, rng)
 
 
 def make_buffer(

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure
-from rl_training.runtime.random_play import play
+from rl_training.runtime.random_play import play_at_random
 from rl_training.validation import StrictModel
 
 FIXED_ATOMS = "the atoms are placed once, when the learner is built"
@@ -88,19 +88,16 @@ def random_returns(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
     rewards: list[float] = []
     returns: list[float] = []
     begun = ended = 0
-    try:
-        for _, reward, terminated, truncated, _ in play(recipe, spaces, seed, STEPS):
-            rewards.append(float(reward))
-            if terminated or truncated or len(rewards) == STEPS:
-                total = 0.0
-                for earned in reversed(rewards[begun:]):
-                    total = earned + gamma * total
-                    returns.append(total)
-                begun, ended = len(rewards), ended + 1
-                if ended == EPISODES:
-                    break
-    except (Exception, SystemExit) as error:
-        raise EnvironmentFailure.raised(spaces.env_id, type(error).__name__, str(error)) from error
+    for step in play_at_random(recipe, spaces, seed, STEPS):
+        rewards.append(step.reward)
+        if step.terminated or step.truncated or len(rewards) == STEPS:
+            total = 0.0
+            for earned in reversed(rewards[begun:]):
+                total = earned + gamma * total
+                returns.append(total)
+            begun, ended = len(rewards), ended + 1
+            if ended == EPISODES:
+                break
     if not all(map(math.isfinite, rewards)):
         raise EnvironmentFailure.not_finite(spaces.env_id, "a reward")
     return rewards, returns
