@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from rl_training.runtime.session import (
     open_session,
     threads_restored,
 )
-from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.validation import validate
 
 PathLike = str | Path
@@ -141,14 +141,30 @@ def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
     return told
 
 
-def train_as(
-    names: Iterable[str], config: Any, run_suffix: str | None, callbacks: Iterable[Callback] | None
-) -> TrainResult:
+class TrainFunction(Protocol):
     """What every `train_<name>` is: `train`, for a config of that algorithm."""
-    loaded = load_config(config)
-    if loaded.algo not in names:
-        raise UserError(f"algo is {loaded.algo!r}; this function trains {', '.join(names)}.")
-    return train(loaded, run_suffix=run_suffix, callbacks=callbacks)
+
+    def __call__(
+        self, config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+    ) -> TrainResult: ...
+
+
+def train_function(module: str, specs: Sequence[AlgorithmSpec]) -> TrainFunction:
+    """The `train_<name>` of the module `<name>_trainer`, which trains the algorithms in it."""
+    names = [spec.name for spec in specs]
+
+    def train_named(
+        config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+    ) -> TrainResult:
+        loaded = load_config(config)
+        if loaded.algo not in names:
+            raise UserError(f"algo is {loaded.algo!r}; this function trains {', '.join(names)}.")
+        return train(loaded, run_suffix=run_suffix, callbacks=callbacks)
+
+    name = module.rpartition(".")[2].removesuffix("_trainer")
+    train_named.__module__, train_named.__name__, train_named.__qualname__ = module, *(f"train_{name}",) * 2
+    train_named.__doc__ = f"Train {' or '.join(spec.class_name for spec in specs)} as the config says."
+    return train_named
 
 
 def execute(

@@ -34,11 +34,11 @@ class SupportParams(StrictModel):
             raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
         return self
 
-    @property
-    def support(self) -> dict[str, Any]:
-        """What a categorical head is made with; before `settle`, ends that nobody gave are those of `UNKNOWN`."""
-        ends = zip(("v_min", "v_max"), (self.v_min, self.v_max), UNKNOWN, strict=True)
-        return {name: other if end is None else end for name, end, other in ends} | {"num_atoms": self.num_atoms}
+    def arguments_of(self, owner: type) -> dict[str, Any]:
+        """As ever; before `settle`, ends of the support that nobody gave are those of `UNKNOWN`."""
+        arguments: dict[str, Any] = super().arguments_of(owner)  # type: ignore[misc]  # of the Params, as below
+        ends = dict(zip(("v_min", "v_max"), UNKNOWN, strict=True))
+        return {name: ends.get(name) if value is None else value for name, value in arguments.items()}
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also the ends of the support."""
