@@ -24,7 +24,8 @@ from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.workflows import evaluate_checkpoint, read_checkpoint, train
+from rl_training.runtime.restoring import read_checkpoint
+from rl_training.runtime.workflows import evaluate_checkpoint, train
 from rl_training.tools import doctor
 
 ENV = "env_zoo:Misbehaves"

@@ -9,12 +9,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 
 import env_zoo
 from resume_cases import tiny
 from rl_training.data import load_transition_dataset
 from rl_training.envs.factory import probe_spaces, read_recipe
-from rl_training.errors import EnvironmentFailure
+from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import closed_after, play, random_actions
 from rl_training.runtime import evaluation
 from rl_training.runtime.workflows import load_policy, train
@@ -104,9 +105,24 @@ def test_a_video_that_fails_closes_its_environment(tmp_path: Path, monkeypatch: 
     cart = gym.make("CartPole-v1").unwrapped.__class__
     monkeypatch.setattr(cart, "step", lambda *_: (_ for _ in ()).throw(RuntimeError("the pole")))
     monkeypatch.setattr(cart, "close", lambda _: closed.append(1))
+    evaluator = evaluation.Evaluator(read_recipe("CartPole-v1", {}), policy.spaces, 0)
     with pytest.raises(EnvironmentFailure, match="CartPole-v1 raised RuntimeError: the pole"):
-        evaluation.record_video(read_recipe("CartPole-v1", {}), policy.spaces, policy.algorithm, 1, 0, tmp_path)
+        evaluator.evaluate(policy.algorithm, 1, videos=tmp_path)
     assert closed
+
+
+class CannotClose(CartPoleEnv):
+    """Raises when it is closed."""
+
+    def close(self) -> None:
+        raise RuntimeError("the close broke too")
+
+
+def test_a_run_that_cannot_start_says_why_whatever_its_environments_do(tmp_path: Path) -> None:
+    config = tiny("ppo", tmp_path, num_envs=2, vectorization="sync")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="no folder can be made"):
+        train(config.model_copy(update={"output_dir": str(tmp_path / "file")}), env=CannotClose)
 
 
 def test_random_actions_are_drawn_as_runs_before_drew_them() -> None:

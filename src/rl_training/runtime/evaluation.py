@@ -22,6 +22,7 @@ from rl_training.runtime.acting import ActingSession
 
 EVALUATION_STREAM = 2**31  # an environment index that no training environment has
 MOST_SIDE_BY_SIDE = 20
+NEEDS = "needs the extra 'video' (pip install 'rl-training[video]')"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class EvaluationResult:
 class Evaluator:
     """Evaluates in new environments every time: some keep a history, and a result may depend on weights and seed only.
 
-    So a resumed run evaluates as the uninterrupted one does.
+    So a resumed run evaluates as the uninterrupted one does. `check` is called before every step and may raise; `warn`
+    is told what an environment raises when it is closed, else that is raised.
     """
 
     def __init__(
@@ -53,55 +55,36 @@ class Evaluator:
     ) -> None:  # fmt: skip
         self.recipe, self.spaces, self.seed, self.check, self.warn = recipe, spaces, seed, check, warn
 
-    def evaluate(self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True) -> EvaluationResult:
-        """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only."""
+    def evaluate(
+        self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True, window: bool = False,
+        videos: Path | None = None,
+    ) -> EvaluationResult:  # fmt: skip
+        """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only.
+
+        They can be shown in a window, or each be written to a folder of videos: then one runs after the other.
+        """
+        if videos is not None and find_spec("moviepy") is None:  # Gymnasium would leave an empty folder behind
+            raise UserError(f"a video {NEEDS}.")
+        shown = "rgb_array" if videos is not None else "human" if window else None
         envs: list[Env] = []
         with closed_after(envs, self.spaces.env_id, self.warn):
-            envs += (make_env(self.recipe, evaluation=True) for _ in range(min(episodes, MOST_SIDE_BY_SIDE)))
-            return run_episodes(
-                envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic, check=self.check
-            )
+            for _ in range(1 if shown else min(episodes, MOST_SIDE_BY_SIDE)):
+                envs.append(make_env(self.recipe, evaluation=True, render_mode=shown))
+            try:
+                if videos is not None:
+                    envs[0] = gym.wrappers.RecordVideo(envs[0], str(videos), lambda _: True, disable_logger=True)
+                return self._play(envs, algorithm, episodes, deterministic)
+            except gym.error.DependencyNotInstalled as error:
+                if shown is None:
+                    raise
+                raise UserError(f"a {'window' if videos is None else 'video'} {NEEDS}: {error}.") from None
 
-
-def run_episodes(
-    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True,
-    check: Callable[[], None] | None = None,
-) -> EvaluationResult:  # fmt: skip
-    """`episodes` whole episodes over these environments, each environment taking the next one when it ends one.
-
-    `check` is called before every step and may raise.
-    """
-    actor = ActingSession(algorithm, len(envs), seed, deterministic=deterministic)
-    act = actor.in_environments(spaces, check)
-    returns, lengths = [0.0] * episodes, [0] * episodes
-    for step in play(envs, act, partial(episode_seed, seed, EVALUATION_STREAM), spaces.env_id, episodes):
-        returns[step.episode] += step.reward
-        lengths[step.episode] += 1
-    return EvaluationResult(returns, lengths)
-
-
-def record_video(
-    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, folder: Path, *,
-    deterministic: bool = True,
-) -> EvaluationResult:  # fmt: skip
-    """The same evaluation, one environment, each episode as a video in `folder`."""
-    if find_spec("moviepy") is None:  # Gymnasium would leave an empty folder behind
-        raise UserError("a video needs the extra 'video' (pip install 'rl-training[video]').")
-    with closed_after(opened := [make_env(recipe, evaluation=True, render_mode="rgb_array")], spaces.env_id):
-        try:
-            opened[0] = gym.wrappers.RecordVideo(opened[0], str(folder), lambda _: True, disable_logger=True)
-            return run_episodes(opened, spaces, algorithm, episodes, seed, deterministic=deterministic)
-        except gym.error.DependencyNotInstalled as error:
-            raise UserError(f"a video needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
-
-
-def watch(
-    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True
-) -> EvaluationResult:
-    """The same evaluation in a window."""
-    env = make_env(recipe, evaluation=True, render_mode="human")
-    with closed_after([env], spaces.env_id):
-        try:
-            return run_episodes([env], spaces, algorithm, episodes, seed, deterministic=deterministic)
-        except gym.error.DependencyNotInstalled as error:
-            raise UserError(f"a window needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
+    def _play(self, envs: list[Env], algorithm: Algorithm, episodes: int, deterministic: bool) -> EvaluationResult:
+        actor = ActingSession(algorithm, len(envs), self.seed, deterministic=deterministic)
+        act = actor.in_environments(self.spaces, self.check)
+        seed_of = partial(episode_seed, self.seed, EVALUATION_STREAM)
+        returns, lengths = [0.0] * episodes, [0] * episodes
+        for step in play(envs, act, seed_of, self.spaces.env_id, episodes):
+            returns[step.episode] += step.reward
+            lengths[step.episode] += 1
+        return EvaluationResult(returns, lengths)

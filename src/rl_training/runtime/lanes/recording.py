@@ -22,9 +22,9 @@ from rl_training.play import closed_after, play
 from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.lanes.replay import ReplayParams, make_buffer
 from rl_training.runtime.params import read_params
+from rl_training.runtime.restoring import PathLike, describe_error, load_algorithm, read_checkpoint, read_spaces
 from rl_training.runtime.session import check_same_spaces
 from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import PathLike, describe_error, load_algorithm, read_checkpoint, read_spaces
 from rl_training.validation import validate
 
 RECORDING_STREAM = 2**31 + 1  # an environment index that neither training nor evaluation has
