@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -69,18 +69,28 @@ def open_session(
     stored = None if restored is None else restored["algorithm"]
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=config.device, stored=stored)
     engine = make_engine(recipe, spaces, config.num_envs, config.seed, config.vectorization, config.worker_timeout)
-    try:
+    with closed_on_error(engine):
         stepper = Stepper(engine, spaces, config.num_envs)
-        source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
+        try:
+            source = spec.source(SourceContext(params, spaces, stepper, config.seed, config.device, recipe))
+        except MemoryError as error:
+            what = "the experience to store does not fit here"
+            raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
         check_schedules(spec.name, params, algorithm, source)
-    except BaseException as error:
-        engine.close()
-        if not isinstance(error, MemoryError):
-            raise
-        raise UserError(f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}.") from None
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
     return Session(spec, config, params, recipe, spaces, algorithm, stepper, source, notes)
+
+
+@contextmanager
+def closed_on_error(opened: Any) -> Iterator[None]:
+    """Close what was opened when something goes wrong; what closing raises then is not told: the first error is."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception, SystemExit):
+            opened.close()
+        raise
 
 
 def describe_machine(config: TrainConfig) -> dict[str, str]:

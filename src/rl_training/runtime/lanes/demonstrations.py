@@ -31,7 +31,7 @@ from rl_training.runtime.lanes.prior_data import (
 )
 from rl_training.runtime.lanes.recording import record_policy
 from rl_training.runtime.lanes.rollouts import RolloutSource
-from rl_training.runtime.random_play import play
+from rl_training.runtime.random_play import play_at_random
 from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 
@@ -200,5 +200,5 @@ def describe_episodes(dataset: TransitionDataset) -> str:
 
 def ends_early(context: SourceContext) -> bool:
     """Whether some random play terminates an episode."""
-    steps = play(context.recipe, context.spaces, context.seed, PROBED_STEPS)
-    return any(terminated for _, _, terminated, _, _ in steps)
+    steps = play_at_random(context.recipe, context.spaces, context.seed, PROBED_STEPS)
+    return any(step.terminated for step in steps)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import RecurrentReplayBuffer
 from rl_training.envs.stepper import Episode
-from rl_training.runtime.lanes.replay import BufferedSource, first_actions
+from rl_training.runtime.lanes.replay import BufferedSource
 from rl_training.runtime.params import Params
 from rl_training.runtime.spec import Collected, SourceContext
 
@@ -67,7 +67,7 @@ class SequenceSource(BufferedSource):
         episodes: list[Episode] = []
         obs = stepper.obs
         warm = step >= self.params.learning_starts
-        actions = self._act(algorithm) if warm else first_actions(self.spaces, len(obs), None, self.rng)
+        actions = self._act(algorithm) if warm else self.spaces.random_actions(self.rng, len(obs))
         result, ended = stepper.step(actions)
         self.buffer.add(
             obs, actions, result.rewards, result.terminated, result.truncated, result.obs,
