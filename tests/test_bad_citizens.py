@@ -24,8 +24,8 @@ from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.random_play import sample_actions
-from rl_training.runtime.workflows import evaluate_checkpoint, read_checkpoint, train
+from rl_training.runtime.restoring import read_checkpoint
+from rl_training.runtime.workflows import evaluate_checkpoint, train
 from rl_training.tools import doctor
 
 ENV = "env_zoo:Misbehaves"
@@ -203,7 +203,7 @@ def step_until_it_fails(monkeypatch: pytest.MonkeyPatch, fault: str, vectorizati
     try:
         stepper.start()
         for _ in range(30):
-            stepper.step(sample_actions(spaces, rng, 2, stepper.masks))
+            stepper.step(spaces.random_actions(rng, 2, stepper.masks))
     finally:
         stepper.close()
 

@@ -15,7 +15,6 @@ from rl_training.cli.main import app
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
-from rl_training.runtime.random_play import sample_actions
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.tools import bench, doctor
 
@@ -188,7 +187,7 @@ def test_equal_nans_are_no_randomness() -> None:
 def test_random_actions_keep_to_the_masks() -> None:
     spaces = probe_spaces(read_recipe("walk", {}, lambda **_: Walk()))
     masks = np.array([[False, True, False]] * 50)
-    assert set(sample_actions(spaces, np.random.default_rng(0), 50, masks)) == {1}
+    assert set(spaces.random_actions(np.random.default_rng(0), 50, masks)) == {1}
 
 
 def test_the_algorithm_is_weighed_and_timed() -> None:

@@ -14,7 +14,8 @@ import env_zoo
 from resume_cases import tiny
 from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
-from rl_training.runtime.workflows import load_algorithm, read_checkpoint, train
+from rl_training.runtime.restoring import load_algorithm, read_checkpoint
+from rl_training.runtime.workflows import train
 from rl_training.tools.imagination import (
     cut_windows,
     draw_imagination,

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
 LOW_EXPERIMENT = {"experiment.config", "experiment.checkpointing", "experiment.logging"}
-ANYWHERE = {"errors", "validation"}
+ANYWHERE = {"errors", "validation", "play"}
 ALGORITHM_BASES = {  # shared by learners
     "base", "optimization", "capture", "actor_critic", "exploration", "q_learning", "target",
 }  # fmt: skip

@@ -75,7 +75,11 @@ def test_learners_are_built_by_keyword_and_update_by_the_contract(spec: Algorith
 
 @each_algorithm
 def test_each_has_a_train_function(spec: AlgorithmSpec) -> None:
-    signature = inspect.signature(train_function(spec.name))
+    function = train_function(spec.name)
+    assert function.__name__.startswith("train_")
+    assert getattr(sys.modules[function.__module__], function.__name__) is function  # so that it can be pickled
+    assert spec.class_name in function.__doc__
+    signature = inspect.signature(function)
     assert list(signature.parameters) == ["config", "run_suffix", "callbacks"]
     assert all(signature.parameters[name].default is None for name in ("run_suffix", "callbacks"))
 

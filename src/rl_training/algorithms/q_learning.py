@@ -18,6 +18,7 @@ from rl_training.algorithms.ops.losses import chosen_slopes, weighted_mean
 from rl_training.algorithms.ops.targets import fold_discounts
 from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.play import random_actions
 
 # obs [N, D] and a generator (None: deterministic) -> action values [N, A]
 NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]
@@ -207,13 +208,13 @@ class QLearning(Algorithm):
             if not deterministic and self.epsilon > 0.0:
                 explore = rng.random(len(obs)) < self.epsilon
                 if explore.all():  # nobody asks the network
-                    return random_actions(len(obs), num_actions, masks, rng)
+                    return random_actions(rng, len(obs), (num_actions,), masks)
             scores = values(obs, None if deterministic else rng)
             if masks is not None:
                 scores = np.where(masks, scores, -np.inf)
             actions = scores.argmax(-1)
             if explore is not None and explore.any():
-                actions = np.where(explore, random_actions(len(obs), num_actions, masks, rng), actions)
+                actions = np.where(explore, random_actions(rng, len(obs), (num_actions,), masks), actions)
             return actions
 
         return act
@@ -233,10 +234,3 @@ def choose(outputs: Tensor, actions: Tensor) -> Tensor:
         return outputs.gather(1, actions.unsqueeze(1)).squeeze(1)
     index = actions.view(-1, 1, 1).expand(-1, 1, outputs.shape[2])
     return outputs.gather(1, index).squeeze(1)
-
-
-def random_actions(count: int, num_actions: int, masks: Array | None, rng: np.random.Generator) -> Array:
-    """Uniform over the legal actions [count]."""
-    if masks is None:
-        return rng.integers(num_actions, size=count)
-    return np.where(masks, rng.random(masks.shape), -1.0).argmax(-1)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, NumpyPolicy
-from rl_training.algorithms.q_learning import random_actions
 from rl_training.data.experience import Experience
 from rl_training.envs.spaces import EnvSpaces
 
@@ -45,13 +44,6 @@ class Behaviour:
     def _ask_for_policy(self) -> NumpyPolicy | None:
         self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True
         return self._numpy_policy
-
-    def act_randomly(self, count: int, masks: Array | None) -> Array:
-        """Uniform actions of a policy [count, ...], legal ones where masks say so."""
-        spaces = self.spaces
-        if spaces.action_kind == "continuous":
-            return self.rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
-        return random_actions(count, spaces.action_sizes[0], masks, self.rng)
 
     @torch.no_grad()
     def add_logprobs(self, experience: Experience) -> None:

@@ -113,7 +113,7 @@ class LocalCollector:
             if experience.masks is not None:
                 experience.masks[t] = masks
             if taken < request.random:
-                actions, extras = actor.act_randomly(count, masks), {}
+                actions, extras = actor.spaces.random_actions(actor.rng, count, masks), {}
             else:
                 actions, extras = actor.act(obs, masks, stepper.is_first)
             experience.actions[t] = actions

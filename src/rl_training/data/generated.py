@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from rl_training.data.datasets import REQUIRED, TransitionDataset
 from rl_training.errors import UserError
+from rl_training.play import closed_after, play
 
 
 def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -28,30 +30,25 @@ def make_random_dataset(
 ) -> TransitionDataset:  # fmt: skip
     """`num_steps` of uniformly random legal actions; the same seed makes the same data."""
     env = open_env(env_id, env_kwargs) if make_env is None else make_env()
-    env.action_space.seed(seed)
-    rows: dict[str, list[Any]] = {name: [] for name in REQUIRED}
-    obs, info = env.reset(seed=seed)
-    for _ in range(num_steps):
-        action = _random_action(env.action_space, info, env_id)
-        before = _encode(env, obs), np.array(action)  # now, because the environment may write into them in `step`
-        next_obs, reward, terminated, truncated, info = env.step(action)
-        step = (*before, reward, _encode(env, next_obs), terminated, truncated)
-        for column, value in zip(rows.values(), step, strict=True):
-            column.append(value)
-        obs = next_obs
-        if terminated or truncated:
-            obs, info = env.reset()
-    env.close()
-    arrays = {name: np.stack(column) if name in ("obs", "actions", "next_obs") else np.array(column)
-              for name, column in rows.items()}  # fmt: skip
+    with closed_after([env], env_id):
+        env.action_space.seed(seed)
+        steps = play(
+            [env], lambda _, infos, __: [_random_action(env.action_space, infos[0], env_id)],
+            lambda episode: None if episode else seed, env_id,
+        )  # fmt: skip
+        rows = [
+            (_encode(env, obs), np.array(action), reward, _encode(env, next_obs), terminated, truncated)
+            for obs, action, reward, next_obs, terminated, truncated, *_ in islice(steps, num_steps)
+        ]
+    arrays = {name: np.stack(column) for name, column in zip(REQUIRED, zip(*rows, strict=True), strict=True)}
     return TransitionDataset.from_arrays(arrays, env_id, env_id=env_id, policy="random", seed=seed)
 
 
-def _random_action(space: Any, info: Mapping[str, Any], env_id: str) -> Any:
+def _random_action(space: Any, info: Any, env_id: str) -> Any:
     """An action drawn uniformly; of those that the mask allows, whatever its dtype, whole or in parts."""
     from gymnasium import spaces
 
-    mask = info.get("action_mask")
+    mask = info.get("action_mask") if isinstance(info, Mapping) else None
     if mask is None or isinstance(space, spaces.Box):
         return space.sample()
     if isinstance(space, spaces.Discrete):

@@ -12,11 +12,12 @@ import gymnasium as gym
 import numpy as np
 
 from rl_training.envs.episodes import ReplayableEpisodes
-from rl_training.envs.factory import EnvRecipe, close_all, make_env
+from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.play import close_all
 
 REPLAY_SECONDS = 1.0  # for each step of an episode that a worker replays, besides worker_timeout
 STEP = pickle.dumps(("step", ()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -257,17 +257,6 @@ def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> En
     assert isinstance(space, gs.Box)
     low, high = (fold(np.stack([bound] * count)) for bound in (space.low, space.high))
     return gym.wrappers.TransformObservation(stacked, fold, gs.Box(low, high, dtype=space.dtype.type))
-
-
-def close_all(envs: Iterable[Env]) -> BaseException | None:
-    """Close every environment, whatever another one does then; returns the first thing that one raised."""
-    failures: list[BaseException] = []
-    for env in envs:
-        try:
-            env.close()
-        except (Exception, SystemExit) as error:
-            failures.append(error)
-    return failures[0] if failures else None
 
 
 def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:

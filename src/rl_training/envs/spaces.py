@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,6 +13,7 @@ from gymnasium import spaces as gs
 from numpy.typing import NDArray
 
 from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.play import random_actions
 
 Array = NDArray[Any]
 MOST_FACTORS = 2**20  # of an action; a MultiBinary of a few bytes can claim any number
@@ -111,6 +112,11 @@ class EnvSpaces:
             return lambda actions: (actions.reshape(-1, *shape) + space.start).astype(space.dtype, copy=False)
         return lambda actions: actions.reshape(-1, *shape).astype(space.dtype)
 
+    def as_given(self, actions: Array) -> Sequence[Any]:
+        """Actions of a policy `[N, ...]` as `step` of each environment takes them: a discrete one is an int."""
+        mapped = self.map_actions(actions)
+        return mapped.tolist() if self.action_kind == "discrete" else mapped  # type: ignore[return-value]
+
     def unmap_actions(self, actions: Array) -> Array:
         """The inverse of `map_actions`, for data that others recorded."""
         space = self.action_space
@@ -132,6 +138,10 @@ class EnvSpaces:
         # rounded inwards, so that no float32 action lies outside the bounds of a float64 space
         low = np.where(low < space.low.ravel(), np.nextafter(low, np.float32(np.inf)), low)
         return low, np.where(high > space.high.ravel(), np.nextafter(high, np.float32(-np.inf)), high)
+
+    def random_actions(self, rng: np.random.Generator, count: int, masks: Array | None = None) -> Array:
+        """Uniform actions of a policy [count, ...], legal ones where masks say so."""
+        return random_actions(rng, count, self.action_sizes, masks, self.action_kind)
 
     @cached_property
     def row_space(self) -> gs.Box:
@@ -400,6 +410,11 @@ def read_action_mask(info: Any, spaces: EnvSpaces) -> Array:
     if mask is None:
         return np.ones(spaces.action_dim, dtype=bool)
     return flatten_mask(mask, spaces, "info['action_mask']").astype(bool)
+
+
+def read_masks(infos: Iterable[Any], spaces: EnvSpaces) -> Array | None:
+    """The masks `[N, action_dim]` of several environments; None where they have none."""
+    return np.stack([read_action_mask(info, spaces) for info in infos]) if spaces.has_action_mask else None
 
 
 def flatten_mask(mask: Any, spaces: EnvSpaces, where: str) -> Array:

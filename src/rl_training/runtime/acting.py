@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm, Array
+from rl_training.envs.spaces import EnvSpaces, read_masks
+from rl_training.play import Act
 
 _LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()
 
@@ -45,6 +47,16 @@ class ActingSession:
             if self._numpy_policy is not None:
                 return self._numpy_policy(obs, masks, self.rng, self.deterministic)
             return self._act_in_torch(obs, masks, is_first)
+
+    def in_environments(self, spaces: EnvSpaces, check: Callable[[], None] | None = None) -> Act:
+        """What `play` asks for actions in environments of these spaces; `check` is called before and may raise."""
+
+        def act(rows: list[Any], infos: list[Any], is_first: Array) -> Sequence[Any]:
+            if check is not None:
+                check()
+            return spaces.as_given(self.act(spaces.encode_rows(rows), read_masks(infos, spaces), is_first))
+
+        return act
 
     def _act_in_torch(self, obs: Array, masks: Array | None, is_first: Array | None) -> Array:
         device = self.algorithm.device

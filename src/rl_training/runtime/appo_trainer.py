@@ -1,18 +1,12 @@
-"""APPO in the registry: hyper-parameters, build, spec."""
+"""APPO in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
-from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.run import Callback
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
-from rl_training.stores.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutStore, make_policy
+from rl_training.runtime.workflows import train_function
+from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 
 
 class APPOParams(RolloutParams):
@@ -46,28 +40,15 @@ class APPOParams(RolloutParams):
         return super().fixed_numbers() | dict.fromkeys(names, "target_policy is false, and nothing else reads it")
 
 
-def build(params: APPOParams, spaces: EnvSpaces) -> APPO:
-    """The learner with a fresh policy."""
-    policy = make_policy(params, spaces)
-    return APPO(policy=policy, normalize_rewards=spaces.normalize_rewards, **params.arguments_of(APPO))
-
-
 SPECS = [
-    AlgorithmSpec(
-        name="appo", class_name="APPO", year=2020, lane="rollout",
+    rollout_spec(
+        APPO, name="appo", class_name="APPO", year=2020, params=APPOParams,
         paper="Petrenko et al. 2020, Sample Factory (arXiv:2006.11751); the option target_policy after "
         "Luo et al. 2019, IMPACT (arXiv:1912.00167)",
         scope="Narrow synchronous v1: clipped surrogate against the behaviour policy on V-trace targets, optionally "
         "with a target policy and a KL penalty; every action kind, vectors and images.",
-        params=APPOParams, learner=APPO, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True,
         defaults={"num_envs": 16, "log_interval": 10, "total_timesteps": 300_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip
 
-
-def train_appo(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train APPO as the config says."""
-    return train_as(["appo"], config, run_suffix, callbacks)
+train_appo = train_function(__name__, SPECS)

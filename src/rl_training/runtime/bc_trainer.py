@@ -1,19 +1,16 @@
-"""BC in the registry: hyper-parameters, build, spec."""
+"""BC in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 from pydantic import Field
 
 from rl_training.algorithms.bc import BC
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.run import Callback
+from rl_training.runtime.networks import make_policy
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.runtime.workflows import train_function
 from rl_training.stores.dataset import DatasetLaneParams, DatasetStore
-from rl_training.stores.rollouts import ACTION_KINDS, make_policy
+from rl_training.stores.rollouts import ACTION_KINDS
 
 
 class BCParams(DatasetLaneParams):
@@ -43,7 +40,4 @@ SPECS = [
     )
 ]  # fmt: skip
 
-
-def train_bc(config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None) -> TrainResult:
-    """Train BC as the config says."""
-    return train_as(["bc"], config, run_suffix, callbacks)
+train_bc = train_function(__name__, SPECS)

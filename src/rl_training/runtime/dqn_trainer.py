@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, create_model
+from torch import nn
 
 from rl_training.algorithms.c51_dqn import C51DQN
 from rl_training.algorithms.dqn import DQN
@@ -19,12 +20,11 @@ from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
+from rl_training.runtime.networks import make_network
 from rl_training.runtime.params import WIDEST, Schedule
-from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.runtime.workflows import train_function
 from rl_training.stores.replay import ReplayParams, ReplayStore
-from rl_training.stores.rollouts import make_input
 from rl_training.stores.support import SupportParams
 
 
@@ -90,57 +90,25 @@ class FQFParams(QRDQNParams):
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the fractions' entropy, against their collapse.")
 
 
-def network_options(params: DQNParams, spaces: EnvSpaces) -> dict[str, Any]:
-    """What every network of the family takes: hidden layers, on images behind convolutions.
+HEADS: dict[type[QLearning], tuple[type[DQNParams], type[nn.Module], str]] = {
+    DQN: (DQNParams, MLPQNetwork, ""), C51DQN: (C51DQNParams, MLPQNetwork, "num_atoms"),
+    QRDQN: (QRDQNParams, MLPQNetwork, "num_quantiles"), IQN: (IQNParams, MLPIQNNetwork, ""),
+    FQF: (FQFParams, MLPFQFNetwork, ""),
+}  # fmt: skip  # hyper-parameters, network, and which of them is the number of its outputs per action
+
+
+def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLearning:
+    """A head with a fresh network of hidden layers, on images behind convolutions.
 
     The layer behind the convolutions is the head's, which makes it noisy, or one per stream, as the papers do.
     """
-    encoder, sizes = None, params.hidden_sizes
+    _, network, outputs = HEADS[learner]
+    others: dict[str, Any] = {"num_outputs": getattr(params, outputs)} if outputs else {}
     if spaces.obs_kind == "image":
         encoder = ImageEncoder(spaces.obs_shape, out_dim=0)
         sizes = (encoder.width,) if params.head_hidden_sizes is None else params.head_hidden_sizes
-    return {
-        "obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "hidden_sizes": sizes,
-        "activation": params.activation, "dueling": params.dueling, "noisy": params.noisy, "encoder": encoder,
-        "observation_input": make_input(spaces),
-    }  # fmt: skip
-
-
-def build_dqn(params: DQNParams, spaces: EnvSpaces) -> DQN:
-    """The scalar head."""
-    return DQN(q_network=MLPQNetwork(**network_options(params, spaces)), **params.arguments_of(DQN))
-
-
-def build_c51(params: C51DQNParams, spaces: EnvSpaces) -> C51DQN:
-    """The categorical head."""
-    network = MLPQNetwork(num_outputs=params.num_atoms, **network_options(params, spaces))
-    return C51DQN(q_network=network, **params.arguments_of(C51DQN) | params.support)
-
-
-def build_qr(params: QRDQNParams, spaces: EnvSpaces) -> QRDQN:
-    """The quantile head."""
-    network = MLPQNetwork(num_outputs=params.num_quantiles, **network_options(params, spaces))
-    return QRDQN(q_network=network, **params.arguments_of(QRDQN))
-
-
-def build_iqn(params: IQNParams, spaces: EnvSpaces) -> IQN:
-    """The implicit quantile head."""
-    network = MLPIQNNetwork(embedding_dim=params.embedding_dim, **network_options(params, spaces))
-    return IQN(q_network=network, **params.arguments_of(IQN))
-
-
-def build_fqf(params: FQFParams, spaces: EnvSpaces) -> FQF:
-    """The fully parameterised quantile head."""
-    network = MLPFQFNetwork(
-        num_quantiles=params.num_quantiles, embedding_dim=params.embedding_dim, **network_options(params, spaces)
-    )
-    return FQF(q_network=network, **params.arguments_of(FQF))
-
-
-HEADS: dict[type[QLearning], tuple[type[DQNParams], Any]] = {
-    DQN: (DQNParams, build_dqn), C51DQN: (C51DQNParams, build_c51), QRDQN: (QRDQNParams, build_qr),
-    IQN: (IQNParams, build_iqn), FQF: (FQFParams, build_fqf),
-}  # fmt: skip
+        others |= {"encoder": encoder, "hidden_sizes": sizes}
+    return learner(q_network=make_network(network, params, spaces, **others), **params.arguments_of(learner))
 
 
 def with_defaults(params: type[DQNParams], class_name: str, defaults: dict[str, Any]) -> type[DQNParams]:
@@ -157,11 +125,12 @@ def make_spec(
     name: str, class_name: str, year: int, learner: type[QLearning], paper: str, scope: str, **axes: Any
 ) -> AlgorithmSpec:
     """One entry: a head with its axes set."""
-    params, build = HEADS[learner]
+    params = HEADS[learner][0]
     return AlgorithmSpec(
         name=name, class_name=class_name, year=year, lane="replay", paper=paper, scope=f"{scope}; discrete actions.",
-        params=with_defaults(params, class_name, axes) if axes else params, learner=learner, build=build,
-        store=ReplayStore, action_kinds=("discrete",), defaults={"log_interval": 100, "total_timesteps": 50_000},
+        params=with_defaults(params, class_name, axes) if axes else params, learner=learner,
+        build=partial(build, learner), store=ReplayStore, action_kinds=("discrete",),
+        defaults={"log_interval": 100, "total_timesteps": 50_000},
     )  # fmt: skip
 
 
@@ -223,9 +192,4 @@ SPECS = [
     ),
 ]  # fmt: skip
 
-
-def train_dqn(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train a member of the DQN family as the config says."""
-    return train_as([spec.name for spec in SPECS], config, run_suffix, callbacks)
+train_dqn = train_function(__name__, SPECS)

@@ -1,8 +1,7 @@
-"""Dreamer in the registry: hyper-parameters, build, spec."""
+"""Dreamer in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,11 +11,10 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encoder, RewardHead, WorldModel
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
+from rl_training.runtime.networks import make_input
 from rl_training.runtime.params import Activation
-from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
-from rl_training.stores.rollouts import make_input
+from rl_training.runtime.workflows import train_function
 from rl_training.stores.sequences import SequenceParams, SequenceStore
 
 
@@ -94,9 +92,4 @@ SPECS = [
     )
 ]  # fmt: skip
 
-
-def train_dreamer(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train Dreamer as the config says."""
-    return train_as(["dreamer"], config, run_suffix, callbacks)
+train_dreamer = train_function(__name__, SPECS)

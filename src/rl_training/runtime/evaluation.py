@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ import numpy as np
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import Env, EnvRecipe, close_all, make_env
-from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
-from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.envs.factory import Env, EnvRecipe, make_env
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
+from rl_training.play import closed_after, play
 from rl_training.runtime.acting import ActingSession
 
 EVALUATION_STREAM = 2**31  # an environment index that no training environment has
 MOST_SIDE_BY_SIDE = 20
+NEEDS = "needs the extra 'video' (pip install 'rl-training[video]')"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class EvaluationResult:
 class Evaluator:
     """Evaluates in new environments every time: some keep a history, and a result may depend on weights and seed only.
 
-    So a resumed run evaluates as the uninterrupted one does.
+    So a resumed run evaluates as the uninterrupted one does. `check` is called before every step and may raise; `warn`
+    is told what an environment raises when it is closed, else that is raised.
     """
 
     def __init__(
@@ -52,111 +55,36 @@ class Evaluator:
     ) -> None:  # fmt: skip
         self.recipe, self.spaces, self.seed, self.check, self.warn = recipe, spaces, seed, check, warn
 
-    def evaluate(self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True) -> EvaluationResult:
-        """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only."""
+    def evaluate(
+        self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True, window: bool = False,
+        videos: Path | None = None,
+    ) -> EvaluationResult:  # fmt: skip
+        """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only.
+
+        They can be shown in a window, or each be written to a folder of videos: then one runs after the other.
+        """
+        if videos is not None and find_spec("moviepy") is None:  # Gymnasium would leave an empty folder behind
+            raise UserError(f"a video {NEEDS}.")
+        shown = "rgb_array" if videos is not None else "human" if window else None
         envs: list[Env] = []
         with closed_after(envs, self.spaces.env_id, self.warn):
-            envs += (make_env(self.recipe, evaluation=True) for _ in range(min(episodes, MOST_SIDE_BY_SIDE)))
-            return run_episodes(
-                envs, self.spaces, algorithm, episodes, self.seed, deterministic=deterministic, check=self.check
-            )
+            for _ in range(1 if shown else min(episodes, MOST_SIDE_BY_SIDE)):
+                envs.append(make_env(self.recipe, evaluation=True, render_mode=shown))
+            try:
+                if videos is not None:
+                    envs[0] = gym.wrappers.RecordVideo(envs[0], str(videos), lambda _: True, disable_logger=True)
+                return self._play(envs, algorithm, episodes, deterministic)
+            except gym.error.DependencyNotInstalled as error:
+                if shown is None:
+                    raise
+                raise UserError(f"a {'window' if videos is None else 'video'} {NEEDS}: {error}.") from None
 
-
-def run_episodes(
-    envs: list[Env], spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True,
-    check: Callable[[], None] | None = None,
-) -> EvaluationResult:  # fmt: skip
-    """`episodes` whole episodes over these environments, each environment taking the next one when it ends one.
-
-    `check` is called before every step and may raise.
-    """
-    actor = ActingSession(algorithm, len(envs), seed, deterministic=deterministic)
-    returns, lengths = [0.0] * episodes, [0] * episodes
-    current = list(range(len(envs)))  # the episode that each environment is in; `episodes` or more: none
-    obs: list[Any] = []
-    masks: list[Array] = []
-    with failures_named(spaces.env_id):
-        for i, env in enumerate(envs):
-            row, info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, i))
-            obs.append(row)
-            masks.append(read_action_mask(info, spaces))
-    started, is_first = len(envs), np.ones(len(envs), dtype=bool)
-    while any(episode < episodes for episode in current):
-        if check is not None:
-            check()
-        encoded = spaces.encode_rows(obs)
-        actions = actor.act(encoded, np.stack(masks) if spaces.has_action_mask else None, is_first)
-        mapped = spaces.map_actions(actions)
-        is_first = np.zeros(len(envs), dtype=bool)
-        with failures_named(spaces.env_id):
-            for i, env in enumerate(envs):
-                episode = current[i]
-                if episode >= episodes:
-                    continue
-                action = mapped[i].item() if spaces.action_kind == "discrete" else mapped[i]
-                obs[i], reward, terminated, truncated, info = env.step(action)
-                returns[episode] += float(reward)
-                lengths[episode] += 1
-                if terminated or truncated:
-                    current[i], started, is_first[i] = started, started + 1, True
-                    if current[i] < episodes:
-                        obs[i], info = env.reset(seed=episode_seed(seed, EVALUATION_STREAM, current[i]))
-                if spaces.has_action_mask:
-                    masks[i] = read_action_mask(info, spaces)
-    return EvaluationResult(returns, lengths)
-
-
-@contextmanager
-def failures_named(env_id: str) -> Iterator[None]:
-    """What an environment raises, with its name; a missing package is told where it is asked for."""
-    try:
-        yield
-    except (UserError, gym.error.DependencyNotInstalled):
-        raise
-    except (Exception, SystemExit) as error:
-        raise EnvironmentFailure.raised(env_id, type(error).__name__, str(error)) from error
-
-
-@contextmanager
-def closed_after(envs: list[Env], env_id: str, warn: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Close every environment at the end; `warn` is told what one raises then, else it is raised."""
-    try:
-        yield
-    except BaseException:
-        close_all(envs)
-        raise
-    if (error := close_all(envs)) is None:
-        return
-    failure = EnvironmentFailure.raised(env_id, type(error).__name__, str(error))
-    if warn is None:
-        raise failure from error
-    warn(f"warning: when it was closed, {failure}")
-
-
-def record_video(
-    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, folder: Path, *,
-    deterministic: bool = True,
-) -> EvaluationResult:  # fmt: skip
-    """The same evaluation, one environment, each episode as a video in `folder`."""
-    if find_spec("moviepy") is None:  # Gymnasium would leave an empty folder behind
-        raise UserError("a video needs the extra 'video' (pip install 'rl-training[video]').")
-    env = make_env(recipe, evaluation=True, render_mode="rgb_array")
-    try:
-        recorder = gym.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
-        result = run_episodes([recorder], spaces, algorithm, episodes, seed, deterministic=deterministic)
-        recorder.close()
-    except gym.error.DependencyNotInstalled as error:
-        raise UserError(f"a video needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
-    return result
-
-
-def watch(
-    recipe: EnvRecipe, spaces: EnvSpaces, algorithm: Algorithm, episodes: int, seed: int, *, deterministic: bool = True
-) -> EvaluationResult:
-    """The same evaluation in a window."""
-    env = make_env(recipe, evaluation=True, render_mode="human")
-    with closed_after([env], spaces.env_id):
-        try:
-            return run_episodes([env], spaces, algorithm, episodes, seed, deterministic=deterministic)
-        except gym.error.DependencyNotInstalled as error:
-            raise UserError(f"a window needs the extra 'video' (pip install 'rl-training[video]'): {error}.") from None
+    def _play(self, envs: list[Env], algorithm: Algorithm, episodes: int, deterministic: bool) -> EvaluationResult:
+        actor = ActingSession(algorithm, len(envs), self.seed, deterministic=deterministic)
+        act = actor.in_environments(self.spaces, self.check)
+        seed_of = partial(episode_seed, self.seed, EVALUATION_STREAM)
+        returns, lengths = [0.0] * episodes, [0] * episodes
+        for step in play(envs, act, seed_of, self.spaces.env_id, episodes):
+            returns[step.episode] += step.reward
+            lengths[step.episode] += 1
+        return EvaluationResult(returns, lengths)

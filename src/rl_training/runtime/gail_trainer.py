@@ -1,21 +1,19 @@
-"""GAIL in the registry: hyper-parameters, build, spec."""
+"""GAIL in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.gail import GAIL
+from rl_training.algorithms.ppo import PPO
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
+from rl_training.runtime.networks import any_kind, build_on_policy, make_input, make_network
 from rl_training.runtime.ppo_trainer import PPOParams
-from rl_training.runtime.ppo_trainer import build as build_ppo
-from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.runtime.workflows import train_function
 from rl_training.stores.demonstrations import DemonstrationStore, ExpertParams
 from rl_training.stores.rollouts import ACTION_KINDS
 
@@ -58,22 +56,12 @@ class GAILParams(PPOParams, ExpertParams):
 
 def build(params: GAILParams, spaces: EnvSpaces) -> GAIL:
     """The learner with a fresh PPO and a fresh discriminator."""
-    image = spaces.obs_kind == "image"
-    discriminator = MLPGAILDiscriminator(
-        obs_dim=spaces.obs_dim,
-        action_dim=spaces.action_dim,
-        hidden_sizes=params.discriminator_hidden_sizes,
-        activation=params.activation,
-        action_kind=spaces.action_kind,
-        action_sizes=spaces.action_sizes,
-        encoder=ImageEncoder(spaces.obs_shape) if image else None,
-        observation_input=ObservationInput(
-            image_scale=spaces.image_scale if image else None,
-            normalize_size=spaces.obs_dim if params.normalize_inputs and not image else None,
-        ),
-        absorbing_states=params.absorbing_states,
-    )
-    return GAIL(ppo=build_ppo(params, spaces), discriminator=discriminator, **params.arguments_of(GAIL))
+    discriminator = make_network(
+        MLPGAILDiscriminator, params, spaces, hidden_sizes=params.discriminator_hidden_sizes, **any_kind(spaces),
+        observation_input=make_input(spaces, params.normalize_inputs),
+    )  # fmt: skip
+    ppo = build_on_policy(PPO, params, spaces)
+    return GAIL(ppo=ppo, discriminator=discriminator, **params.arguments_of(GAIL))
 
 
 SPECS = [
@@ -87,9 +75,4 @@ SPECS = [
     )
 ]  # fmt: skip
 
-
-def train_gail(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train GAIL as the config says."""
-    return train_as(["gail"], config, run_suffix, callbacks)
+train_gail = train_function(__name__, SPECS)

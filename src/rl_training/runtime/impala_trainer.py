@@ -1,18 +1,12 @@
-"""IMPALA in the registry: hyper-parameters, build, spec."""
+"""IMPALA in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 from pydantic import Field
 
 from rl_training.algorithms.impala import IMPALA
-from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.run import Callback
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
-from rl_training.stores.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutStore, make_policy
+from rl_training.runtime.workflows import train_function
+from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 
 
 class IMPALAParams(RolloutParams):
@@ -27,28 +21,15 @@ class IMPALAParams(RolloutParams):
     importance_correction: bool = Field(True, description="Off forces every ratio to 1: a control, not a way to train.")
 
 
-def build(params: IMPALAParams, spaces: EnvSpaces) -> IMPALA:
-    """The learner with a fresh policy."""
-    policy = make_policy(params, spaces)
-    return IMPALA(policy=policy, normalize_rewards=spaces.normalize_rewards, **params.arguments_of(IMPALA))
-
-
 SPECS = [
-    AlgorithmSpec(
-        name="impala", class_name="IMPALA", year=2018, lane="rollout",
+    rollout_spec(
+        IMPALA, name="impala", class_name="IMPALA", year=2018, params=IMPALAParams,
         paper="Espeholt et al. 2018, IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner "
         "Architectures (arXiv:1802.01561)",
         scope="Narrow synchronous v1: V-trace on rollouts of one process, behaviour lag by policy_lag; "
         "every action kind, vectors and images.",
-        params=IMPALAParams, learner=IMPALA, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True,
         defaults={"num_envs": 4, "log_interval": 100, "total_timesteps": 500_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip
 
-
-def train_impala(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train IMPALA as the config says."""
-    return train_as(["impala"], config, run_suffix, callbacks)
+train_impala = train_function(__name__, SPECS)

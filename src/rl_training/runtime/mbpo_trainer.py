@@ -1,17 +1,14 @@
-"""MBPO in the registry: hyper-parameters, build, spec."""
+"""MBPO in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from functools import partial
 
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.mbpo import MBPO
-from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.runtime.workflows import train_function
 from rl_training.stores.model_rollouts import ModelParams, ModelReplayStore, build_learner
 from rl_training.stores.replay import ReplayParams
 
@@ -33,25 +30,15 @@ class MBPOParams(ModelParams, ReplayParams):
         return self
 
 
-def build(params: MBPOParams, spaces: EnvSpaces) -> MBPO:
-    """The learner with fresh networks."""
-    return build_learner(MBPO, params, spaces)
-
-
 SPECS = [
     AlgorithmSpec(
         name="mbpo", class_name="MBPO", year=2019, lane="model rollouts",
         paper="Janner et al. 2019, When to Trust Your Model: Model-Based Policy Optimization (arXiv:1906.08253)",
         scope="SAC on short rollouts through an ensemble of probabilistic networks, from real states; vectors.",
-        params=MBPOParams, learner=MBPO, build=build, store=ModelReplayStore,
+        params=MBPOParams, learner=MBPO, build=partial(build_learner, MBPO), store=ModelReplayStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         defaults={"log_interval": 1_000, "total_timesteps": 5_000},
     )
 ]  # fmt: skip
 
-
-def train_mbpo(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train MBPO as the config says."""
-    return train_as(["mbpo"], config, run_suffix, callbacks)
+train_mbpo = train_function(__name__, SPECS)

@@ -1,18 +1,15 @@
-"""MOPO in the registry: hyper-parameters, build, spec."""
+"""MOPO in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from functools import partial
 
 from pydantic import Field
 
 from rl_training.algorithms.mopo import MOPO
-from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.params import Activation, Params
-from rl_training.runtime.run import Callback
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.runtime.workflows import train_function
 from rl_training.stores.model_rollouts import ModelDatasetStore, ModelParams, build_learner
 from rl_training.stores.prior_data import DatasetKind, DatasetParams
 
@@ -37,26 +34,16 @@ class MOPOParams(ModelParams, DatasetParams, Params):
     )
 
 
-def build(params: MOPOParams, spaces: EnvSpaces) -> MOPO:
-    """The learner with fresh networks."""
-    return build_learner(MOPO, params, spaces)
-
-
 SPECS = [
     AlgorithmSpec(
         name="mopo", class_name="MOPO", year=2020, lane="model rollouts",
         paper="Yu et al. 2020, MOPO: Model-based Offline Policy Optimization (arXiv:2005.13239)",
         scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; a timestep is a policy "
         "update; vectors.",
-        params=MOPOParams, learner=MOPO, build=build, store=ModelDatasetStore,
+        params=MOPOParams, learner=MOPO, build=partial(build_learner, MOPO), store=ModelDatasetStore,
         action_kinds=("continuous",), observation_kinds=("vector",),
         steps_environments=False, defaults={"log_interval": 1_000, "total_timesteps": 50_000},
     )
 ]  # fmt: skip
 
-
-def train_mopo(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train MOPO as the config says."""
-    return train_as(["mopo"], config, run_suffix, callbacks)
+train_mopo = train_function(__name__, SPECS)

@@ -1,18 +1,12 @@
-"""PPO in the registry: hyper-parameters, build, spec."""
+"""PPO in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 from pydantic import Field
 
 from rl_training.algorithms.ppo import PPO
-from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.run import Callback
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
-from rl_training.stores.rollouts import ACTION_KINDS, NORMALIZED, RolloutParams, RolloutStore, make_policy
+from rl_training.runtime.workflows import train_function
+from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 
 
 class PPOParams(RolloutParams):
@@ -30,25 +24,13 @@ class PPOParams(RolloutParams):
     )
 
 
-def build(params: PPOParams, spaces: EnvSpaces) -> PPO:
-    """The learner with a fresh policy."""
-    policy = make_policy(params, spaces)
-    return PPO(policy=policy, normalize_rewards=spaces.normalize_rewards, **params.arguments_of(PPO))
-
-
 SPECS = [
-    AlgorithmSpec(
-        name="ppo", class_name="PPO", year=2017, lane="rollout",
+    rollout_spec(
+        PPO, name="ppo", class_name="PPO", year=2017, params=PPOParams,
         paper="Schulman et al. 2017, Proximal Policy Optimization Algorithms (arXiv:1707.06347)",
         scope="Clipped surrogate, GAE, minibatch epochs; every action kind, vectors and images.",
-        params=PPOParams, learner=PPO, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True, defaults={"num_envs": 8, "total_timesteps": 200_000, "env_kwargs": NORMALIZED},
+        defaults={"num_envs": 8, "total_timesteps": 200_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip
 
-
-def train_ppo(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train PPO as the config says."""
-    return train_as(["ppo"], config, run_suffix, callbacks)
+train_ppo = train_function(__name__, SPECS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,25 +14,34 @@ import numpy as np
 from rl_training.envs.engines import make_engine
 from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces
 from rl_training.envs.remote import register_missing
-from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.envs.spaces import Array, EnvSpaces, read_masks
 from rl_training.envs.stepper import Stepper
+from rl_training.play import Act, Played, close_all, closed_after, play
 
 MOST_SECONDS = 2.0  # of one comparison
 
 
-def play(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, steps: int) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
-    """Random play: (observation, reward, terminated, truncated, info) per step; every reset is seeded."""
-    env, rng = make_env(recipe), np.random.default_rng(seed)
+def play_at_random(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, steps: int) -> Iterator[Played]:
+    """Steps at random in a new environment; every reset is seeded."""
+    taken, opened = 0, [make_env(recipe)]
+    played = play(opened, act_at_random(spaces, seed), lambda _: seed + taken, spaces.env_id)
     try:
-        _, info = env.reset(seed=seed)
-        for number in range(steps):
-            obs, reward, terminated, truncated, info = env.step(sample_action(spaces, rng, info))
-            yield np.array(obs), reward, terminated, truncated, info
-            if terminated or truncated:
-                _, info = env.reset(seed=seed + number + 1)
+        for step in islice(played, steps):
+            taken += 1
+            yield step
     finally:
-        with suppress(Exception, SystemExit):  # it may be dropped half-way, where nobody can be told
-            env.close()
+        close_all(opened)  # it may be dropped half-way, where nobody can be told
+
+
+def act_at_random(spaces: EnvSpaces, seed: int) -> Act:
+    """What `play` asks for random actions."""
+    rng = np.random.default_rng(seed)
+    return lambda rows, infos, _: spaces.as_given(draw(spaces, rng, len(rows), read_masks(infos, spaces)))
+
+
+def draw(spaces: EnvSpaces, rng: np.random.Generator, count: int, masks: Array | None) -> Array:
+    """Random actions, drawn as with masks where there are none: what was measured once depends on the draws."""
+    return spaces.random_actions(rng, count, np.ones((count, spaces.action_dim), bool) if masks is None else masks)
 
 
 class Player:
@@ -45,7 +54,7 @@ class Player:
     def play(self, steps: int, seconds: float) -> int:
         """Play from the first reset; returns the number of steps, fewer than asked for when the time is up."""
         taken, end = 0, time.perf_counter() + seconds
-        for _ in play(self.recipe, probe_spaces(self.recipe), self.seed, steps):
+        for _ in play_at_random(self.recipe, probe_spaces(self.recipe), self.seed, steps):
             taken += 1
             if time.perf_counter() > end:
                 break
@@ -55,36 +64,14 @@ class Player:
         """Nothing is open between calls."""
 
 
-def sample_action(spaces: EnvSpaces, rng: np.random.Generator, info: dict[str, Any]) -> Any:
-    """One random action of the environment's own kind, legal by its info."""
-    masks = read_action_mask(info, spaces)[None] if spaces.has_action_mask else None
-    action = spaces.map_actions(sample_actions(spaces, rng, 1, masks))[0]
-    return action.item() if spaces.action_kind == "discrete" else action
-
-
-def sample_actions(spaces: EnvSpaces, rng: np.random.Generator, count: int, masks: Array | None) -> Array:
-    """Uniform random actions of a policy [count, ...] that keep to the masks."""
-    if spaces.action_kind == "continuous":
-        return rng.uniform(-1.0, 1.0, (count, *spaces.action_shape)).astype(np.float32)
-    scores = rng.random((count, spaces.action_dim))
-    if masks is not None:
-        scores = np.where(masks, scores, -1.0)
-    starts = np.cumsum([0, *spaces.action_sizes])
-    columns = [scores[:, a:b].argmax(axis=1) for a, b in pairwise(starts)]
-    return columns[0] if spaces.action_kind == "discrete" else np.stack(columns, axis=1)
-
-
 def reuses_arrays(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> bool:
     """Whether an observation that was given out changes when the environment is reset."""
     env = make_env(recipe)
-    try:
-        _, info = env.reset(seed=seed)
-        last, *_ = env.step(sample_action(spaces, np.random.default_rng(seed), info))
+    with closed_after([env], spaces.env_id):
+        last = next(play([env], act_at_random(spaces, seed), lambda _: seed, spaces.env_id)).next_obs
         kept = np.array(last)
         env.reset(seed=seed + 1)
         return not np.array_equal(last, kept)
-    finally:
-        env.close()
 
 
 def make_stepper(
@@ -109,7 +96,7 @@ def compare_restored(
         original, copy = (opened.enter_context(closing(make())) for make in makers)
         original.start()
         for _ in range(before):
-            original.step(sample_actions(spaces, rng, 1, original.masks))
+            original.step(draw(spaces, rng, 1, original.masks))
             if time.perf_counter() > begun + MOST_SECONDS:
                 break
         stored = original.state_dict()
@@ -118,7 +105,7 @@ def compare_restored(
         for _ in range(after):
             if seen or time.perf_counter() > begun + 2 * MOST_SECONDS:
                 break
-            actions = sample_actions(spaces, rng, 1, original.masks)
+            actions = draw(spaces, rng, 1, original.masks)
             (one, _), (other, _) = original.step(actions), copy.step(actions)
             pairs: dict[str, Any] = {
                 "observation": (one.obs, other.obs), "reward": (one.rewards, other.rewards),

@@ -1,27 +1,21 @@
-"""RLPD in the registry: hyper-parameters, build, spec."""
+"""RLPD in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.rlpd import RLPD
-from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.run import Callback
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
+from rl_training.runtime.workflows import train_function
 from rl_training.stores.prior_data import PriorDataParams, PriorReplayStore
-from rl_training.stores.replay import DIVIDED_ONCE, ActorCriticRates, TemperatureParams
-from rl_training.stores.rollouts import make_input
+from rl_training.stores.replay import DIVIDED_ONCE, ActorCriticParams, TemperatureParams, continuous_spec
 
 
-class RLPDParams(TemperatureParams, ActorCriticRates, PriorDataParams):
+class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):
     """Hyper-parameters of RLPD."""
 
-    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
     target_entropy: float | None = Field(
         None, description="Entropy that auto holds; null is minus half the number of action dimensions."
     )
@@ -48,32 +42,19 @@ class RLPDParams(TemperatureParams, ActorCriticRates, PriorDataParams):
         start = {"initial_alpha": "it is where the tuned temperature starts"}
         return super().fixed_numbers() | start | {"offline_batch_ratio": DIVIDED_ONCE}
 
-
-def build(params: RLPDParams, spaces: EnvSpaces) -> RLPD:
-    """The learner with fresh networks."""
-    model = MLPSACModel(
-        obs_dim=spaces.obs_dim, action_dim=spaces.action_dim, hidden_sizes=params.hidden_sizes,
-        activation=params.activation, observation_input=make_input(spaces),
-        num_critics=params.num_critics, critic_layer_norm=params.critic_layer_norm,
-    )  # fmt: skip
-    interval = params.actor_update_interval or params.gradient_updates_per_step
-    return RLPD(model=model, **params.arguments_of(RLPD) | {"actor_update_interval": interval})
+    def arguments_of(self, owner: type) -> dict[str, Any]:
+        """With the actor's interval, which may be left to the training turns."""
+        interval = self.actor_update_interval or self.gradient_updates_per_step
+        return super().arguments_of(owner) | ({"actor_update_interval": interval} if owner is RLPD else {})
 
 
 SPECS = [
-    AlgorithmSpec(
-        name="rlpd", class_name="RLPD", year=2023, lane="replay",
+    continuous_spec(
+        RLPD, MLPSACModel, name="rlpd", class_name="RLPD", year=2023, params=RLPDParams,
+        store=PriorReplayStore,
         paper="Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (arXiv:2302.02948)",
         scope="SAC with prior data in every batch, an ensemble of LayerNorm critics, many updates per step; vectors.",
-        params=RLPDParams, learner=RLPD, build=build, store=PriorReplayStore,
-        action_kinds=("continuous",), observation_kinds=("vector",),
-        defaults={"log_interval": 1_000, "total_timesteps": 20_000},
     )
 ]  # fmt: skip
 
-
-def train_rlpd(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train RLPD as the config says."""
-    return train_as(["rlpd"], config, run_suffix, callbacks)
+train_rlpd = train_function(__name__, SPECS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -87,25 +87,22 @@ def open_session(
     keep_freed_memory()
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
     algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])
-    with ExitStack() as opened:
-        stepper = None
-        if spec.steps_environments:
-            where = config.num_envs, config.seed, config.vectorization, config.worker_timeout
-            stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
-            opened.callback(stepper.close)
+    stepper = None
+    if spec.steps_environments:
+        where = config.num_envs, config.seed, config.vectorization, config.worker_timeout
+        stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
+    with closed_on_error(stepper):
         rng = np.random.default_rng(np.random.SeedSequence([config.seed, 1]))
         resets = stepper is not None and stepper.resets_next_step
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
+        context = StoreContext(params, spaces, config.num_envs, config.seed, config.device, recipe, rng, resets)
         try:
-            store = spec.store(
-                StoreContext(params, spaces, config.num_envs, config.seed, config.device, recipe, rng, resets)
-            )
-            check_schedules(spec.name, params, algorithm, store)
+            store = spec.store(context)
             collector = make_collector(behaviour, stepper, store.layout, params, make_algorithm)
         except MemoryError as error:
-            what = f"num_envs is {config.num_envs}; the experience to store does not fit here: {error}."
-            raise UserError(what) from None
-        opened.pop_all()
+            what = "the experience to store does not fit here"
+            raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
+        check_schedules(spec.name, params, algorithm, store)
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, notes)
@@ -121,6 +118,17 @@ def make_collector(
     lag: int | None = getattr(params, "policy_lag", None)
     actor = Behaviour(make_algorithm(), behaviour.spaces, stepper.num_envs, behaviour.rng) if lag else behaviour
     return LocalCollector(actor, stepper, layout, lag)
+
+
+@contextmanager
+def closed_on_error(opened: Any) -> Iterator[None]:
+    """Close what was opened when something goes wrong; what closing raises then is not told: the first error is."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception, SystemExit):
+            opened.close()
+        raise
 
 
 def describe_machine(config: TrainConfig) -> dict[str, str]:

@@ -1,19 +1,15 @@
-"""TRPO in the registry: hyper-parameters, build, spec."""
+"""TRPO in the registry: hyper-parameters and entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
-from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.params import SCHEDULE
-from rl_training.runtime.run import Callback
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import TrainResult, train_as
-from rl_training.stores.rollouts import ACTION_KINDS, RolloutParams, RolloutStore, make_policy
+from rl_training.runtime.workflows import train_function
+from rl_training.stores.rollouts import RolloutParams, rollout_spec
 
 
 class TRPOParams(RolloutParams):
@@ -45,20 +41,12 @@ class TRPOParams(RolloutParams):
         return super().fixed_numbers() | unread
 
 
-def build(params: TRPOParams, spaces: EnvSpaces) -> TRPO:
-    """The learner with a fresh policy."""
-    policy = make_policy(params, spaces)
-    return TRPO(policy=policy, normalize_rewards=spaces.normalize_rewards, **params.arguments_of(TRPO))
-
-
 SPECS = [
-    AlgorithmSpec(
-        name="trpo", class_name="TRPO", year=2015, lane="rollout",
+    rollout_spec(
+        TRPO, name="trpo", class_name="TRPO", year=2015, params=TRPOParams,
         paper="Schulman et al. 2015, Trust Region Policy Optimization (arXiv:1502.05477)",
         scope="Conjugate gradient and line search on the whole batch, separate critic steps; "
         "every action kind, vectors and images.",
-        params=TRPOParams, learner=TRPO, build=build, store=RolloutStore, action_kinds=ACTION_KINDS,
-        normalizes_rewards=True,
         defaults={
             "num_envs": 8, "total_timesteps": 200_000,
             "env_kwargs": {"wrappers": {"normalize_observation": "auto"}},
@@ -66,9 +54,4 @@ SPECS = [
     )
 ]  # fmt: skip
 
-
-def train_trpo(
-    config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
-) -> TrainResult:
-    """Train TRPO as the config says."""
-    return train_as(["trpo"], config, run_suffix, callbacks)
+train_trpo = train_function(__name__, SPECS)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,31 +16,18 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.envs.factory import UserEnv, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, counted
-from rl_training.experiment.checkpointing import load_checkpoint, pack_tree, unpack_tree
+from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.runtime.acting import ActingSession, acting_lock
-from rl_training.runtime.evaluation import EvaluationResult, Evaluator, record_video, watch
+from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.loop import run_loop
-from rl_training.runtime.params import change_params, dump_params, read_params
-from rl_training.runtime.random_play import compare_restored
-from rl_training.runtime.run import SCHEMA, Callback, Run, RunState
+from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
+from rl_training.runtime.run import Callback, Run, RunState
 from rl_training.runtime.run_folder import branch_run_dir, is_newest, locked, make_run_dir, run_dir_of
-from rl_training.runtime.session import (
-    Session,
-    build_algorithm,
-    check_same_spaces,
-    choose_threads,
-    describe_machine,
-    open_session,
-    threads_restored,
-)
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.validation import validate
+from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session, threads_restored
+from rl_training.runtime.spec import AlgorithmSpec
 
-PathLike = str | Path
 AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
-BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
-FREE_KEYS = BUDGET_KEYS | {"output_dir", "worker_timeout", "algo_kwargs.replay_folder"}  # none changes what is learned
 
 
 @dataclass(frozen=True)
@@ -120,12 +107,9 @@ def train(
     told = read_callbacks(callbacks)
     session = open_session(read_config(config, env), env=env)
     with ExitStack() as held:
-        try:
+        with closed_on_error(session):
             run_dir = make_run_dir(session.config, run_suffix)
             held.enter_context(locked(run_dir))
-        except BaseException:
-            session.close()
-            raise
         return execute(session, run_dir, told, console)
 
 
@@ -141,14 +125,30 @@ def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
     return told
 
 
-def train_as(
-    names: Iterable[str], config: Any, run_suffix: str | None, callbacks: Iterable[Callback] | None
-) -> TrainResult:
+class TrainFunction(Protocol):
     """What every `train_<name>` is: `train`, for a config of that algorithm."""
-    loaded = load_config(config)
-    if loaded.algo not in names:
-        raise UserError(f"algo is {loaded.algo!r}; this function trains {', '.join(names)}.")
-    return train(loaded, run_suffix=run_suffix, callbacks=callbacks)
+
+    def __call__(
+        self, config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+    ) -> TrainResult: ...
+
+
+def train_function(module: str, specs: Sequence[AlgorithmSpec]) -> TrainFunction:
+    """The `train_<name>` of the module `<name>_trainer`, which trains the algorithms in it."""
+    names = [spec.name for spec in specs]
+
+    def train_named(
+        config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
+    ) -> TrainResult:
+        loaded = load_config(config)
+        if loaded.algo not in names:
+            raise UserError(f"algo is {loaded.algo!r}; this function trains {', '.join(names)}.")
+        return train(loaded, run_suffix=run_suffix, callbacks=callbacks)
+
+    name = module.rpartition(".")[2].removesuffix("_trainer")
+    train_named.__module__, train_named.__name__, train_named.__qualname__ = module, *(f"train_{name}",) * 2
+    train_named.__doc__ = f"Train {' or '.join(spec.class_name for spec in specs)} as the config says."
+    return train_named
 
 
 def execute(
@@ -166,11 +166,8 @@ def execute(
         *notes,
     ]
     shows = sys.stderr.isatty() if console is None else console
-    try:
+    with closed_on_error(session):
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
-    except BaseException:
-        session.close()
-        raise
     with run.signals():
         try:
             with run.rescue():
@@ -182,110 +179,6 @@ def execute(
             run.close()
     policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy)
-
-
-def read_checkpoint(path: PathLike) -> dict[str, Any]:
-    """A training checkpoint's tree, checked for its parts."""
-    tree = load_checkpoint(path)
-    missing = {"schema", "config", "spaces", "algorithm", "source", "run"} - set(tree)
-    if missing:
-        raise UserError(f"{path} is not a training checkpoint: it has no {', '.join(sorted(missing))}.")
-    if type(tree["schema"]) is not int or tree["schema"] != SCHEMA:
-        raise UserError(f"{path} has the schema {tree['schema']!r}; this rl-training reads schema {SCHEMA}.")
-    if odd := [part for part in ("config", "spaces", "algorithm", "source", "run") if not isinstance(tree[part], dict)]:
-        raise UserError(f"{path} is not a training checkpoint: its {odd[0]} is not a mapping.")
-    return tree
-
-
-def load_algorithm(
-    path: PathLike, tree: dict[str, Any], device: str = "cpu"
-) -> tuple[Algorithm, EnvSpaces, TrainConfig]:
-    """The learner in a checkpoint, with its weights; the config's `auto`s are decided."""
-    config = validate(TrainConfig, tree["config"], str(path))
-    spec = get_algorithm_spec(config.algo)
-    params = read_params(spec.params, config.algo_kwargs)
-    spaces = read_spaces(path, tree["spaces"])
-    spec.check_support(spaces, learns=False)
-    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device=device, stored=tree["algorithm"])
-    load_weights(path, algorithm, tree["algorithm"])
-    threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
-    return algorithm, spaces, config.model_copy(update={"threads": threads})
-
-
-def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
-    """The spaces in a checkpoint, checked to be what an environment with them would give."""
-    try:
-        spaces = EnvSpaces.from_dict(data)
-        flags = {
-            name: bool(getattr(spaces, name))
-            for name in ("has_action_mask", "normalize_observations", "normalize_rewards")
-        }
-        again = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags).to_dict()
-    except Exception as error:  # what an edited file holds can fail in any way
-        raise UserError(f"{path}: its spaces make no sense ({describe_error(error)}).") from None
-    stored = spaces.to_dict()
-    odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
-    if odd or not isinstance(spaces.env_id, str):
-        raise UserError(f"{path}: its spaces do not fit together; {(odd or ['env_id'])[0]} is wrong.")
-    return spaces
-
-
-def describe_error(error: Exception) -> str:
-    """An exception in a few words."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip()[:160]}" if lines else type(error).__name__
-
-
-def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) -> None:
-    """Put a checkpoint's state into a learner, after a look at every part of it."""
-    state = with_own_generator(state, algorithm)
-    if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
-        raise UserError(f"{path} does not fit its own config: {problem}.")
-    try:
-        algorithm.load_state_dict(state)
-    except Exception as error:  # such as a generator's state of the right size that is none
-        raise UserError(f"{path} does not fit its own config: {describe_error(error)}.") from None
-    if (bad := algorithm.first_bad_tensor()) is not None:
-        raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
-
-
-def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """The state, with this learner's own generators where they were made on another kind of device."""
-    changed = {}
-    for name, own in algorithm.state_dict().items():
-        extra = state.get(name)
-        if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
-            continue
-        if isinstance(extra.get("device"), str) and extra["device"] != own["device"]:
-            changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
-    return {**state, **changed}
-
-
-def first_difference(stored: Any, built: Any, name: str) -> str | None:
-    """Where a stored state differs in kind or shape from a freshly built one, in words; None where it does not.
-
-    A built None or {} stands for what only exists later, and fits anything.
-    """
-    if built is None or (isinstance(built, Mapping) and not built):
-        return None
-    if isinstance(built, Mapping):
-        if not isinstance(stored, Mapping) or set(stored) != set(built):
-            names = set(stored) ^ set(built) if isinstance(stored, Mapping) else set()
-            odd = min(names, key=str) if names else None
-            verb = "lacks" if odd in built else "has an unknown"
-            return f"{name} is not a mapping" if odd is None else f"{name} {verb} {odd!r}"
-        problems = (first_difference(stored[key], built[key], f"{name}.{key}") for key in built)
-        return next((problem for problem in problems if problem), None)
-    if isinstance(built, torch.Tensor):
-        if not isinstance(stored, torch.Tensor):
-            return f"{name} is a {type(stored).__name__}, not a tensor"
-        if stored.shape != built.shape or stored.dtype != built.dtype:
-            there, here = ((str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in (stored, built))
-            return f"{name} is {there[0]} {there[1]}, not {here[0]} {here[1]}"
-        return None
-    if type(stored) is not type(built):
-        return f"{name} is a {type(stored).__name__}, not a {type(built).__name__}"
-    return None
 
 
 def load_policy(path: PathLike) -> TrainedPolicy:
@@ -314,15 +207,10 @@ def evaluate_checkpoint(
     check_same_spaces(spaces, probe_spaces(recipe))
     seed = config.seed if seed is None else seed
     torch.set_num_threads(int(config.threads))
-    result: EvaluationResult
-    if record_video_dir is not None:
-        result = record_video(
-            recipe, spaces, algorithm, episodes, seed, Path(record_video_dir), deterministic=deterministic
-        )
-    elif render:
-        result = watch(recipe, spaces, algorithm, episodes, seed, deterministic=deterministic)
-    else:
-        result = Evaluator(recipe, spaces, seed).evaluate(algorithm, episodes, deterministic=deterministic)
+    videos = None if record_video_dir is None else Path(record_video_dir)
+    result = Evaluator(recipe, spaces, seed).evaluate(
+        algorithm, episodes, deterministic=deterministic, window=render, videos=videos
+    )
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
 
 
@@ -354,135 +242,8 @@ def resume_training(
             if begun_in is not None:
                 branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
                 notes.append(branch)
-        try:
+        with closed_on_error(session):
             run_dir = in_place or branch_run_dir(session.config, begun_in)
             if in_place is None:
                 held.enter_context(locked(run_dir))
-        except BaseException:
-            session.close()
-            raise
         return execute(session, run_dir, told, console, restored=state, notes=notes)
-
-
-def restore_session(
-    path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None
-) -> tuple[Session, RunState, list[str]]:
-    """The parts of a run as a checkpoint has them, and sentences on what changed or did not come back exactly."""
-    tree = read_checkpoint(path)
-    stored = validate(TrainConfig, tree["config"], str(path))
-    state = validate(RunState, tree["run"], f"{path}, run")
-    config, notes = change_config(stored, wanted, force=force)
-    if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
-        config, note = keep_replay_at_home(config, Path(path), elsewhere="output_dir" in wanted)
-        notes += note
-    if config.total_timesteps != stored.total_timesteps and config.total_timesteps < state.step:
-        raise UserError(
-            f"total_timesteps is {config.total_timesteps}, but {path} is at step {state.step} already; "
-            "the budget counts from the start of the run."
-        )
-    seconds = config.max_seconds
-    if seconds is not None and seconds != stored.max_seconds and seconds < state.train_seconds:
-        raise UserError(
-            f"max_seconds is {seconds:g}, but {path} has trained for {state.train_seconds:.1f} seconds already; "
-            "it counts from the start of the run."
-        )
-    read_spaces(path, tree["spaces"])
-    session = open_session(config, env=env, restored=tree)
-    try:
-        load_weights(path, session.algorithm, tree["algorithm"])
-        sentences = load_source(path, session, tree["source"])
-    except BaseException:
-        session.close()
-        raise
-    if state.abandoned:
-        sentences.append("it was saved in the middle of a turn: episodes start over, so this resume is not exact.")
-    sentences += machine_changes(tree.get("machine"), session.config)
-    return session, state, notes + [f"warning: {sentence}" for sentence in sentences]
-
-
-def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
-    """A sentence on what the arithmetic depends on and is not as a checkpoint says; older ones say nothing."""
-    if not isinstance(stored, Mapping):
-        return []
-    here = describe_machine(config).items()
-    changed = [f"{name} {value}, was {stored[name]}" for name, value in here if stored.get(name, value) != value]
-    return [f"this machine is another one ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
-
-
-def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: bool) -> tuple[TrainConfig, list[str]]:
-    """A mapped buffer's files in the run's own folder, or in `output_dir` where the user gives one: `elsewhere`.
-
-    A checkpoint must not decide where a resume writes.
-    """
-    named = config.algo_kwargs.get("replay_folder")
-    home = str(run_dir_of(checkpoint) or TrainConfig.model_fields["output_dir"].default)
-    home = config.output_dir if elsewhere else home
-    if named in (None, home):
-        return config, []
-    note = f"the replay buffer is mapped to files in {home}; --set replay_folder={named} puts them where they were"
-    return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "replay_folder": home}}), [note]
-
-
-def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
-    """Bring environments, generators and buffers back; returns sentences on what did not come back exactly."""
-    try:
-        sentences = session.load_source(state)
-        # What a source took without a look, it gives back as something else; a buffer looks itself, and may be absent.
-        given, taken = ({**part, "replay": None} for part in (state, session.source_state()))
-        problem = first_difference(given, taken, "source")
-    except UserError:
-        raise
-    except Exception as error:  # what an edited file holds can fail in any way
-        raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
-    if problem:
-        raise UserError(f"{path}: its source cannot be brought back: {problem}.")
-    return sentences or find_history(session, state)
-
-
-def find_history(session: Session, state: dict[str, Any]) -> list[str]:
-    """A sentence where the environments had episodes before and random play shows that something carries over.
-
-    A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone.
-    """
-    episodes = state.get("stepper", {}).get("engine", {}).get("episodes", [])
-    if not any(episode["episode"] > 0 for episode in episodes):
-        return []
-    try:
-        where = session.config.vectorization, session.config.worker_timeout
-        seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
-    except Exception as error:  # of environments made only to look at them
-        reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
-        return [f"{reason}, so whether this resume is exact is unknown."]
-    if not seen:
-        return []
-    return [
-        f"{session.spaces.env_id} came to a different {seen[0]} when it was restored in a trial with random actions: "
-        "something carries over from one episode to the next, so this resume is not exact."
-    ]
-
-
-def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
-    """The stored config with the wanted keys, and a sentence on each change; only budgets change without `force`."""
-    before = stored.model_dump(mode="json")
-    merged = {**before, **wanted}
-    if isinstance(wanted.get("algo_kwargs"), Mapping):
-        model = get_algorithm_spec(stored.algo).params
-        merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
-    config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
-    old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
-    changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
-    refused = [key for key in changed if key not in FREE_KEYS]
-    if refused and not force:
-        what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
-        raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")
-    notes = [f"changed by --force: {key} is now {new.get(key)!r} (was {old.get(key)!r})" for key in refused]
-    if config.total_timesteps != stored.total_timesteps:
-        budgets = f"{config.total_timesteps} steps (was {stored.total_timesteps})"
-        notes.append(f"the budget is now {budgets}; schedules stretch with it")
-    return config, notes
-
-
-def flat_params(config: TrainConfig) -> dict[str, Any]:
-    """Every hyper-parameter of a config under `algo_kwargs.<name>`."""
-    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
-    return {f"algo_kwargs.{name}": value for name, value in dump_params(params).items()}

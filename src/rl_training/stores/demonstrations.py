@@ -18,7 +18,7 @@ from rl_training.data.experience import Experience
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.runtime.random_play import play
+from rl_training.runtime.random_play import play_at_random
 from rl_training.runtime.spec import StoreContext
 from rl_training.stores.dataset import check_same_data
 from rl_training.stores.prior_data import (
@@ -200,5 +200,5 @@ def describe_episodes(dataset: TransitionDataset) -> str:
 
 def ends_early(context: StoreContext) -> bool:
     """Whether some random play terminates an episode."""
-    steps = play(context.recipe, context.spaces, context.seed, PROBED_STEPS)
-    return any(terminated for _, _, terminated, _, _ in steps)
+    steps = play_at_random(context.recipe, context.spaces, context.seed, PROBED_STEPS)
+    return any(step.terminated for step in steps)

@@ -24,12 +24,12 @@ from rl_training.envs.terminations import known_termination
 from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
+from rl_training.runtime.networks import make_network
 from rl_training.runtime.params import WIDEST, Params
 from rl_training.runtime.spec import StoreContext
 from rl_training.stores.dataset import check_same_data
 from rl_training.stores.prior_data import describe_origin, find_dataset
 from rl_training.stores.replay import DIVIDED_ONCE, ReplayStore, TemperatureParams
-from rl_training.stores.rollouts import make_input
 
 CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
 Learner = TypeVar("Learner", bound=MBPO)
@@ -101,13 +101,11 @@ class ModelParams(TemperatureParams):
 
 def build_learner(learner: type[Learner], params: Any, spaces: EnvSpaces) -> Learner:
     """The learner with fresh networks."""
-    sizes: dict[str, Any] = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim}
-    policy_model = MLPSACModel(
-        **sizes, hidden_sizes=params.hidden_sizes, activation=params.activation, observation_input=make_input(spaces)
-    )
+    policy_model = make_network(MLPSACModel, params, spaces)
     dynamics_model = MLPMOPOEnsembleModel(
-        **sizes, hidden_sizes=params.model_hidden_sizes, num_ensembles=params.num_ensembles
-    )
+        obs_dim=spaces.obs_dim, action_dim=spaces.action_dim, hidden_sizes=params.model_hidden_sizes,
+        num_ensembles=params.num_ensembles,
+    )  # fmt: skip
     arguments = params.arguments_of(learner)
     arguments.pop("learning_rate")  # the same as policy_learning_rate
     return learner(policy_model=policy_model, dynamics_model=dynamics_model, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,15 @@ from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes
 from rl_training.envs.episodes import episode_seed
 from rl_training.envs.factory import Env, EnvRecipe, UserEnv, make_env, probe_spaces, read_recipe
-from rl_training.envs.spaces import EnvSpaces, read_action_mask
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
+from rl_training.play import closed_after, play
 from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.params import read_params
+from rl_training.runtime.restoring import PathLike, describe_error, load_algorithm, read_checkpoint, read_spaces
 from rl_training.runtime.session import check_same_spaces
 from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import PathLike, describe_error, load_algorithm, read_checkpoint, read_spaces
 from rl_training.stores.replay import ReplayParams, make_buffer
 from rl_training.validation import validate
 
@@ -66,26 +68,14 @@ def play_steps(
 ) -> dict[str, Array]:
     """The arrays of `num_steps` in one environment, episode after episode, with the environment's own actions."""
     env = make_env(recipe)
-    try:
+    with closed_after([env], spaces.env_id):
         arrays = empty_arrays(num_steps, env)
-        actor = ActingSession(algorithm, 1, seed, deterministic=deterministic)
-        obs, info = env.reset(seed=episode_seed(seed, RECORDING_STREAM, 0))
-        is_first = np.ones(1, dtype=bool)
-        for row in range(num_steps):
-            arrays["obs"][row] = obs  # now, because the environment may write into it in `step`
-            masks = read_action_mask(info, spaces)[None] if spaces.has_action_mask else None
-            action = spaces.map_actions(actor.act(spaces.encode(np.asarray(obs)[None]), masks, is_first))[0]
-            arrays["actions"][row] = action
-            obs, reward, terminated, truncated, info = env.step(
-                action.item() if spaces.action_kind == "discrete" else action
-            )
-            arrays["next_obs"][row], arrays["rewards"][row] = obs, reward
-            arrays["terminated"][row], arrays["truncated"][row] = terminated, truncated
-            is_first = np.array([terminated or truncated])
-            if terminated or truncated:
-                obs, info = env.reset()
-    finally:
-        env.close()
+        act = ActingSession(algorithm, 1, seed, deterministic=deterministic).in_environments(spaces)
+        first = episode_seed(seed, RECORDING_STREAM, 0)
+        steps = play([env], act, lambda episode: None if episode else first, spaces.env_id)
+        for row, step in enumerate(islice(steps, num_steps)):
+            for array, value in zip(arrays.values(), step, strict=False):  # a step begins with the arrays' values
+                array[row] = value
     return arrays
 
 
@@ -175,7 +165,5 @@ def recipe_of(dataset: TransitionDataset, env_id: str | None) -> EnvRecipe | Non
 def spaces_of(recipe: EnvRecipe) -> dict[str, Any]:
     """The spaces that rows of this environment lie in: observations flattened where they are no Box."""
     env = make_env(recipe)
-    try:
+    with closed_after([env], recipe.env_id):
         return {"observation_space": env.observation_space, "action_space": env.action_space}
-    finally:
-        env.close()

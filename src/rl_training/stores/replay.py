@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from torch import nn
 
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult, read_metrics
 from rl_training.collect.local import Request
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.data.experience import Experience
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.networks import build_on_model
 from rl_training.runtime.params import Activation, Params, Schedule
-from rl_training.runtime.spec import StoreContext
+from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
 from rl_training.validation import StrictModel
 
 # Why no schedule moves a number: the end of a sentence.
@@ -63,9 +66,10 @@ class ReplayParams(Params):
         return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
 
 
-class ActorCriticRates(ReplayParams):
-    """Rates of their own for the actor and the critics."""
+class ActorCriticParams(ReplayParams):
+    """Targets that move slowly, and rates of their own for the actor and the critics."""
 
+    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
     critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the critics; null is learning_rate.")
     actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the actor; null is learning_rate.")
 
@@ -74,6 +78,15 @@ class ActorCriticRates(ReplayParams):
         both = self.critic_learning_rate is not None and self.actor_learning_rate is not None
         unread = {"learning_rate": "critic_learning_rate and actor_learning_rate are given and go before it"}
         return super().fixed_numbers() | (unread if both and getattr(self, "alpha", None) != "auto" else {})
+
+
+class DeterministicActorParams(ActorCriticParams):
+    """An actor that is explored around by noise, and climbs the critic's gradient."""
+
+    exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
+    action_gradient_clip: float | None = Field(
+        None, gt=0, description="Largest norm of dQ/da in the actor's step; null does not clip."
+    )
 
 
 class TemperatureParams(StrictModel):
@@ -91,6 +104,18 @@ class TemperatureParams(StrictModel):
             fixed = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
         inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
         return inherited | fixed
+
+
+def continuous_spec(
+    learner: type[Algorithm], network: type[nn.Module], *, store: Callable[[StoreContext], Store] | None = None,
+    **entry: Any,
+) -> AlgorithmSpec:  # fmt: skip
+    """The registry entry of a learner of continuous actions from replay, whose `model` is such a network."""
+    return AlgorithmSpec(
+        lane="replay", learner=learner, build=partial(build_on_model, learner, network), store=store or ReplayStore,
+        action_kinds=("continuous",), observation_kinds=("vector",),
+        defaults={"log_interval": 1_000, "total_timesteps": 20_000}, **entry,
+    )  # fmt: skip
 
 
 class BufferStore:

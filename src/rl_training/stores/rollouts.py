@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,10 @@ from torch import Tensor
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.collect.local import Request
 from rl_training.data.experience import Experience
-from rl_training.envs.spaces import EnvSpaces
-from rl_training.models.blocks import ImageEncoder, ObservationInput
-from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.data.memory import as_tensors
+from rl_training.runtime.networks import build_on_policy
 from rl_training.runtime.params import Params
-from rl_training.runtime.spec import StoreContext
+from rl_training.runtime.spec import AlgorithmSpec, StoreContext
 
 ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
 NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": True}}  # env_kwargs, by default
@@ -34,26 +34,12 @@ class RolloutParams(Params):
     policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy of this many updates ago.")
 
 
-def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
-    """Actor and critic for these spaces: MLPs of `hidden_sizes` on vectors, linear heads on a shared CNN on images."""
-    image = spaces.obs_kind == "image"
-    return MLPActorCritic(
-        obs_dim=spaces.obs_dim,
-        action_dim=spaces.action_dim,
-        hidden_sizes=() if image else params.hidden_sizes,
-        activation=params.activation,
-        action_kind=spaces.action_kind,
-        action_sizes=spaces.action_sizes,
-        encoder=ImageEncoder(spaces.obs_shape) if image else None,
-        observation_input=make_input(spaces),
-    )
-
-
-def make_input(spaces: EnvSpaces) -> ObservationInput:
-    """The layer that reads raw observations of these spaces."""
-    if spaces.obs_kind == "image":
-        return ObservationInput(image_scale=spaces.image_scale)
-    return ObservationInput(normalize_size=spaces.obs_dim if spaces.normalize_observations else None)
+def rollout_spec(learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:
+    """The registry entry of a learner from rollouts, which takes every kind of action and observation."""
+    return AlgorithmSpec(
+        lane="rollout", learner=learner, build=partial(build_on_policy, learner), store=RolloutStore,
+        action_kinds=ACTION_KINDS, normalizes_rewards=True, **entry,
+    )  # fmt: skip
 
 
 class RolloutStore:
@@ -123,7 +109,7 @@ class RolloutStore:
                 arrays["truncation_values"] = self.truncation_values
             else:
                 arrays["bootstrap_obs"] = experience.obs[-1]
-            known = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+            known = as_tensors(arrays, device)
             known["behavior_logprobs"] = known["logprobs"]
             self._batches[experience] = known
         batch = dict(known)

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure
-from rl_training.runtime.random_play import play
+from rl_training.runtime.random_play import play_at_random
 from rl_training.validation import StrictModel
 
 FIXED_ATOMS = "the atoms are placed once, when the learner is built"
@@ -34,11 +34,11 @@ class SupportParams(StrictModel):
             raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
         return self
 
-    @property
-    def support(self) -> dict[str, Any]:
-        """What a categorical head is made with; before `settle`, ends that nobody gave are those of `UNKNOWN`."""
-        ends = zip(("v_min", "v_max"), (self.v_min, self.v_max), UNKNOWN, strict=True)
-        return {name: other if end is None else end for name, end, other in ends} | {"num_atoms": self.num_atoms}
+    def arguments_of(self, owner: type) -> dict[str, Any]:
+        """As ever; before `settle`, ends of the support that nobody gave are those of `UNKNOWN`."""
+        arguments: dict[str, Any] = super().arguments_of(owner)  # type: ignore[misc]  # of the Params, as below
+        ends = dict(zip(("v_min", "v_max"), UNKNOWN, strict=True))
+        return {name: ends.get(name) if value is None else value for name, value in arguments.items()}
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also the ends of the support."""
@@ -88,19 +88,16 @@ def random_returns(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
     rewards: list[float] = []
     returns: list[float] = []
     begun = ended = 0
-    try:
-        for _, reward, terminated, truncated, _ in play(recipe, spaces, seed, STEPS):
-            rewards.append(float(reward))
-            if terminated or truncated or len(rewards) == STEPS:
-                total = 0.0
-                for earned in reversed(rewards[begun:]):
-                    total = earned + gamma * total
-                    returns.append(total)
-                begun, ended = len(rewards), ended + 1
-                if ended == EPISODES:
-                    break
-    except (Exception, SystemExit) as error:
-        raise EnvironmentFailure.raised(spaces.env_id, type(error).__name__, str(error)) from error
+    for step in play_at_random(recipe, spaces, seed, STEPS):
+        rewards.append(step.reward)
+        if step.terminated or step.truncated or len(rewards) == STEPS:
+            total = 0.0
+            for earned in reversed(rewards[begun:]):
+                total = earned + gamma * total
+                returns.append(total)
+            begun, ended = len(rewards), ended + 1
+            if ended == EPISODES:
+                break
     if not all(map(math.isfinite, rewards)):
         raise EnvironmentFailure.not_finite(spaces.env_id, "a reward")
     return rewards, returns

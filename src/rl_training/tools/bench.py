@@ -17,13 +17,13 @@ from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session, open_session
+from rl_training.runtime.session import Session, closed_on_error, open_session
 from rl_training.runtime.spec import get_algorithm_spec
 
 # What each part of a run is made of: methods of the collector, the store, the algorithm and the run.
 PARTS = {
     "environment": ("collector.stepper.step", "collector.stepper.start"),
-    "act": ("collector.actor.act", "collector.actor.act_randomly", "collector.actor.add_logprobs", "store._evaluate"),
+    "act": ("collector.actor.act", "collector.actor.add_logprobs", "store._evaluate"),
     "store": ("collector.collect", "store.add", "store.batches", "store.feedback"),
     "learn": ("algorithm.update",),
     "evaluate": ("run.evaluate",),
@@ -98,12 +98,9 @@ def benchmark(config: TrainConfig) -> Breakdown:
     The run starts when it learns: steps at random before that would make it look faster than it is.
     """
     session = open_measured(config)
-    try:
+    with closed_on_error(session):
         first = play_at_random(session)
         first += time_turns(session, first, 0.0)[0]  # first calls are slow
-    except BaseException:
-        session.close()
-        raise
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:
         return _run_timed(session, first, Path(folder))
 

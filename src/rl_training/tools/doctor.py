@@ -25,9 +25,8 @@ from rl_training.runtime.random_play import (
     Player,
     compare_restored,
     make_stepper,
-    play,
+    play_at_random,
     reuses_arrays,
-    sample_actions,
 )
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.tools.bench import estimate_seconds, open_measured, storage_bytes
@@ -96,7 +95,7 @@ def _without_advice(error: Exception) -> str:
 
 def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Check]:
     """Whether observations are what the space says, and of a size that learns well."""
-    rows = [obs for obs, *_ in play(recipe, spaces, seed, STEPS)]
+    rows = [np.array(step.next_obs) for step in play_at_random(recipe, spaces, seed, STEPS)]
     encoded = spaces.encode_rows(rows)
     detail = f"{_shorten(spaces.observation_space)}, read as {spaces.obs_kind} {list(spaces.obs_shape)}"
     if not np.isfinite(encoded.astype(np.float64)).all():
@@ -165,7 +164,7 @@ def check_truncation(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     stepper = make_stepper(short, spaces, seed, 2, vectorization)
     try:
         stepper.start()
-        step, episodes = stepper.step(sample_actions(spaces, np.random.default_rng(seed), 2, stepper.masks))
+        step, episodes = stepper.step(spaces.random_actions(np.random.default_rng(seed), 2, stepper.masks))
         final = step.obs if stepper.resets_next_step else step.final_obs
     finally:
         stepper.close()
@@ -185,9 +184,9 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: Algori
     """Whether episodes end in random play, and whether rewards are finite and of a sane size."""
     rewards, ends, cuts = [], 0, 0
     budget = time.perf_counter() + 2 * SECONDS
-    for _, reward, terminated, truncated, _ in play(recipe, spaces, seed, 10 * STEPS):
-        rewards.append(float(reward))
-        ends, cuts = ends + bool(terminated), cuts + bool(truncated and not terminated)
+    for step in play_at_random(recipe, spaces, seed, 10 * STEPS):
+        rewards.append(step.reward)
+        ends, cuts = ends + bool(step.terminated), cuts + bool(step.truncated and not step.terminated)
         if time.perf_counter() > budget:
             break
     env = make_env(recipe)
@@ -215,10 +214,13 @@ def _shrink_rewards(spec: AlgorithmSpec | None) -> str:
 
 def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     """Whether two environments with one seed and the same actions go the same way."""
-    for number, (one, other) in enumerate(zip(*(play(recipe, spaces, seed, STEPS) for _ in range(2)), strict=True)):
+    copies = (play_at_random(recipe, spaces, seed, STEPS) for _ in range(2))
+    for number, pair in enumerate(zip(*copies, strict=True)):
         # a NaN in both is no difference; it is found as what it is
-        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one[:4], other[:4], strict=True))
-        if not same or checksum((one[4] or {}).get("action_mask")) != checksum((other[4] or {}).get("action_mask")):
+        seen = ((np.asarray(step.next_obs), step.reward, step.terminated, step.truncated) for step in pair)
+        same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*seen, strict=True))
+        one, other = (checksum((step.info or {}).get("action_mask")) for step in pair)
+        if not same or one != other:
             return Check("determinism", WARN, f"two copies with the same seed and actions differ at step {number}",
                          "Draw all randomness from self.np_random, seeded by super().reset(seed=seed).")  # fmt: skip
     return Check("determinism", OK, f"two copies agree in every value over {STEPS} steps")
@@ -254,7 +256,7 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
         reset = (time.perf_counter() - begun) / num_envs
         steps, spent = 0, 0.0
         while spent < SECONDS and steps < 100 * STEPS:
-            actions = sample_actions(spaces, rng, num_envs, stepper.masks)
+            actions = spaces.random_actions(rng, num_envs, stepper.masks)
             begun = time.perf_counter()
             stepper.step(actions)
             spent += time.perf_counter() - begun

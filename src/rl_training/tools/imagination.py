@@ -14,7 +14,7 @@ from rl_training.data import TransitionDataset
 from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.runtime.workflows import PathLike, load_algorithm, read_checkpoint
+from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
 from rl_training.stores.recording import play_policy
 
 PLAYED = 10  # windows' worth of steps that may be played to find one window

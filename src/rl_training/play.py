@@ -1,0 +1,121 @@
+"""Playing environments: one loop of steps for whatever acts in them, and actions at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_training.errors import EnvironmentFailure, UserError
+
+Array = NDArray[Any]
+# observations, infos and whether each is an episode's first, of N environments -> their actions
+Act = Callable[[list[Any], list[Any], Array], Sequence[Any]]
+
+
+class Played(NamedTuple):
+    """One step of one environment; `obs` and `action` are copies, `next_obs` is the environment's own."""
+
+    obs: Any
+    action: Any
+    reward: float
+    next_obs: Any
+    terminated: bool
+    truncated: bool
+    info: Any
+    episode: int
+
+
+def play(
+    envs: Sequence[Any], act: Act, seed_of: Callable[[int], int | None], env_id: str, episodes: float = inf
+) -> Iterator[Played]:
+    """The steps of these environments in turn, each taking the next episode when it ends one.
+
+    Episode i is reset with `seed_of(i)`. What an environment raises gets the name `env_id`.
+    """
+    current, begun = list(range(len(envs))), len(envs)  # the episode that each environment is in; beyond the last: none
+    with failures_named(env_id):
+        rows, infos = (list(part) for part in zip(*(e.reset(seed=seed_of(i)) for i, e in enumerate(envs)), strict=True))
+    is_first = np.ones(len(envs), dtype=bool)
+    while any(episode < episodes for episode in current):
+        actions = act(rows, infos, is_first)
+        is_first = np.zeros(len(envs), dtype=bool)
+        for i, env in enumerate(envs):
+            if current[i] >= episodes:
+                continue
+            before = deepcopy(rows[i]), deepcopy(actions[i])  # now, because the environment may write into them
+            with failures_named(env_id):
+                rows[i], reward, terminated, truncated, infos[i] = env.step(actions[i])
+                step = Played(*before, float(reward), rows[i], terminated, truncated, infos[i], current[i])
+            yield step
+            if terminated or truncated:
+                current[i], begun, is_first[i] = begun, begun + 1, True
+                if current[i] < episodes:
+                    with failures_named(env_id):
+                        rows[i], infos[i] = env.reset(seed=seed_of(current[i]))
+
+
+@contextmanager
+def failures_named(env_id: str) -> Iterator[None]:
+    """What an environment raises, with its name; a missing package is told where it is asked for."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        from gymnasium.error import DependencyNotInstalled
+
+        if isinstance(error, DependencyNotInstalled):
+            raise
+        raise EnvironmentFailure.raised(env_id, type(error).__name__, str(error)) from error
+
+
+def close_all(envs: Iterable[Any]) -> BaseException | None:
+    """Close every environment, whatever another one does then; returns the first thing that one raised."""
+    failures: list[BaseException] = []
+    for env in envs:
+        try:
+            env.close()
+        except (Exception, SystemExit) as error:
+            failures.append(error)
+    return failures[0] if failures else None
+
+
+@contextmanager
+def closed_after(envs: Iterable[Any], env_id: str, warn: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Close every environment at the end; `warn` is told what one raises then, else it is raised.
+
+    After an error only that error is told.
+    """
+    try:
+        yield
+    except BaseException:
+        close_all(envs)
+        raise
+    if (error := close_all(envs)) is None:
+        return
+    failure = EnvironmentFailure.raised(env_id, type(error).__name__, str(error))
+    if warn is None:
+        raise failure from error
+    warn(f"warning: when it was closed, {failure}")
+
+
+def random_actions(
+    rng: np.random.Generator, count: int, sizes: Sequence[int], masks: Array | None = None, kind: str = "discrete"
+) -> Array:
+    """Uniform actions of a policy: choices [count] or [count, K], of those that masks allow, or floats in [-1, 1]."""
+    if kind == "continuous":
+        return rng.uniform(-1.0, 1.0, (count, len(sizes))).astype(np.float32)
+    if kind == "discrete" and masks is None:
+        return rng.integers(sizes[0], size=count)
+    scores = rng.random((count, sum(sizes)))
+    if masks is not None:
+        scores = np.where(masks, scores, -1.0)
+    if kind == "discrete":
+        return scores.argmax(-1)
+    return np.stack([part.argmax(-1) for part in np.split(scores, np.cumsum(sizes)[:-1], axis=-1)], axis=-1)

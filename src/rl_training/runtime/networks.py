@@ -1,0 +1,54 @@
+"""Networks for the spaces of an environment, and learners on them: what all of them take is given here."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+from rl_training.algorithms.base import Algorithm
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.models.blocks import ImageEncoder, ObservationInput
+from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.runtime.params import Params
+
+Network = TypeVar("Network", bound=nn.Module)
+Learner = TypeVar("Learner", bound=Algorithm)
+
+
+def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationInput:
+    """The layer that reads raw observations of these spaces; vectors are normalised as the spaces say, or as given."""
+    if spaces.obs_kind == "image":
+        return ObservationInput(image_scale=spaces.image_scale)
+    normalize = spaces.normalize_observations if normalize is None else normalize
+    return ObservationInput(normalize_size=spaces.obs_dim if normalize else None)
+
+
+def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **others: Any) -> Network:
+    """A network of the spaces' sizes, with the hyper-parameters that its constructor names; `others` go before them."""
+    common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
+    return kind(**common | params.arguments_of(kind) | others)
+
+
+def any_kind(spaces: EnvSpaces) -> dict[str, Any]:
+    """What a network for every kind of action and observation takes besides: the kind, and a CNN for images."""
+    encoder = ImageEncoder(spaces.obs_shape) if spaces.obs_kind == "image" else None
+    return {"action_kind": spaces.action_kind, "action_sizes": spaces.action_sizes, "encoder": encoder}
+
+
+def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
+    """Actor and critic for these spaces: MLPs of `hidden_sizes` on vectors, linear heads on a shared CNN on images."""
+    sizes = () if spaces.obs_kind == "image" else params.hidden_sizes
+    return make_network(MLPActorCritic, params, spaces, hidden_sizes=sizes, **any_kind(spaces))
+
+
+def build_on_policy(learner: type[Learner], params: Params, spaces: EnvSpaces) -> Learner:
+    """A rollout learner with a fresh policy."""
+    scale = {"normalize_rewards": spaces.normalize_rewards}
+    return learner(policy=make_policy(params, spaces), **scale, **params.arguments_of(learner))  # type: ignore[call-arg]
+
+
+def build_on_model(learner: type[Learner], kind: type[nn.Module], params: Params, spaces: EnvSpaces) -> Learner:
+    """A learner of continuous actions with fresh networks."""
+    model = make_network(kind, params, spaces)
+    return learner(model=model, **params.arguments_of(learner))  # type: ignore[call-arg]

@@ -1,0 +1,255 @@
+"""What a checkpoint holds, brought back: the learner alone, or a whole run; every part is looked at first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_training.algorithms.base import Algorithm
+from rl_training.envs.factory import UserEnv
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
+from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.params import change_params, dump_params, read_params
+from rl_training.runtime.random_play import compare_restored
+from rl_training.runtime.run import SCHEMA, RunState
+from rl_training.runtime.run_folder import run_dir_of
+from rl_training.runtime.session import (
+    Session,
+    build_algorithm,
+    choose_threads,
+    closed_on_error,
+    describe_machine,
+    open_session,
+)
+from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.validation import validate
+
+PathLike = str | Path
+BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
+FREE_KEYS = BUDGET_KEYS | {"output_dir", "worker_timeout", "algo_kwargs.replay_folder"}  # none changes what is learned
+
+
+def read_checkpoint(path: PathLike) -> dict[str, Any]:
+    """A training checkpoint's tree, checked for its parts."""
+    tree = load_checkpoint(path)
+    missing = {"schema", "config", "spaces", "algorithm", "source", "run"} - set(tree)
+    if missing:
+        raise UserError(f"{path} is not a training checkpoint: it has no {', '.join(sorted(missing))}.")
+    if type(tree["schema"]) is not int or tree["schema"] != SCHEMA:
+        raise UserError(f"{path} has the schema {tree['schema']!r}; this rl-training reads schema {SCHEMA}.")
+    if odd := [part for part in ("config", "spaces", "algorithm", "source", "run") if not isinstance(tree[part], dict)]:
+        raise UserError(f"{path} is not a training checkpoint: its {odd[0]} is not a mapping.")
+    return tree
+
+
+def load_algorithm(path: PathLike, tree: dict[str, Any]) -> tuple[Algorithm, EnvSpaces, TrainConfig]:
+    """The learner in a checkpoint, with its weights; the config's `auto`s are decided."""
+    config = validate(TrainConfig, tree["config"], str(path))
+    spec = get_algorithm_spec(config.algo)
+    params = read_params(spec.params, config.algo_kwargs)
+    spaces = read_spaces(path, tree["spaces"])
+    spec.check_support(spaces, learns=False)
+    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device="cpu", stored=tree["algorithm"])
+    load_weights(path, algorithm, tree["algorithm"])
+    threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
+    return algorithm, spaces, config.model_copy(update={"threads": threads})
+
+
+def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
+    """The spaces in a checkpoint, checked to be what an environment with them would give."""
+    try:
+        spaces = EnvSpaces.from_dict(data)
+        names = ("has_action_mask", "normalize_observations", "normalize_rewards")
+        flags = {name: bool(getattr(spaces, name)) for name in names}
+        again = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags).to_dict()
+    except Exception as error:  # what an edited file holds can fail in any way
+        raise UserError(f"{path}: its spaces make no sense ({describe_error(error)}).") from None
+    stored = spaces.to_dict()
+    odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
+    if odd or not isinstance(spaces.env_id, str):
+        raise UserError(f"{path}: its spaces do not fit together; {(odd or ['env_id'])[0]} is wrong.")
+    return spaces
+
+
+def describe_error(error: Exception) -> str:
+    """An exception in a few words."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()[:160]}" if lines else type(error).__name__
+
+
+def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) -> None:
+    """Put a checkpoint's state into a learner, after a look at every part of it."""
+    state = with_own_generator(state, algorithm)
+    if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
+        raise UserError(f"{path} does not fit its own config: {problem}.")
+    try:
+        algorithm.load_state_dict(state)
+    except Exception as error:  # such as a generator's state of the right size that is none
+        raise UserError(f"{path} does not fit its own config: {describe_error(error)}.") from None
+    if (bad := algorithm.first_bad_tensor()) is not None:
+        raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
+
+
+def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """The state, with this learner's own generators where they were made on another kind of device."""
+    changed = {}
+    for name, own in algorithm.state_dict().items():
+        extra = state.get(name)
+        if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
+            continue
+        if isinstance(extra.get("device"), str) and extra["device"] != own["device"]:
+            changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
+    return {**state, **changed}
+
+
+def first_difference(stored: Any, built: Any, name: str) -> str | None:
+    """Where a stored state differs in kind or shape from a freshly built one, in words; None where it does not.
+
+    A built None or {} stands for what only exists later, and fits anything.
+    """
+    if built is None or (isinstance(built, Mapping) and not built):
+        return None
+    if isinstance(built, Mapping):
+        if not isinstance(stored, Mapping) or set(stored) != set(built):
+            names = set(stored) ^ set(built) if isinstance(stored, Mapping) else set()
+            odd = min(names, key=str) if names else None
+            verb = "lacks" if odd in built else "has an unknown"
+            return f"{name} is not a mapping" if odd is None else f"{name} {verb} {odd!r}"
+        problems = (first_difference(stored[key], built[key], f"{name}.{key}") for key in built)
+        return next((problem for problem in problems if problem), None)
+    if isinstance(built, torch.Tensor):
+        if not isinstance(stored, torch.Tensor):
+            return f"{name} is a {type(stored).__name__}, not a tensor"
+        if stored.shape != built.shape or stored.dtype != built.dtype:
+            there, here = ((str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in (stored, built))
+            return f"{name} is {there[0]} {there[1]}, not {here[0]} {here[1]}"
+        return None
+    if type(stored) is not type(built):
+        return f"{name} is a {type(stored).__name__}, not a {type(built).__name__}"
+    return None
+
+
+def restore_session(
+    path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None
+) -> tuple[Session, RunState, list[str]]:
+    """The parts of a run as a checkpoint has them, and sentences on what changed or did not come back exactly."""
+    tree = read_checkpoint(path)
+    stored = validate(TrainConfig, tree["config"], str(path))
+    state = validate(RunState, tree["run"], f"{path}, run")
+    config, notes = change_config(stored, wanted, force=force)
+    if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
+        config, note = keep_replay_at_home(config, Path(path), elsewhere="output_dir" in wanted)
+        notes += note
+    if config.total_timesteps != stored.total_timesteps and config.total_timesteps < state.step:
+        raise UserError(
+            f"total_timesteps is {config.total_timesteps}, but {path} is at step {state.step} already; "
+            "the budget counts from the start of the run."
+        )
+    seconds = config.max_seconds
+    if seconds is not None and seconds != stored.max_seconds and seconds < state.train_seconds:
+        raise UserError(
+            f"max_seconds is {seconds:g}, but {path} has trained for {state.train_seconds:.1f} seconds already; "
+            "it counts from the start of the run."
+        )
+    read_spaces(path, tree["spaces"])
+    session = open_session(config, env=env, restored=tree)
+    with closed_on_error(session):
+        load_weights(path, session.algorithm, tree["algorithm"])
+        sentences = load_source(path, session, tree["source"])
+    if state.abandoned:
+        sentences.append("it was saved in the middle of a turn: episodes start over, so this resume is not exact.")
+    sentences += machine_changes(tree.get("machine"), session.config)
+    return session, state, notes + [f"warning: {sentence}" for sentence in sentences]
+
+
+def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
+    """A sentence on what the arithmetic depends on and is not as a checkpoint says; older ones say nothing."""
+    if not isinstance(stored, Mapping):
+        return []
+    here = describe_machine(config).items()
+    changed = [f"{name} {value}, was {stored[name]}" for name, value in here if stored.get(name, value) != value]
+    return [f"this machine is another one ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
+
+
+def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: bool) -> tuple[TrainConfig, list[str]]:
+    """A mapped buffer's files in the run's own folder, or in `output_dir` where the user gives one: `elsewhere`.
+
+    A checkpoint must not decide where a resume writes.
+    """
+    named = config.algo_kwargs.get("replay_folder")
+    home = str(run_dir_of(checkpoint) or TrainConfig.model_fields["output_dir"].default)
+    home = config.output_dir if elsewhere else home
+    if named in (None, home):
+        return config, []
+    note = f"the replay buffer is mapped to files in {home}; --set replay_folder={named} puts them where they were"
+    return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "replay_folder": home}}), [note]
+
+
+def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
+    """Bring environments, generators and buffers back; returns sentences on what did not come back exactly."""
+    try:
+        sentences = session.load_source(state)
+        # What a source took without a look, it gives back as something else; a buffer looks itself, and may be absent.
+        given, taken = ({**part, "replay": None} for part in (state, session.source_state()))
+        problem = first_difference(given, taken, "source")
+    except UserError:
+        raise
+    except Exception as error:  # what an edited file holds can fail in any way
+        raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
+    if problem:
+        raise UserError(f"{path}: its source cannot be brought back: {problem}.")
+    return sentences or find_history(session, state)
+
+
+def find_history(session: Session, state: dict[str, Any]) -> list[str]:
+    """A sentence where the environments had episodes before and random play shows that something carries over.
+
+    A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone.
+    """
+    episodes = state.get("stepper", {}).get("engine", {}).get("episodes", [])
+    if not any(episode["episode"] > 0 for episode in episodes):
+        return []
+    try:
+        where = session.config.vectorization, session.config.worker_timeout
+        seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
+    except Exception as error:  # of environments made only to look at them
+        reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
+        return [f"{reason}, so whether this resume is exact is unknown."]
+    if not seen:
+        return []
+    return [
+        f"{session.spaces.env_id} came to a different {seen[0]} when it was restored in a trial with random actions: "
+        "something carries over from one episode to the next, so this resume is not exact."
+    ]
+
+
+def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
+    """The stored config with the wanted keys, and a sentence on each change; only budgets change without `force`."""
+    before = stored.model_dump(mode="json")
+    merged = {**before, **wanted}
+    if isinstance(wanted.get("algo_kwargs"), Mapping):
+        model = get_algorithm_spec(stored.algo).params
+        merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
+    config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
+    old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
+    changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
+    refused = [key for key in changed if key not in FREE_KEYS]
+    if refused and not force:
+        what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
+        raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")
+    notes = [f"changed by --force: {key} is now {new.get(key)!r} (was {old.get(key)!r})" for key in refused]
+    if config.total_timesteps != stored.total_timesteps:
+        budgets = f"{config.total_timesteps} steps (was {stored.total_timesteps})"
+        notes.append(f"the budget is now {budgets}; schedules stretch with it")
+    return config, notes
+
+
+def flat_params(config: TrainConfig) -> dict[str, Any]:
+    """Every hyper-parameter of a config under `algo_kwargs.<name>`."""
+    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
+    return {f"algo_kwargs.{name}": value for name, value in dump_params(params).items()}
