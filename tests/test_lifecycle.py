@@ -234,7 +234,7 @@ def test_updates_that_take_too_long_are_abandoned_between_two_of_them(
     def learn(self: A2C, *arguments: Any, **options: Any) -> Any:
         if self.num_updates == 4:
             ask_to_stop()
-            while runs[0].session.stepper.interruption is None:  # the alarm must not end it here
+            while runs[0].session.collector.stepper.interruption is None:  # the alarm must not end it here
                 signal.pause()
         return original(self, *arguments, **options)
 

@@ -199,7 +199,7 @@ def test_observations_that_are_numbers_fit_as_they_are_recorded(tmp_path: Path, 
     ("edit", "said"),
     [
         (lambda tree: tree.pop("source"), "is not a training checkpoint: it has no source"),
-        (lambda tree: tree.update(store=[1]), "its source is not a mapping"),
+        (lambda tree: tree.update(source=[1]), "its source is not a mapping"),
         (lambda tree: tree.update(schema=-1), "has the schema -1"),
         (lambda tree: tree["source"]["replay"].pop("heads"), "its replay buffer cannot be read"),
         (lambda tree: tree["spaces"].update(obs_shape=[7]), "its spaces do not fit together"),

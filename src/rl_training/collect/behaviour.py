@@ -23,6 +23,7 @@ class Behaviour:
 
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
         self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
+        self.device = algorithm.device
         self.memory = algorithm.initial_carry(num_envs)
         self._numpy_policy: NumpyPolicy | None = None
         self._asked_for_policy = False
@@ -32,7 +33,7 @@ class Behaviour:
         policy = self._numpy_policy if self._asked_for_policy else self._ask_for_policy()
         if policy is not None:
             return policy(obs, masks, self.rng, False), {}
-        device = self.algorithm.device
+        device = self.device
         legal = None if masks is None else torch.from_numpy(masks).to(device)
         first = None if self.memory is None else torch.from_numpy(is_first).to(device)
         seen = torch.from_numpy(obs).to(device)
@@ -45,7 +46,6 @@ class Behaviour:
         self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True
         return self._numpy_policy
 
-    @torch.no_grad()
     def add_logprobs(self, experience: Experience) -> None:
         """After acting in numpy: the log-probabilities of all actions in one pass, where the learner reads them."""
         if experience.logprobs is None or self._numpy_policy is None:
@@ -56,7 +56,8 @@ class Behaviour:
         obs, actions = (torch.from_numpy(array[:steps]).flatten(0, 1) for array in (experience.obs, experience.actions))
         legal = None if masks is None else torch.from_numpy(masks[:steps]).flatten(0, 1)
         policy: Any = self.algorithm.acting()
-        logprobs = policy.distribution(obs, legal).log_prob(actions)
+        with torch.no_grad():
+            logprobs = policy.distribution(obs, legal).log_prob(actions)
         experience.logprobs[:steps] = logprobs.view(steps, -1).numpy()
 
     # travelling -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
 from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.envs.engines import Step
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 
@@ -105,45 +106,53 @@ class LocalCollector:
         stepper.start()
         if experience.valid is not None:
             experience.valid.fill(True)
+        all_obs, all_actions, all_masks, logprobs = (
+            experience.obs, experience.actions, experience.masks, experience.logprobs
+        )  # fmt: skip
+        rewards, terminated, truncated = experience.rewards, experience.terminated, experience.truncated
         count, t, taken = stepper.num_envs, 0, 0
         extras: dict[str, Any]
         while t < request.steps or taken < request.transitions:
             obs, masks = stepper.obs, stepper.masks
-            experience.obs[t] = obs
-            if experience.masks is not None:
-                experience.masks[t] = masks
+            all_obs[t] = obs
+            if all_masks is not None:
+                all_masks[t] = masks
             if taken < request.random:
                 actions, extras = actor.spaces.random_actions(actor.rng, count, masks), {}
             else:
                 actions, extras = actor.act(obs, masks, stepper.is_first)
-            experience.actions[t] = actions
-            if extras and experience.logprobs is not None:
-                experience.logprobs[t] = extras["logprobs"].cpu().numpy()
+            all_actions[t] = actions
+            if extras and logprobs is not None:
+                logprobs[t] = extras["logprobs"].cpu().numpy()
                 experience.values[t] = extras["values"].cpu().numpy()  # type: ignore[index]  # they come together
                 experience.has_values = True
             result, ended = stepper.step(actions)
-            experience.rewards[t] = result.rewards
-            experience.terminated[t] = result.terminated
-            experience.truncated[t] = result.truncated
-            if result.valid is not None and experience.valid is not None:
-                experience.valid[t] = result.valid
-                experience.has_resets = True
-                taken += int(np.count_nonzero(result.valid))
-            else:
-                taken += count
+            rewards[t] = result.rewards
+            terminated[t] = result.terminated
+            truncated[t] = result.truncated
             if ended:
                 experience.episodes += ended
-                if result.final_obs is not None and experience.final_obs is not None:
-                    rows = result.terminated | result.truncated
-                    experience.final_obs[t, rows] = result.final_obs[rows]
-                    if result.final_masks is not None and experience.final_masks is not None:
-                        experience.final_masks[t, rows] = result.final_masks[rows]
+                self._keep_finals(experience, t, result)
+            if result.valid is None:
+                taken += count
+            else:
+                experience.valid[t] = result.valid  # type: ignore[index]  # the layout holds resets
+                experience.has_resets = True
+                taken += int(np.count_nonzero(result.valid))
             t += 1
         experience.obs[t] = stepper.obs
         if experience.masks is not None:
             experience.masks[t] = stepper.masks
         experience.steps, experience.transitions = t, taken
         actor.add_logprobs(experience)
+
+    @staticmethod
+    def _keep_finals(experience: Experience, t: int, result: Step) -> None:
+        if result.final_obs is not None and experience.final_obs is not None:
+            rows = result.terminated | result.truncated
+            experience.final_obs[t, rows] = result.final_obs[rows]
+            if result.final_masks is not None and experience.final_masks is not None:
+                experience.final_masks[t, rows] = result.final_masks[rows]
 
     def metrics(self) -> dict[str, float]:
         """None: nobody waits."""

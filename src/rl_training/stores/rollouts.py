@@ -47,6 +47,7 @@ class RolloutStore:
 
     def __init__(self, context: StoreContext) -> None:
         self.params, self.spaces, self.rng = context.params, context.spaces, context.rng
+        self.device = torch.device(context.device)
         self.layout = context.layout(self.params.num_steps, logprobs=True)
         self.metrics: dict[str, float] = {}
         self.experience: Any = None
@@ -71,13 +72,14 @@ class RolloutStore:
     @torch.no_grad()
     def _evaluate(self, algorithm: Algorithm) -> None:
         """Values of all observations by the critic that learns, unless they were computed in acting."""
-        experience, device = self.experience, algorithm.device
+        experience, device = self.experience, self.device
         policy: Any = algorithm.acting()
 
         def evaluate(obs: Array) -> Array:
             rows = torch.from_numpy(obs).to(device)
-            most = MOST_IMAGES if self.spaces.obs_kind == "image" else max(1, len(rows))
-            return torch.cat([policy.values(part) for part in rows.split(most)]).cpu().numpy()
+            if self.spaces.obs_kind != "image":
+                return policy.values(rows).cpu().numpy()
+            return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)]).cpu().numpy()
 
         if experience.has_values:
             self.values[:-1] = experience.values
@@ -93,7 +95,7 @@ class RolloutStore:
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout, once; not when a short one holds nothing but reset rows."""
-        experience, device = self.experience, algorithm.device
+        experience, device = self.experience, self.device
         if experience.has_resets and not experience.valid.any():
             return
         reads_values = getattr(algorithm, "reads_values", True)
