@@ -123,7 +123,7 @@ def test_a_store_that_cannot_be_made_closes_the_environments(
         return engine
 
     monkeypatch.setattr(session_module, "make_engine", make_watched)
-    with pytest.raises(UserError, match="dataset_path is nowhere[.]npz, which does not exist"):
+    with pytest.raises(UserError, match=r"dataset_path is nowhere[.]npz, which does not exist"):
         train(tiny("rlpd", tmp_path, kwargs={"dataset_kind": "npz", "dataset_path": "nowhere.npz"}), console=False)
     assert len(closed) == 1
 
