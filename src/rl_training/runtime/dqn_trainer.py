@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, create_model
 from torch import nn
@@ -23,7 +23,7 @@ from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.runtime.lanes.replay import ReplayParams, ReplaySource
 from rl_training.runtime.lanes.support import SupportParams
 from rl_training.runtime.networks import make_network
-from rl_training.runtime.params import WIDEST, Schedule
+from rl_training.runtime.params import Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
 
@@ -42,10 +42,9 @@ class DQNParams(ReplayParams):
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="State value and advantages in streams of their own.")
     noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")
-    head_hidden_sizes: tuple[Annotated[int, Field(ge=1, le=WIDEST)], ...] | None = Field(
-        None, max_length=16,
-        description="On images, widths of the hidden layers behind the convolutions; null is one of 512 (small: 128).",
-    )  # fmt: skip
+    head_hidden_sizes: Widths | None = Field(
+        None, description="On images, widths of the layers behind the convolutions; null is one of 512 (small: 128)."
+    )
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also what epsilon's own schedule is made of."""

@@ -13,7 +13,7 @@ from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encod
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
 from rl_training.runtime.lanes.sequences import SequenceParams, SequenceSource
 from rl_training.runtime.networks import make_input
-from rl_training.runtime.params import Activation
+from rl_training.runtime.params import Activation, Widths
 from rl_training.runtime.spec import AlgorithmSpec, SourceContext
 from rl_training.runtime.workflows import train_function
 
@@ -22,7 +22,7 @@ class DreamerParams(SequenceParams):
     """Hyper-parameters of Dreamer."""
 
     size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Widths of all networks, as a preset.")
-    hidden_sizes: tuple[int, ...] = Field((), max_length=16, description="Widths of the MLPs; empty as `size` says.")
+    hidden_sizes: Widths = Field((), description="Widths of the MLPs; empty as `size` says.")
     activation: Activation = Field("silu", description="Activation of the hidden layers.")
     num_bins: int = Field(255, ge=3, le=10_000, description="Bins of rewards and returns: symexp of equal steps.")
     gamma: float = Field(0.997, ge=0, le=1, description="Discount per environment step.")

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import TransitionDataset
-from rl_training.errors import UserError
-from rl_training.runtime.lanes.prior_data import DatasetParams, describe_origin, find_dataset
+from rl_training.runtime.lanes.prior_data import DatasetParams, check_same_data, describe_origin, find_dataset
 from rl_training.runtime.params import Params
 from rl_training.runtime.spec import Collected, SourceContext
 
@@ -87,9 +86,3 @@ class DatasetSource:
     def close(self) -> None:
         """Close the environments."""
         self.stepper.close()
-
-
-def check_same_data(digest: str, dataset: TransitionDataset, what: str) -> None:
-    """Refuse to go on with data that is not what a checkpoint was trained with."""
-    if digest != dataset.sha256:
-        raise UserError(f"the {what} is not what the checkpoint was trained with (its hash differs).")

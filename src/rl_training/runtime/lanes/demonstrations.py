@@ -17,11 +17,11 @@ from rl_training.data import TransitionDataset
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.runtime.lanes.dataset import check_same_data
 from rl_training.runtime.lanes.prior_data import (
     DataPath,
     DatasetKind,
     DatasetParams,
+    check_same_data,
     describe_origin,
     find_dataset,
     fit_dataset,
@@ -83,7 +83,7 @@ def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> T
     steps = params.expert_dataset_size or RECORDED_STEPS
     dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.user_env)
     torch.set_num_threads(threads)  # those of this run, not of the expert's
-    return fit_dataset(dataset, recipe, spaces)
+    return fit_dataset(dataset, spaces)
 
 
 def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
