@@ -438,11 +438,11 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_folder_keeps_the_newest_step_files(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2, durable=False)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     for step in (9, 10, 100):
-        assert folder.save_step(step, {"step": step}) == folder.path(f"step_{step}")
-    folder.save_latest({"step": 100})
-    folder.save_best({"step": 9})
+        assert folder.save(f"step_{step}", {"step": step}) == folder.path(f"step_{step}")
+    folder.save("latest", {"step": 100})
+    folder.save("best", {"step": 9})
     assert names(folder.folder) == ["best.ckpt", "latest.ckpt", "step_10.ckpt", "step_100.ckpt"]
     assert folder.steps == [folder.path("step_10"), folder.path("step_100")]
     assert load_checkpoint(folder.best) == {"step": 9}
@@ -450,59 +450,36 @@ def test_the_folder_keeps_the_newest_step_files(tmp_path: Path) -> None:
 
 
 def test_a_run_resumed_from_further_back_keeps_what_it_writes(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path, keep=2, durable=False)
+    folder = CheckpointFolder(tmp_path, keep=2)
     for order, step in enumerate((800, 900, 500)):
         path = folder.path(f"step_{step}")
         save_checkpoint(path, {}, durable=False)
         os.utime(path, ns=(order * 10**9, order * 10**9))
-    folder.save_step(600, {})
+    folder.save("step_600", {})
     assert names(tmp_path) == ["step_500.ckpt", "step_600.ckpt"]
 
 
 def test_a_clock_that_was_set_back_deletes_nothing_new(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path, keep=2, durable=False)
+    folder = CheckpointFolder(tmp_path, keep=2)
     for step in (100, 200):
-        folder.save_step(step, {})
+        folder.save(f"step_{step}", {})
         os.utime(folder.path(f"step_{step}"), (4e9, 4e9))  # in 2096
-    later = CheckpointFolder(tmp_path, keep=2, durable=False)  # another process, after the clock was set back
-    later.save_step(300, {})
+    later = CheckpointFolder(tmp_path, keep=2)  # another process, after the clock was set back
+    later.save("step_300", {})
     assert names(tmp_path) == ["step_200.ckpt", "step_300.ckpt"]
-    later.save_step(400, {})
-    later.save_step(300, {})
+    later.save("step_400", {})
+    later.save("step_300", {})
     assert later.steps == [later.path("step_400"), later.path("step_300")]
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, 0), (1, 1), (None, 4)])
-def test_keep_counts(tmp_path: Path, keep: int | None, kept: int) -> None:
-    folder = CheckpointFolder(tmp_path, keep=keep, durable=False)
+@pytest.mark.parametrize("keep", [0, 1, 4])
+def test_keep_counts(tmp_path: Path, keep: int) -> None:
+    folder = CheckpointFolder(tmp_path, keep=keep)
     for step in range(4):
-        folder.save({"step": step}, ["latest", f"step_{step}"])
-    assert len(folder.steps) == kept
+        folder.save("latest", {"step": step})
+        folder.save(f"step_{step}", {"step": step})
+    assert len(folder.steps) == keep
     assert load_checkpoint(folder.latest) == {"step": 3}
-
-
-def test_a_negative_keep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep must be >= 0"):
-        CheckpointFolder(tmp_path, keep=-1)
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_one_tree_under_several_names_is_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
-    writes: list[int] = []
-    real_write = checkpointing._Writer.write
-    monkeypatch.setattr(checkpointing._Writer, "write", lambda *a: (writes.append(1), real_write(*a)))
-    if not links:
-        monkeypatch.setattr(checkpointing.os, "link", lambda *a: (_ for _ in ()).throw(OSError("no links")))
-    folder = CheckpointFolder(tmp_path)
-    assert folder.save({"a": torch.ones(9)}, ["latest", "best", "step_5", "latest"]) == folder.latest
-    assert len(writes) == 1
-    assert names(tmp_path) == ["best.ckpt", "latest.ckpt", "step_5.ckpt"]
-    assert os.path.samefile(folder.latest, folder.best) is links
-    folder.save({"a": 2}, ["latest"])
-    assert_same(load_checkpoint(folder.best), {"a": torch.ones(9)})
-    assert_same(load_checkpoint(folder.path("step_5")), {"a": torch.ones(9)})
 
 
 def test_a_new_folder_object_removes_what_a_killed_run_left(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from rl_training.data import (
     load_transition_dataset,
 )
 from rl_training.data.generated import _random_action
-from rl_training.data.loading import convert_dataset
 from rl_training.data.minari_io import read_minari, write_minari
 from rl_training.errors import UserError
 
@@ -117,13 +116,10 @@ def test_random_data_is_the_environments_and_depends_on_the_seed_alone(tmp_path:
     np.testing.assert_array_equal(dataset.episode_lengths[:-1], dataset.episode_returns[:-1])
 
 
-def test_continuous_actions_are_stored_as_the_environments_and_normalised_on_demand() -> None:
+def test_continuous_actions_are_stored_as_the_environments() -> None:
     dataset = load_transition_dataset("random", env_id="Pendulum-v1", size=250)
     assert dataset.truncated.sum() == 1
     assert np.abs(dataset.actions).max() > 1.0
-    scaled = dataset.normalized_actions(-2.0, 2.0)
-    np.testing.assert_allclose(scaled.actions * 2.0, dataset.actions, atol=1e-6)
-    assert scaled.actions.dtype == np.float32
     assert dataset.check(action_space=spaces.Box(-2, 2, (1,)))["coverage"]["visited_bins"] == [1.0]
 
 
@@ -240,8 +236,7 @@ def test_minari_round_trip(tmp_path: Path) -> None:
     pytest.importorskip("minari")
     dataset = load_transition_dataset("random", env_id="CartPole-v1", size=120, seed=1)
     dataset = replace(dataset, behavior_logprobs=np.full(120, -0.69, np.float32))
-    npz = dataset.save_npz(tmp_path / "cart")
-    convert_dataset(npz, "cartpole/random-v0", folder=tmp_path / "minari")
+    write_minari(dataset, "cartpole/random-v0", tmp_path / "minari")
     again = load_transition_dataset("minari", dataset_id="cartpole/random-v0", path=tmp_path / "minari")
     expected = {**dataset.arrays(), "truncated": dataset.truncated.copy()}
     expected["truncated"][-1] |= not dataset.terminated[-1]  # Minari's episodes are whole
@@ -251,8 +246,7 @@ def test_minari_round_trip(tmp_path: Path) -> None:
     assert len(read_minari("cartpole/random-v0", tmp_path / "minari", size=30)) in range(30, 120)
     first = load_transition_dataset("minari", dataset_id="cartpole/random-v0", path=tmp_path / "minari", size=30)
     assert len(first) == 30
-    back = convert_dataset("cartpole/random-v0", tmp_path / "back.npz", folder=tmp_path / "minari")
-    assert back.sha256 == TransitionDataset.from_npz(tmp_path / "back.npz").sha256 == again.sha256
+    assert TransitionDataset.from_npz(again.save_npz(tmp_path / "back")).sha256 == again.sha256
     with pytest.raises(UserError, match="Minari refuses"):
         write_minari(dataset, "cartpole/random-v0", tmp_path / "minari")
     with pytest.raises(UserError, match="minari download cartpole/none-v0"):

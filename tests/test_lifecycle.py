@@ -457,16 +457,16 @@ def test_a_first_checkpoint_that_cannot_be_written_ends_the_run_at_once(
 def test_a_best_checkpoint_that_cannot_be_written_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = checkpointing.CheckpointFolder.save_best
+    original = checkpointing.CheckpointFolder.save
     tries: list[float] = []
 
-    def save_best(self: Any, tree: Any) -> Path:
-        tries.append(tree["run"]["best_return"])
-        if len(tries) == 1:
+    def save(self: Any, name: str, tree: Any) -> Path:
+        tries.extend([tree["run"]["best_return"]] if name == "best" else [])
+        if name == "best" and len(tries) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(self, tree)
+        return original(self, name, tree)
 
-    monkeypatch.setattr(checkpointing.CheckpointFolder, "save_best", save_best)
+    monkeypatch.setattr(checkpointing.CheckpointFolder, "save", save)
     result = train(tiny("a2c", tmp_path, kwargs={"eval_interval": 16, "learning_rate": 0.0}), console=True)
     assert tries[1:] == tries[:1]  # the same policy again: its return counts, since it was not kept before
     assert "best.ckpt could not be written (No space left on device)" in capsys.readouterr().err

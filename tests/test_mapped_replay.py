@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from resume_cases import StopAt, assert_same_run, tiny
 from rl_training.cli.main import app
-from rl_training.data import ReplayBuffer
+from rl_training.data import ReplayBuffer, mapped
 from rl_training.data.mapped import MappedFolder
 from rl_training.errors import UserError
 from rl_training.experiment import checkpointing
@@ -114,6 +114,19 @@ def test_a_full_disk_is_a_sentence_at_the_start(tmp_path: Path, monkeypatch: pyt
         train(dqn(tmp_path / "runs", tmp_path / "replay"), console=False)
     assert list((tmp_path / "replay").iterdir()) == []
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_disk_that_is_full_at_the_last_array_is_a_sentence_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reserve(path: Path) -> None:
+        if path.name.startswith("finals"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(mapped, "_reserve", reserve)
+    with pytest.raises(UserError, match=r"of 500 steps needs .* = finals .* cannot be reserved in .* \(No space left"):
+        make(tmp_path, capacity=500)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:

@@ -144,11 +144,12 @@ def test_apply_gradients_takes_gradients_made_elsewhere() -> None:
 
 def test_learning_rate_zero_moves_nothing_and_may_change_between_steps() -> None:
     module = network()
-    optimizer = Optimizer(module.parameters(), learning_rate=0.0, kind="sgd")
+    numbers = {"rate": 0.0}
+    optimizer = Optimizer(module.parameters(), learning_rate="rate", kind="sgd", numbers=numbers)
     before = optimizer.flat.clone()
     run(module, optimizer, 1)
     assert torch.equal(optimizer.flat, before)
-    optimizer.learning_rate = 0.1
+    numbers["rate"] = 0.1
     run(module, optimizer, 1)
     assert not torch.equal(optimizer.flat, before)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_training.data import ReplayBuffer, estimate_replay_bytes
+from rl_training.data import ReplayBuffer
 from rl_training.data import memory as replay_memory
 from rl_training.errors import UserError
 
@@ -296,14 +296,13 @@ def test_continuous_actions_and_shared_memory_batches() -> None:
 
 
 def test_a_million_atari_steps_fit_in_eight_and_a_half_gigabytes() -> None:
-    atari = {"obs_shape": (4, 84, 84), "obs_dtype": "uint8"}
-    assert estimate_replay_bytes(1_000_000, **atari, frame_stack=4, prioritized=True) < 8.5e9
-    assert estimate_replay_bytes(1_000_000, **atari) > 28e9
+    def size(**layout: Any) -> int:
+        specs = replay_memory.replay_specs(1_000_000, obs_shape=(4, 84, 84), obs_dtype="uint8", **layout)
+        return sum(spec.nbytes for spec in specs.values())
 
-
-def test_the_estimate_agrees_with_what_is_allocated() -> None:
-    buffer = make(2, capacity=2000, obs_shape=(8,))
-    assert estimate_replay_bytes(2000, 2, obs_shape=(8,)) == pytest.approx(buffer.nbytes, rel=0.05)
+    priorities, finals = 8 * 1_000_001, 84 * 84 * 1_000_000 // 50  # of episodes of 50 steps
+    assert size(frame_stack=4) + priorities + finals < 8.5e9
+    assert size() > 28e9
 
 
 def test_what_cannot_fit_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,9 +168,9 @@ def test_critics_differentiate_by_actions_and_leave_out_what_nobody_asks_for(
     asked: list[bool] = []
     backward = passes.SplitMLP.backward
 
-    def watched(split: Any, inputs: Any, grad: Any, into_parameters: bool, into_input: bool) -> Any:
-        asked.append(into_parameters)
-        return backward(split, inputs, grad, into_parameters, into_input)
+    def watched(split: Any, inputs: Any, grad: Any, pieces: Any, into_input: bool) -> Any:
+        asked.append(pieces is not None)
+        return backward(split, inputs, grad, pieces, into_input)
 
     monkeypatch.setattr(passes.SplitMLP, "backward", watched)
     slopes = torch.randn_like(critics(obs, actions, subset))
@@ -260,7 +260,8 @@ def test_an_update_is_the_one_of_autograd(name: str, weighted: bool, plainly: Ca
     torch.manual_seed(0)
     learner = LEARNERS[name]()
     for optimizer in learner._optimizers.values():  # Adam's step is about the gradient's sign; this is the gradient
-        optimizer.kind, optimizer.learning_rate = "sgd", 1.0
+        optimizer.kind = "sgd"
+    learner.numbers.update({name: 1.0 for name, rate in learner.numbers.items() if "learning_rate" in name and rate})
     twin = copy.deepcopy(learner.state_dict())
     discrete = "dqn" in name or name in ("c51", "qr", "iqn", "fqf")
     batch = {

@@ -63,8 +63,8 @@ def check_plain(data: Any, where: str) -> None:
 
 
 def _read_path(value: Any) -> Any:
-    if isinstance(value, Mapping) and any(isinstance(part, os.PathLike) for part in value.values()):
-        return {key: _read_path(part) if isinstance(part, os.PathLike) else part for key, part in value.items()}
+    if isinstance(value, Mapping):
+        return {key: os.fspath(part) if isinstance(part, os.PathLike) else part for key, part in value.items()}
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

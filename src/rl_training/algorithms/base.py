@@ -117,8 +117,10 @@ class Algorithm(nn.Module):
         known = self.synonyms.get(name, name)
         if known in self.__dict__.get("numbers", {}):
             self.numbers[known] = value
-        else:
-            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            self.__dict__[name] = value  # so that reading it, ten times an update, does not come to `__getattr__`
 
     def make_optimizer(
         self, name: str, parameters: Iterable[nn.Parameter], learning_rate: str = "learning_rate", **options: Any

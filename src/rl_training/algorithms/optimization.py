@@ -49,18 +49,14 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _number(option: str) -> Any:
-    """An option that is read, and set, where its number stands."""
+    """An option that is read where its number stands."""
 
     def read(optimizer: Optimizer) -> Any:
         table, name, common = optimizer._where[option]
         own = table[name]
-        return own if own is not None or common is None else table[common]
+        return table[common] if own is None and common is not None else own
 
-    def write(optimizer: Optimizer, value: Any) -> None:
-        table, name, common = optimizer._where[option]
-        table[name if common is None or table[name] is not None else common] = value
-
-    return property(read, write)
+    return property(read)
 
 
 class Optimizer(nn.Module):
@@ -144,30 +140,31 @@ class Optimizer(nn.Module):
         more = torch.autograd.grad(loss, self._params, allow_unused=True)
         return [x if y is None else y if x is None else x + y for x, y in zip(gradients, more, strict=True)]
 
-    @torch.no_grad()
-    def apply_gradients(self, gradients: Iterable[Tensor | None]) -> Tensor:
-        """Clip and move the parameters along given gradients, one per parameter in order."""
-        pairs = zip(self._params, gradients, strict=True)
-        grad = flatten([torch.zeros_like(p) if g is None else g for p, g in pairs])
-        norm = torch.linalg.vector_norm(grad)
-        longest = self.max_grad_norm
-        if longest is not None and (not norm.is_cpu or norm > longest):  # looking is free there
+    def apply_gradients(self, gradients: Gradients) -> Tensor:
+        """Clip and move the parameters along given gradients, one per parameter in order; none carries a graph."""
+        grad = getattr(gradients, "flat", None)
+        if grad is None:
+            pairs = zip(self._params, gradients, strict=True)
+            grad = flatten([torch.zeros_like(p) if g is None else g for p, g in pairs])
+        norm, longest = torch.linalg.vector_norm(grad), self.max_grad_norm
+        if longest is not None and (not norm.is_cpu or norm.item() > longest):  # looking is free there
             grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
         return norm
 
     def _move(self, grad: Tensor) -> None:
         if self.kind == "adam":
-            self.steps.add_(1)  # in place, since setting an attribute of a module takes longer than the addition
+            steps = self.steps
+            steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
             torch._fused_adam_(
-                [self.flat], [grad], [self.mean], [self.square], [], [self.steps],
+                [self.flat], [grad], [self.mean], [self.square], [], [steps],
                 lr=self.learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
         elif self.kind == "sgd":
             self.flat.add_(grad, alpha=-self.learning_rate)
         else:
-            self.square.lerp_(grad * grad, 1 - self.decay)
-            inside = self.kind == "rmsprop_tf"
-            root = (self.square + self.eps).sqrt_() if inside else self.square.sqrt().add_(self.eps)
+            square, inside = self.square, self.kind == "rmsprop_tf"
+            square.lerp_(grad * grad, 1 - self.decay)
+            root = (square + self.eps).sqrt_() if inside else square.sqrt().add_(self.eps)
             self.flat.addcdiv_(grad, root, value=-self.learning_rate)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
-from rl_training.algorithms.ops.losses import chosen_slopes, weighted_mean
+from rl_training.algorithms.ops.losses import chosen_slopes, index_actions, weighted_mean
 from rl_training.algorithms.ops.targets import fold_discounts
 from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.target import TargetNetwork
@@ -35,14 +35,14 @@ class SampleTerms(NamedTuple):
     td_errors: Tensor
     q_values: Tensor
     targets: Tensor
-    metrics: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] | None = None
     head_loss: Tensor | None = None
 
     def summary(self, weights: Tensor | None) -> dict[str, Tensor]:
         """The loss of the whole batch, and what is the mean of each metric."""
         return {
             "loss": weighted_mean(self.losses, weights), "q_value_mean": self.q_values, "target_mean": self.targets,
-            "td_error_mean": self.td_errors, **self.metrics,
+            "td_error_mean": self.td_errors, **(self.metrics or {}),
         }  # fmt: skip
 
 
@@ -122,7 +122,8 @@ class QLearning(Algorithm):
         rows = {name: batch[name] for name in COLUMNS if name in batch}
         rows["actions"] = batch["actions"].long()
         rows["discounts"] = fold_discounts(batch, self.gamma)
-        return rows | self.draws(len(rows["actions"]))
+        rows.update(self.draws(len(rows["actions"])))
+        return rows
 
     def critic_step(self, rows: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step: straight-line, without a draw, a read-back or a branch on a tensor."""
@@ -230,7 +231,4 @@ def mask_scores(scores: Tensor, masks: Tensor | None) -> Tensor:
 
 def choose(outputs: Tensor, actions: Tensor) -> Tensor:
     """The entry of each row's action: [B, A], [B] -> [B], or [B, A, K], [B] -> [B, K]."""
-    if outputs.dim() == 2:
-        return outputs.gather(1, actions.unsqueeze(1)).squeeze(1)
-    index = actions.view(-1, 1, 1).expand(-1, 1, outputs.shape[2])
-    return outputs.gather(1, index).squeeze(1)
+    return outputs.gather(1, index_actions(actions, outputs)).squeeze(1)

@@ -2,7 +2,6 @@
 
 from rl_training.data.datasets import TransitionDataset
 from rl_training.data.loading import export_random_transition_dataset, load_transition_dataset
-from rl_training.data.memory import estimate_replay_bytes
 from rl_training.data.prioritized import PrioritizedReplayBuffer
 from rl_training.data.replay import ReplayBuffer
 from rl_training.data.rollout import RolloutStorage
@@ -14,7 +13,6 @@ __all__ = [
     "ReplayBuffer",
     "RolloutStorage",
     "TransitionDataset",
-    "estimate_replay_bytes",
     "export_random_transition_dataset",
     "load_transition_dataset",
 ]

@@ -22,6 +22,10 @@ def check_dataset(
     The spaces are Gymnasium's, those of the environment that the data set should fit.
     """
     returns, lengths = dataset.episode_returns, dataset.episode_lengths
+    bad = {name: np.count_nonzero(~np.isfinite(array)) for name, array in dataset.arrays().items()}
+    not_finite = {name: int(count) for name, count in bad.items() if count}
+    breaks = _count_breaks(dataset)
+    spaces = [("obs", dataset.obs, observation_space), ("actions", dataset.actions, action_space)]
     return {
         "transitions": len(dataset),
         "episodes": len(returns),
@@ -31,28 +35,30 @@ def check_dataset(
         "episode_return": _summary(returns),
         "episode_length": _summary(lengths),
         "reward": _summary(dataset.rewards),
-        "obs": {"shape": list(dataset.obs.shape[1:]), "dtype": str(dataset.obs.dtype), **_ranges(dataset.obs)},
-        "actions": {
-            "shape": list(dataset.actions.shape[1:]), "dtype": str(dataset.actions.dtype), **_ranges(dataset.actions)
-        },
+        **{name: _describe(array) for name, array, _ in spaces},
         "coverage": _coverage(dataset.actions, action_space),
-        "not_finite": {name: count for name, count in _not_finite(dataset).items() if count},
-        "breaks": _count_breaks(dataset),
+        "not_finite": not_finite,
+        "breaks": breaks,
         "has_behavior_logprobs": dataset.behavior_logprobs is not None,
         "sha256": dataset.sha256,
         "metadata": dict(dataset.metadata),
-        "problems": _problems(dataset, observation_space, action_space),
-    }  # fmt: skip
+        "problems": [
+            *(f"{name} holds {count} values that are NaN or infinite." for name, count in not_finite.items()),
+            *_end_problems(int((dataset.terminated & dataset.truncated).sum()), breaks),
+            *(problem for part in spaces for problem in _space_problems(*part)),
+        ],
+    }
 
 
 def _summary(values: Array) -> dict[str, float]:
     return {name: float(getattr(np, name)(values)) for name in ("min", "mean", "max", "std")}
 
 
-def _ranges(array: Array) -> dict[str, Any]:
-    """Per-dimension ranges of short vectors, one overall range of everything else."""
+def _describe(array: Array) -> dict[str, Any]:
+    """Kind and range: one per dimension of short vectors, one overall of everything else."""
     axis = 0 if array.ndim == 2 and array.shape[1] <= 64 else None
-    return {"min": np.min(array, axis=axis).tolist(), "max": np.max(array, axis=axis).tolist()}
+    ranges = {"min": np.min(array, axis=axis).tolist(), "max": np.max(array, axis=axis).tolist()}
+    return {"shape": list(array.shape[1:]), "dtype": str(array.dtype), **ranges}
 
 
 def _coverage(actions: Array, space: Any) -> dict[str, Any]:
@@ -75,13 +81,6 @@ def _bounds(space: Any, flat: Array) -> tuple[Array, Array]:
     return flat.min(axis=0), flat.max(axis=0)
 
 
-def _not_finite(dataset: TransitionDataset) -> dict[str, int]:
-    return {
-        name: int(np.count_nonzero(~np.isfinite(array)))
-        for name, array in dataset.arrays().items() if array.dtype.kind == "f"
-    }  # fmt: skip
-
-
 def _count_breaks(dataset: TransitionDataset) -> int:
     """Rows whose successor is not the next row's observation although no end is marked there."""
     going = np.flatnonzero(~(dataset.terminated | dataset.truncated)[:-1])
@@ -90,20 +89,14 @@ def _count_breaks(dataset: TransitionDataset) -> int:
     return int((dataset.next_obs[going] != dataset.obs[going + 1]).reshape(len(going), -1).any(axis=1).sum())
 
 
-def _problems(dataset: TransitionDataset, observation_space: Any, action_space: Any) -> list[str]:
-    not_finite = _not_finite(dataset)
-    problems = [f"{name} holds {count} values that are NaN or infinite." for name, count in not_finite.items() if count]
-    both = int((dataset.terminated & dataset.truncated).sum())
-    if both:
-        problems.append(f"{both} rows are marked terminated and truncated at once; terminated wins.")
-    if breaks := _count_breaks(dataset):
-        problems.append(
+def _end_problems(both: int, breaks: int) -> list[str]:
+    found = [f"{both} rows are marked terminated and truncated at once; terminated wins."] if both else []
+    if breaks:
+        found.append(
             f"{breaks} rows are followed by another observation than their next_obs without an end being marked "
             "(shuffled rows, or truncations that were not recorded)."
         )
-    problems += _space_problems("obs", dataset.obs, observation_space)
-    problems += _space_problems("actions", dataset.actions, action_space)
-    return problems
+    return found
 
 
 def _space_problems(name: str, array: Array, space: Any) -> list[str]:

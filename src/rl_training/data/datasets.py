@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_training.data.checking import check_dataset
-from rl_training.data.memory import Array, available_memory, format_bytes
+from rl_training.data.memory import Array, as_tensors, available_memory, format_bytes
 from rl_training.data.replay import ReplayBuffer
 from rl_training.errors import UserError
 
@@ -144,13 +144,6 @@ class TransitionDataset:
             changed["actions"] = actions(self.actions)
         return replace(self, **changed)
 
-    def normalized_actions(self, low: Array | float, high: Array | float) -> TransitionDataset:
-        """Continuous actions in [low, high] moved to [-1, 1], clipped there."""
-        start, width = np.asarray(low), np.asarray(high) - np.asarray(low)
-        return self.map(
-            actions=lambda values: np.clip(2.0 * (values - start) / width - 1.0, -1.0, 1.0).astype(np.float32)
-        )
-
     @cached_property
     def episode_ends(self) -> Array:
         """Rows [E] at which episodes end; the last row always does."""
@@ -196,7 +189,7 @@ class TransitionDataset:
         if gamma is not None:
             batch["discounts"] = np.float32(gamma) * (1.0 - batch["dones"])
         batch["indices"] = rows
-        return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+        return as_tensors(batch, torch.device(device))
 
 
 def read_npz(path: str | Path) -> dict[str, Array]:

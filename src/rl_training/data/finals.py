@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from rl_training.data.mapped import MappedFolder
-from rl_training.data.memory import Array, ArraySpec
+from rl_training.data.memory import Array, ArraySpec, allocate
 
 
 class FinalObservations:
     """A pool with one slot per episode end still in the ring; it starts small, grows by half, and reuses free slots."""
 
     def __init__(self, obs: ArraySpec, mask_size: int, folder: MappedFolder | None, capacity: int) -> None:
-        self._shape, self._dtype = obs.shape[2:], obs.dtype
-        self._folder = folder
-        self._generation = 0
-        self.obs = self._new(max(16, capacity // 256))
+        self._folder, self._name = folder, "finals"
+        spec = ArraySpec((max(16, capacity // 256), *obs.shape[2:]), obs.dtype)
+        self.obs = allocate({self._name: spec}, folder, f"a replay buffer of {capacity} steps")[self._name]
         self.masks: Array | None = np.ones((len(self.obs), mask_size), dtype=bool) if mask_size else None
         self._free: list[int] = []
         self._used = 0  # slots that were ever given out
@@ -46,18 +45,16 @@ class FinalObservations:
         """The rows of these slots left the ring."""
         self._free.extend(slots.tolist())
 
-    def _new(self, count: int) -> Array:
-        if self._folder is None:
-            return np.zeros((count, *self._shape), dtype=self._dtype)
-        self._generation += 1
-        return self._folder.make_array(f"finals_{self._generation}", (count, *self._shape), self._dtype)
-
     def _grow(self, at_least: int) -> None:
         old, count = self.obs, max(at_least, len(self.obs) + len(self.obs) // 2)
-        self.obs = self._new(count)
+        shape = (count, *old.shape[1:])
+        if self._folder is None:
+            self.obs = np.zeros(shape, old.dtype)
+        else:
+            self.obs = self._folder.make_array(f"finals_{count}", shape, old.dtype)
+            self._folder.remove(self._name)
+            self._name = f"finals_{count}"
         self.obs[: len(old)] = old
-        if self._folder is not None:
-            self._folder.remove(f"finals_{self._generation - 1}")
         if self.masks is not None:
             masks = np.ones((count, self.masks.shape[1]), dtype=bool)
             masks[: len(old)] = self.masks

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_training.data.datasets import TransitionDataset
 from rl_training.data.generated import make_random_dataset
-from rl_training.data.minari_io import read_minari, write_minari
+from rl_training.data.minari_io import read_minari
 from rl_training.errors import UserError, did_you_mean
 
 KINDS = ("random", "npz", "minari")
@@ -64,17 +64,3 @@ def _need(value: Any, name: str, kind: str) -> Any:
 def export_random_transition_dataset(env_id: str, path: str | Path, num_steps: int, seed: int = 0) -> Path:
     """Act at random in `env_id` for `num_steps` and write the transitions to an npz file; returns its path."""
     return load_transition_dataset("random", env_id=env_id, size=num_steps, seed=seed).save_npz(path)
-
-
-def convert_dataset(source: str | Path, target: str | Path, **minari_options: Any) -> TransitionDataset:
-    """npz to Minari or Minari to npz: a name that ends in `.npz` is a file, any other one a Minari id."""
-    reads_file, writes_file = str(source).endswith(".npz"), str(target).endswith(".npz")
-    if reads_file == writes_file:
-        raise UserError(f"one of {source} and {target} must be an npz file and the other a Minari id.")
-    if reads_file:
-        dataset = TransitionDataset.from_npz(source)
-        write_minari(dataset, str(target), **minari_options)
-        return dataset
-    dataset = read_minari(str(source), **minari_options)
-    dataset.save_npz(target)
-    return dataset

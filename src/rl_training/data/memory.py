@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rl_training.data.mapped import MappedFolder
 from rl_training.errors import UserError
 
 Array = NDArray[Any]
 DType = Any  # "uint8", np.uint8, np.dtype("uint8") or torch.uint8
-_EPISODE_LENGTH = 50  # assumed when the final observations are counted in an estimate
 
 
 class ArraySpec(NamedTuple):
@@ -37,11 +37,6 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 
 
-def action_dtype_of(continuous: bool, action_dtype: DType | None) -> np.dtype[Any]:
-    """float32 for continuous actions and int64 (what torch indexes with) for the others, unless told otherwise."""
-    return numpy_dtype(action_dtype if action_dtype is not None else "float32" if continuous else "int64")
-
-
 def rows_per_env(capacity: int, num_envs: int) -> int:
     """Rows that each environment's ring gets of `capacity`."""
     if num_envs < 1 or capacity < num_envs:
@@ -49,39 +44,36 @@ def rows_per_env(capacity: int, num_envs: int) -> int:
     return capacity // num_envs
 
 
-def replay_specs(
-    capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
-    action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
-    frame_stack: int = 1, mask_size: int = 0,
+def step_specs(
+    lead: tuple[int, int], obs_shape: Sequence[int], *, obs_dtype: DType = "float32",
+    action_shape: Sequence[int] = (), continuous: bool = False,
 ) -> dict[str, ArraySpec]:  # fmt: skip
-    """The arrays of a replay buffer, each [slots, num_envs, ...], before any of them exists."""
+    """The arrays [*lead, ...] of steps, before any of them exists."""
+    return {
+        "obs": ArraySpec((*lead, *obs_shape), numpy_dtype(obs_dtype)),
+        "actions": ArraySpec((*lead, *action_shape), np.dtype(np.float32 if continuous else np.int64)),
+        "rewards": ArraySpec(lead, np.dtype(np.float32)),
+        "terminated": ArraySpec(lead, np.dtype(bool)),
+        "truncated": ArraySpec(lead, np.dtype(bool)),
+    }
+
+
+def replay_specs(
+    capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], frame_stack: int = 1, mask_size: int = 0,
+    **layout: Any,
+) -> dict[str, ArraySpec]:  # fmt: skip
+    """The arrays of a replay buffer, each [slots, num_envs, ...]; `layout` is of `step_specs`."""
     if frame_stack < 1 or (frame_stack > 1 and obs_shape[0] % frame_stack):
         raise UserError(f"frame_stack is {frame_stack}, which does not divide the {obs_shape[0]} channels of obs.")
     # One slot more than rows for the newest next observation, and k - 1 more for the oldest row's earlier frames.
     lead = (rows_per_env(capacity, num_envs) + frame_stack, num_envs)
     frame = (obs_shape[0] // frame_stack, *obs_shape[1:]) if frame_stack > 1 else tuple(obs_shape)
-    specs = {
-        "obs": ArraySpec((*lead, *frame), numpy_dtype(obs_dtype)),
-        "actions": ArraySpec((*lead, *action_shape), action_dtype_of(continuous, action_dtype)),
-        "rewards": ArraySpec(lead, np.dtype(np.float32)),
-        "terminated": ArraySpec(lead, np.dtype(bool)),
-        "truncated": ArraySpec(lead, np.dtype(bool)),
-        "final_slots": ArraySpec(lead, np.dtype(np.int32)),
-    }
+    specs = {**step_specs(lead, frame, **layout), "final_slots": ArraySpec(lead, np.dtype(np.int32))}
     if frame_stack > 1:
         specs["ages"] = ArraySpec(lead, np.dtype(np.uint8))
     if mask_size:
         specs["masks"] = ArraySpec((*lead, mask_size), np.dtype(bool))
     return specs
-
-
-def estimate_replay_bytes(capacity: int, num_envs: int = 1, *, prioritized: bool = False, **layout: Any) -> int:
-    """Bytes that a buffer of this layout will hold when full, with one final observation per 50 steps."""
-    specs = replay_specs(capacity, num_envs, **layout)
-    rows = sum(spec.nbytes for spec in specs.values())
-    slots = specs["rewards"].shape[0] * num_envs
-    finals = sum(specs[name].nbytes for name in ("obs", "masks") if name in specs) // _EPISODE_LENGTH
-    return rows + finals + (slots * 8 * 65 // 64 if prioritized else 0)
 
 
 def available_memory() -> int | None:
@@ -149,6 +141,13 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
         "lower buffer_capacity, store stacked frames once (frame_stack), or map the storage to a folder on a disk."
     )
+
+
+def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
+    """The arrays on a device; on the CPU the tensors share their memory."""
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
 
 
 def filled_parts(arrays: Mapping[str, Array], count: int) -> dict[str, Array]:

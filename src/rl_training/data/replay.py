@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array
+from rl_training.data.memory import Array, as_tensors
 from rl_training.data.rings import TransitionRings
 from rl_training.errors import UserError
 
@@ -31,7 +30,7 @@ class ReplayBuffer(TransitionRings):
         self, capacity: int, num_envs: int = 1, *, n_step: int = 1, gamma: float = 0.99,
         device: str | torch.device = "cpu", **layout: Any,
     ) -> None:  # fmt: skip
-        """`layout`: obs_shape, obs_dtype, action_shape, continuous or action_dtype, frame_stack, mask_size, folder."""
+        """`layout`: obs_shape, obs_dtype, action_shape, continuous, frame_stack, mask_size, folder."""
         if n_step < 1:
             raise UserError(f"n_step is {n_step}; it must be at least 1.")
         super().__init__(capacity, num_envs, **layout)
@@ -95,12 +94,7 @@ class ReplayBuffer(TransitionRings):
             batch["action_masks"] = self._masks.take(rows, axis=0)
             batch["next_action_masks"] = next_masks = self._masks.take(after, axis=0, mode="wrap")
             next_masks[ended] = self._finals.masks[slots[ended]]
-        return self._as_tensors(batch)
-
-    def _as_tensors(self, batch: Mapping[str, Array]) -> dict[str, Tensor]:
-        if self.device.type == "cpu":
-            return {name: torch.from_numpy(array) for name, array in batch.items()}
-        return {name: torch.from_numpy(array).to(self.device, non_blocking=True) for name, array in batch.items()}
+        return as_tensors(batch, self.device)
 
     def _look_ahead(self, rows: Array) -> tuple[Array, Array, Any]:
         """Discounted reward sums [B], the last row of each window [B], and gamma ** length."""

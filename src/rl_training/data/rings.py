@@ -13,7 +13,6 @@ from rl_training.data.mapped import MappedFolder
 from rl_training.data.memory import (
     Array,
     ArraySpec,
-    DType,
     allocate,
     check_same_layout,
     filled_parts,
@@ -85,14 +84,12 @@ class TransitionRings(EnvRings):
     """
 
     def __init__(
-        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
-        action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
-        frame_stack: int = 1, mask_size: int = 0, folder: str | Path | None = None,
+        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], frame_stack: int = 1, mask_size: int = 0,
+        folder: str | Path | None = None, **layout: Any,
     ) -> None:  # fmt: skip
         specs = replay_specs(
-            capacity, num_envs, obs_shape=obs_shape, obs_dtype=obs_dtype, action_shape=action_shape,
-            continuous=continuous, action_dtype=action_dtype, frame_stack=frame_stack, mask_size=mask_size,
-        )  # fmt: skip
+            capacity, num_envs, obs_shape=obs_shape, frame_stack=frame_stack, mask_size=mask_size, **layout
+        )
         # Rings start after the room for the first frame's history.
         super().__init__(capacity, num_envs, specs, folder, "replay buffer", first=frame_stack - 1)
         arrays = self._arrays

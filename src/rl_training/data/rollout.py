@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Array = NDArray[Any]
+from rl_training.data.memory import Array, as_tensors
 
 
 class RolloutStorage:
@@ -49,6 +47,6 @@ class RolloutStorage:
             arrays["action_masks"] = self.action_masks
         if self.valid is not None and not self.valid.all():
             arrays["valid"] = self.valid
-        batch = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+        batch = as_tensors(arrays, device)
         batch["behavior_logprobs"] = batch["logprobs"]
         return batch

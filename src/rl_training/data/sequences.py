@@ -10,33 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import (
-    Array,
-    ArraySpec,
-    DType,
-    action_dtype_of,
-    check_same_layout,
-    numpy_dtype,
-    rows_per_env,
-)  # fmt: skip
+from rl_training.data.memory import Array, ArraySpec, as_tensors, check_same_layout, rows_per_env, step_specs
 from rl_training.data.rings import EnvRings
 from rl_training.errors import UserError
-
-
-def sequence_specs(
-    capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
-    action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
-) -> dict[str, ArraySpec]:  # fmt: skip
-    """The arrays of a sequence buffer, each [rows, num_envs, ...], before any of them exists."""
-    lead = (rows_per_env(capacity, num_envs), num_envs)
-    return {
-        "obs": ArraySpec((*lead, *obs_shape), numpy_dtype(obs_dtype)),
-        "actions": ArraySpec((*lead, *action_shape), action_dtype_of(continuous, action_dtype)),
-        "rewards": ArraySpec(lead, np.dtype(np.float32)),
-        "terminated": ArraySpec(lead, np.dtype(bool)),
-        "truncated": ArraySpec(lead, np.dtype(bool)),
-        "is_first": ArraySpec(lead, np.dtype(bool)),
-    }
 
 
 class RecurrentReplayBuffer(EnvRings):
@@ -53,15 +29,13 @@ class RecurrentReplayBuffer(EnvRings):
     """
 
     def __init__(
-        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], obs_dtype: DType = "float32",
-        action_shape: Sequence[int] = (), continuous: bool = False, action_dtype: DType | None = None,
-        sequence_length: int = 64, folder: str | Path | None = None, device: str | torch.device = "cpu",
+        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], sequence_length: int = 64,
+        folder: str | Path | None = None, device: str | torch.device = "cpu", **layout: Any,
     ) -> None:  # fmt: skip
-        specs = sequence_specs(
-            capacity, num_envs, obs_shape=obs_shape, obs_dtype=obs_dtype, action_shape=action_shape,
-            continuous=continuous, action_dtype=action_dtype,
-        )  # fmt: skip
+        """`layout`: obs_dtype, action_shape, continuous."""
         rows = rows_per_env(capacity, num_envs)
+        lead = (rows, num_envs)
+        specs = {**step_specs(lead, obs_shape, **layout), "is_first": ArraySpec(lead, np.dtype(bool))}
         if not 1 <= sequence_length <= rows:
             raise UserError(
                 f"sequence_length is {sequence_length}, but buffer_capacity leaves {rows} rows for each environment."
@@ -116,10 +90,9 @@ class RecurrentReplayBuffer(EnvRings):
         self._heads[envs] = (self._heads[envs] + 1) % self.rows_per_env
         self._sizes[envs] = np.minimum(self._sizes[envs] + 1, self.rows_per_env)
 
-    def num_windows(self, sequence_length: int | None = None) -> int:
+    def num_windows(self) -> int:
         """How many different windows can be sampled now."""
-        length = sequence_length or self.sequence_length
-        return int(np.maximum(self._sizes - length + 1, 0).sum())
+        return int(np.maximum(self._sizes - self.sequence_length + 1, 0).sum())
 
     def sample(
         self, batch_size: int, rng: np.random.Generator, sequence_length: int | None = None
@@ -134,10 +107,7 @@ class RecurrentReplayBuffer(EnvRings):
         envs = bounds.searchsorted(ranks, side="right")
         first = self._heads[envs] - self._sizes[envs] + ranks - (bounds - starts)[envs]
         rows = (first[:, None] + np.arange(length)) % self.rows_per_env * self.num_envs + envs[:, None]
-        batch = {name: torch.from_numpy(array.take(rows, axis=0)) for name, array in self._flat.items()}
-        if self.device.type == "cpu":
-            return batch
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return as_tensors({name: array.take(rows, axis=0) for name, array in self._flat.items()}, self.device)
 
     def _layout(self) -> dict[str, Any]:
         obs, actions = self._flat["obs"], self._flat["actions"]

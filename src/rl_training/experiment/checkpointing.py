@@ -17,7 +17,6 @@ import math
 import mmap
 import os
 import re
-import shutil
 import socket
 import struct
 import threading
@@ -81,7 +80,6 @@ def _replacing(path: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     finally:
-        # After a success the name is gone, unless both were links to one file: there a rename does nothing.
         with contextlib.suppress(OSError):  # what cannot be removed now is removed at the folder's next start
             temporary.unlink(missing_ok=True)
 
@@ -306,13 +304,10 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 class CheckpointFolder:
     """A run's `checkpoints/`: `latest.ckpt`, `best.ckpt` and the `keep` most recently written `step_<n>.ckpt`.
 
-    `keep=None` keeps every step file, `keep=0` none.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, durable: bool = True) -> None:
-        if keep is not None and keep < 0:
-            raise ValueError(f"keep must be >= 0, got {keep}")
-        self.folder, self.keep, self.durable = Path(folder), keep, durable
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
+        self.folder, self.keep = Path(folder), keep
         self._written: list[Path] = []  # step files of this process: no clock can make them look old
         remove_stale_temporaries(self.folder)
 
@@ -335,43 +330,16 @@ class CheckpointFolder:
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.ckpt"
 
-    def save_latest(self, tree: Mapping[str, Any]) -> Path:
-        return self.save(tree, ["latest"])
-
-    def save_best(self, tree: Mapping[str, Any]) -> Path:
-        return self.save(tree, ["best"])
-
-    def save_step(self, step: int, tree: Mapping[str, Any]) -> Path:
-        return self.save(tree, [f"step_{step}"])
-
-    def save(self, tree: Mapping[str, Any], names: Sequence[str]) -> Path:
-        """Write `tree` once, under every name (`["latest", "step_500"]`), and drop the step files that are too many."""
-        first, *others = dict.fromkeys(names)
-        written = save_checkpoint(self.path(first), tree, durable=self.durable)
-        for name in others:
-            _duplicate(written, self.path(name), durable=self.durable)
-        now = [self.path(name) for name in dict.fromkeys(names) if name.startswith("step_")]
-        self._written = [path for path in self._written if path not in now] + now
+    def save(self, name: str, tree: Mapping[str, Any]) -> Path:
+        """Write `<name>.ckpt` (latest, best or step_<n>), and drop the step files that are too many."""
+        written = save_checkpoint(self.path(name), tree)
+        if name.startswith("step_"):
+            self._written = [path for path in self._written if path != written] + [written]
         steps = self.steps
-        for path in steps[: max(0, len(steps) - self.keep)] if self.keep is not None else []:
+        for path in steps[: max(0, len(steps) - self.keep)]:
             with contextlib.suppress(OSError):  # one file too many is no reason to call the new one unwritten
                 path.unlink(missing_ok=True)
         return written
-
-
-def _duplicate(source: Path, target: Path, *, durable: bool) -> None:
-    """Give a finished file a second name; files are replaced and never changed in place, so that a link is a copy."""
-    with _replacing(target) as temporary:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(source, temporary)
-        except (OSError, NotImplementedError):  # a file system without hard links
-            shutil.copyfile(source, temporary)
-            if durable:
-                with open(temporary, "rb+") as file:
-                    os.fsync(file.fileno())
-    if durable:
-        _sync_folder(target.parent)
 
 
 def remove_stale_temporaries(folder: str | os.PathLike[str]) -> list[Path]:

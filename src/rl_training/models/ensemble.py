@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import activation_layer
-from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPass, evaluate, runs_written_out
+from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPass, evaluate, runs_written_out, trace
 
 
 class _Layer(NamedTuple):
@@ -104,7 +104,10 @@ class CriticEnsemble(MLPEnsemble):
     def trace(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
         """`forward` without a graph, and the way from its slopes to the gradients; None where that is autograd's."""
         x, split = torch.cat([features, actions], -1), self._split
-        return None if split is None or not runs_written_out(x) else split.trace(x)
+        if split is None or not runs_written_out(x):
+            return None
+        (outputs,), backward = trace([split], split.memory, x)
+        return outputs, backward
 
 
 def _select(parameter: Tensor | None, subset: Tensor | slice) -> Tensor | None:

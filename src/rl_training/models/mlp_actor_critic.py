@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, encoded_dim, mlp, numpy_forward, numpy_input
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
-from rl_training.models.passes import WrittenOut
+from rl_training.models.passes import Backward, WrittenOut
 
 Array = NDArray[Any]
 
@@ -103,7 +103,7 @@ class MLPActorCritic(nn.Module):
 
     def trace(
         self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
-    ) -> tuple[Evaluation, Callable[..., list[Tensor | None]]] | None:
+    ) -> tuple[Evaluation, Backward] | None:
         """`evaluate_actions` without a graph, and the way from slopes of its three outputs (None for an entropy of
         weight 0) to the gradients of `parameters()`; None where that is autograd's, as behind an encoder."""
         traced = None if self.encoder is not None else self._both.trace(self.features(obs), self.actor, self.critic)
@@ -115,18 +115,20 @@ class MLPActorCritic(nn.Module):
         policy = self._distribution_of(outputs, action_masks)
         logprobs, entropy = policy.log_prob(actions), policy.entropy()
 
-        def gradients(on_logprobs: Tensor, on_values: Tensor, on_entropy: Tensor | None) -> list[Tensor | None]:
+        def gradients(on_logprobs: Tensor, on_values: Tensor, on_entropy: Tensor | None) -> Sequence[Tensor | None]:
+            on_log_std: Sequence[Tensor] = ()
             if isinstance(policy, Categorical):
-                on_outputs, on_log_std = policy.gradient(actions, on_logprobs, on_entropy), []
+                on_outputs = policy.gradient(actions, on_logprobs, on_entropy)
             elif on_entropy is None:
                 on_outputs, *on_log_std = torch.autograd.grad(logprobs, leaves, on_logprobs)
             else:
                 on_outputs, *on_log_std = torch.autograd.grad((logprobs, entropy), leaves, (on_logprobs, on_entropy))
-            return [*on_log_std, *backward(on_outputs, on_values.unsqueeze(-1))]
+            on_networks = backward(on_outputs, on_values.unsqueeze(-1))
+            return [*on_log_std, *on_networks] if on_log_std else on_networks
 
         return Evaluation(logprobs.detach(), values.squeeze(-1), entropy.detach()), gradients
 
-    def trace_values(self, features: Tensor) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]:
+    def trace_values(self, features: Tensor) -> tuple[Tensor, Backward]:
         """`values_of` without a graph, and the way from its slopes to the gradients of the critic's parameters."""
         traced = self._critic.trace(features, self.critic)
         if traced is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> those of the parameters, in order
@@ -29,7 +30,7 @@ class LinearPass:
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer."""
-        return torch.addmm(self.bias, x, self.weight.t())
+        return F.linear(x, self.weight, self.bias)
 
     def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
         """Write the parameters' gradients."""
@@ -78,6 +79,46 @@ class StackedHead(StackedPass):
         return grad.unsqueeze(-1) * self.weight.mT
 
 
+class Pieces(list[Tensor]):
+    """Gradients of parameters in order, which are pieces of one tensor; an optimizer takes that as it is."""
+
+    flat: Tensor
+
+
+class GradientMemory:
+    """Where the gradients of parameters are written: the same place every time, unless somebody holds a view of it."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self._pieces: Pieces | None = None
+        self._holders = 0
+
+    def take(self) -> Pieces:
+        """Pieces to write into."""
+        if self._pieces is None or self._count_holders(self._pieces) > self._holders:
+            sizes = [p.numel() for p in self.parameters]
+            flat = self.parameters[0].detach().new_empty(sum(sizes))
+            self._pieces = Pieces(g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True))
+            self._pieces.flat = flat
+            self._holders = self._count_holders(self._pieces)
+        return self._pieces
+
+    @staticmethod
+    def _count_holders(pieces: Pieces) -> int:
+        return torch._C._storage_Use_Count(pieces.flat.untyped_storage()._cdata)
+
+
+class no_graph:
+    """`torch.no_grad` at a quarter of its price: a small network's update enters it several times."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self.before)
+
+
 class SplitMLP:
     """Layers with ReLU or tanh between them, and with `active_end` after the last."""
 
@@ -85,8 +126,7 @@ class SplitMLP:
         self.layers, self.is_tanh, self.active_end = list(layers), is_tanh, active_end
         self.parameters: list[Tensor] = [p for layer in self.layers for p in (layer.weight, layer.bias)]
         self.num_saved = len(self.layers) + active_end
-        self._pieces: list[Tensor] = []  # gradients of the last backward pass, of one flat tensor
-        self._holders = 0
+        self.memory = GradientMemory(self.parameters)
         self._slope = tanh_backward if is_tanh else relu_backward
 
     @classmethod
@@ -119,45 +159,22 @@ class SplitMLP:
             x.relu_()
 
     def backward(
-        self, inputs: Sequence[Tensor], grad: Tensor, into_parameters: bool, into_input: bool
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """From the gradient of the outputs to that of the input, and those of the parameters in order; in `no_grad`.
-
-        The parameters' are pieces of one flat tensor, which the next call overwrites unless a view of it is held.
-        """
-        pieces = self._free_pieces() if into_parameters else []
+        self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor] | None, into_input: bool
+    ) -> Tensor | None:
+        """From the gradient of the outputs to that of the input, and into `pieces` those of the parameters."""
         if self.active_end:
-            grad = self._slope(grad, inputs[-1])
+            grad = self._slope(grad, inputs[-1], torch.empty_like(grad))
         for i in range(len(self.layers) - 1, -1, -1):
-            if into_parameters:
-                self.layers[i].into_parameters(grad, inputs[i], pieces[2 * i], pieces[2 * i + 1])
+            layer, x = self.layers[i], inputs[i]
+            if pieces is not None:
+                layer.into_parameters(grad, x, pieces[2 * i], pieces[2 * i + 1])
             if i:
-                grad = self._slope(self.layers[i].into_input(grad), inputs[i])
-        on_input = self.layers[0].into_input(grad) if into_input else None
-        if on_input is not None and on_input.dim() > inputs[0].dim():  # E networks that read the same rows
-            on_input = on_input.sum(0)
-        return on_input, pieces or [None] * len(self.parameters)
-
-    def trace(self, x: Tensor) -> tuple[Tensor, Backward]:
-        """Outputs without a graph, and the way from their gradient to those of the parameters in order."""
-        with torch.no_grad():
-            outputs, inputs = self.forward(x)
-
-        def backward(grad: Tensor) -> Sequence[Tensor | None]:
-            with torch.no_grad():
-                return self.backward(inputs, grad, True, False)[1]
-
-        return outputs, backward
-
-    def _free_pieces(self) -> list[Tensor]:
-        """Memory for the parameters' gradients: the last one's unless somebody still holds a part of it."""
-        if not self._pieces or torch._C._storage_Use_Count(self._pieces[0].untyped_storage()._cdata) > self._holders:
-            sizes = [p.numel() for p in self.parameters]
-            flat = self.parameters[0].detach().new_empty(sum(sizes))
-            self._pieces = [g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True)]
-            del flat
-            self._holders = torch._C._storage_Use_Count(self._pieces[0].untyped_storage()._cdata)
-        return self._pieces
+                grad = layer.into_input(grad)
+                self._slope(grad, x, grad)  # in place: new memory costs more than the arithmetic
+        if not into_input:
+            return None
+        on_input = self.layers[0].into_input(grad)
+        return on_input.sum(0) if on_input.dim() > inputs[0].dim() else on_input  # E networks that read the same rows
 
 
 class _Evaluation(torch.autograd.Function):
@@ -191,8 +208,10 @@ class _Evaluation(torch.autograd.Function):
             if grad is None:
                 on_parameters += [None] * len(split.parameters)
                 continue
-            on_input, gradients = split.backward(inputs, grad, into_parameters, into_input)
-            on_parameters += [g if g is None else g.detach() for g in gradients]  # so that who holds one is counted
+            pieces = split.memory.take() if into_parameters else None
+            on_input = split.backward(inputs, grad, pieces, into_input)
+            # views of their own, so that who holds one is counted
+            on_parameters += [None] * len(split.parameters) if pieces is None else [g.detach() for g in pieces]
             if on_input is not None:
                 on_x = on_input if on_x is None else on_x + on_input
         return None, None, on_x, *on_parameters
@@ -216,14 +235,14 @@ def is_asked_for(node: Any) -> bool:
         return True
 
 
-def relu_backward(grad: Tensor, outputs: Tensor) -> Tensor:
+def relu_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
     """The gradient before a ReLU from the one after it."""
-    return torch.ops.aten.threshold_backward(grad, outputs, 0)
+    return torch.ops.aten.threshold_backward.grad_input(grad, outputs, 0, grad_input=into)
 
 
-def tanh_backward(grad: Tensor, outputs: Tensor) -> Tensor:
+def tanh_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
     """The gradient before a tanh from the one after it."""
-    return torch.ops.aten.tanh_backward(grad, outputs)
+    return torch.ops.aten.tanh_backward.grad_input(grad, outputs, grad_input=into)
 
 
 def runs_written_out(x: Tensor) -> bool:
@@ -240,6 +259,23 @@ def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence
     return _Evaluation.apply(splits, plain, x, *(p for split in splits for p in split.parameters))
 
 
+def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tuple[list[Tensor], Backward]:
+    """Outputs of networks without a graph, and the way from their gradients to those of all parameters in order."""
+    with no_graph():
+        passed = [split.forward(x) for split in splits]
+
+    def backward(*grads: Tensor) -> Pieces:
+        pieces, start = memory.take(), 0
+        with no_graph():
+            for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
+                end = start + len(split.parameters)
+                split.backward(inputs, grad, pieces[start:end], False)
+                start = end
+        return pieces
+
+    return [outputs for outputs, _ in passed], backward
+
+
 class WrittenOut:
     """Networks that read the same rows, by their passes where all of them have such a form; not a module itself.
 
@@ -249,6 +285,7 @@ class WrittenOut:
     def __init__(self) -> None:
         self._parts: list[list[nn.Module]] = []
         self._splits: list[SplitMLP] | None = None
+        self._memory: GradientMemory  # of all of them together
 
     def __call__(self, x: Tensor, *networks: Iterable[nn.Module]) -> Sequence[Tensor]:
         """[B, in] -> [B, out] of each network, given as modules that run one after the other."""
@@ -259,19 +296,14 @@ class WrittenOut:
         """The same without a graph, and the way from gradients of the outputs to those of all parameters in order; None
         where autograd has to do it."""
         splits = self._write_out(x, networks)
-        if splits is None:
-            return None
-        if len(splits) == 1:
-            outputs, backward = splits[0].trace(x)
-            return [outputs], backward
-        found, ways = zip(*(split.trace(x) for split in splits), strict=True)
-        return found, lambda *grads: [g for way, grad in zip(ways, grads, strict=True) for g in way(grad)]
+        return None if splits is None else trace(splits, self._memory, x)
 
     def _write_out(self, x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> list[SplitMLP] | None:
         parts = [list(network) for network in networks]
         if parts != self._parts:
-            splits = [SplitMLP.of(network) for network in parts]
-            self._parts, self._splits = parts, None if None in splits else splits  # type: ignore[assignment]
+            splits = [split for network in parts if (split := SplitMLP.of(network)) is not None]
+            self._parts, self._splits = parts, splits if len(splits) == len(parts) else None
+            self._memory = GradientMemory([p for split in splits for p in split.parameters])
         return self._splits if runs_written_out(x) else None
 
     def _run_plainly(self, x: Tensor) -> list[Tensor]:

@@ -295,7 +295,7 @@ class Run:
         self._check_parameters()
         before, self.best_return = self.best_return, best_return
         try:
-            self.checkpoints.save_best(self.checkpoint_tree(replay=False))
+            self.checkpoints.save("best", self.checkpoint_tree(replay=False))
         except OSError as error:
             self.best_return = before
             self.logger.message(f"warning: {self.checkpoints.best} could not be written ({error.strerror or error})")
@@ -330,10 +330,10 @@ class Run:
                 self._check_parameters()
                 if not (self.run_dir / "config.yaml").is_file():  # somebody deleted the folder
                     write_run_files(self.run_dir, self.config, self.messages)
-                self.checkpoints.save_latest(self.checkpoint_tree(replay=self.config.replay_in_checkpoint))
+                self.checkpoints.save("latest", self.checkpoint_tree(replay=self.config.replay_in_checkpoint))
                 self._saved = self._progress()
                 if keep_step:
-                    self.checkpoints.save_step(self.step, self.checkpoint_tree(replay=False))
+                    self.checkpoints.save(f"step_{self.step}", self.checkpoint_tree(replay=False))
         except OSError as error:
             newest = f"the newest is of step {self._saved[0]:.0f}" if self._saved else "there is none yet"
             where = f"{self.checkpoints.folder} ({error.strerror or error})"

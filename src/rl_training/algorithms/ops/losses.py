@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -98,8 +97,10 @@ def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | T
 
 
 def huber(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Huber losses with delta 1 and their slopes, elementwise."""
-    return F.smooth_l1_loss(values, targets, reduction="none"), (values.detach() - targets).clamp_(-1.0, 1.0)
+    """Huber losses with delta 1 and their slopes, elementwise: x^2 / 2 up to there, |x| - 1/2 beyond it."""
+    errors = values - targets
+    held = errors.clamp(-1.0, 1.0)
+    return held * torch.sub(errors, held, alpha=0.5), held.detach()
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
@@ -118,9 +119,17 @@ def critic_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = No
 
 def chosen_slopes(slopes: Tensor, actions: Tensor, outputs: Tensor, weights: Tensor | None) -> Tensor:
     """Slopes of a weighted mean at outputs [B, A] or [B, A, K], from each loss's [B] or [B, K] at the taken action."""
-    share = 1.0 / len(slopes) if weights is None else (weights / len(slopes)).view(-1, *[1] * (slopes.dim() - 1))
-    index = actions.view(-1, *[1] * (outputs.dim() - 1)).expand(-1, 1, *outputs.shape[2:])
-    return torch.zeros_like(outputs).scatter_(1, index, (slopes * share).unsqueeze(1))
+    share: Any = 1.0 / len(slopes)
+    if weights is not None:
+        share = (weights / len(slopes)).view(-1, *[1] * (slopes.dim() - 1))
+    return torch.zeros_like(outputs).scatter_(1, index_actions(actions, outputs), (slopes * share).unsqueeze(1))
+
+
+def index_actions(actions: Tensor, outputs: Tensor) -> Tensor:
+    """Where the taken actions [B] stand in outputs [B, A] or [B, A, K], as `gather` and `scatter` read it."""
+    if outputs.dim() == 2:
+        return actions.unsqueeze(1)
+    return actions.view(-1, 1, 1).expand(-1, 1, outputs.shape[2])
 
 
 class _Sloped(torch.autograd.Function):
