@@ -32,6 +32,7 @@ from rl_training.runtime.lanes.prior_data import (
 from rl_training.runtime.lanes.recording import record_policy
 from rl_training.runtime.lanes.rollouts import RolloutSource
 from rl_training.runtime.random_play import play_at_random
+from rl_training.runtime.session import threads_restored
 from rl_training.runtime.spec import Collected, SourceContext
 from rl_training.validation import StrictModel
 
@@ -79,10 +80,9 @@ def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> T
         return find_dataset(params.as_dataset(), recipe, spaces, prefix="expert_")
     assert params.expert_checkpoint is not None  # the validator
     refuse_missing("expert_checkpoint", params.expert_checkpoint, "a checkpoint that a run wrote")
-    threads = torch.get_num_threads()
     steps = params.expert_dataset_size or RECORDED_STEPS
-    dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.user_env)
-    torch.set_num_threads(threads)  # those of this run, not of the expert's
+    with threads_restored():  # those of this run, not of the expert's
+        dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.user_env)
     return fit_dataset(dataset, spaces)
 
 
