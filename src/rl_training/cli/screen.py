@@ -76,15 +76,10 @@ def print_run(
         ("checkpoint", quote(result.checkpoint_path)),
         ("best", quote(best) if best.is_file() else ""),
     ])  # fmt: skip
-    print_next(console, result, names)
-
-
-def print_next(console: Console, result: TrainResult, names: str) -> None:
-    """The commands that go on from here."""
     given = f"--checkpoint {quote(result.checkpoint_path)}{names}"
     console.print("\nnext")
     console.print(f"  rl-training eval {given} --num-episodes 20", soft_wrap=True)
-    console.print(f"  rl-training resume {given} {larger_budget(result.metrics)}".rstrip(), soft_wrap=True)
+    console.print(f"  rl-training resume {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
 
 
 def repeat_names(env: str | None, modules: Iterable[str] | None) -> str:

@@ -84,19 +84,15 @@ class EnvRecipe:
     @property
     def is_plain(self) -> bool:
         """Whether the registered environment is used as it is, but for its time limit."""
-        return self.maker is None and not self.uses_wrappers and not _looks_like_entry_point(self.env_id)
+        options = self.wrappers
+        wrapped = options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward
+        return self.maker is None and not wrapped and not _looks_like_entry_point(self.env_id)
 
     @property
     def image_frame_stack(self) -> int:
         """How many frames the wrappers stack into one image observation."""
         options = self.wrappers.atari or self.wrappers.pixels
         return options.frame_stack if options is not None else 1
-
-    @property
-    def uses_wrappers(self) -> bool:
-        """Whether a wrapper of ours changes observations or rewards."""
-        options = self.wrappers
-        return bool(options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward)
 
 
 def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None = None) -> EnvRecipe:

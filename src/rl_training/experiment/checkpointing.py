@@ -308,16 +308,9 @@ class CheckpointFolder:
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         self.folder, self.keep = Path(folder), keep
+        self.latest, self.best = self.path("latest"), self.path("best")
         self._written: list[Path] = []  # step files of this process: no clock can make them look old
         remove_stale_temporaries(self.folder)
-
-    @property
-    def latest(self) -> Path:
-        return self.path("latest")
-
-    @property
-    def best(self) -> Path:
-        return self.path("best")
 
     @property
     def steps(self) -> list[Path]:
