@@ -302,9 +302,7 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class CheckpointFolder:
-    """A run's `checkpoints/`: `latest.ckpt`, `best.ckpt` and the `keep` most recently written `step_<n>.ckpt`.
-
-    """
+    """A run's `checkpoints/`: `latest.ckpt`, `best.ckpt` and the `keep` most recently written `step_<n>.ckpt`."""
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         self.folder, self.keep = Path(folder), keep
