@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from rl_training.errors import counted
-from rl_training.experiment.logging import format_duration
 
 if TYPE_CHECKING:
     from rl_training.runtime.workflows import TrainResult
@@ -61,6 +60,8 @@ def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
     """The summary of one run and the commands to run next, which need the same `names` (`repeat_names`)."""
+    from rl_training.experiment.logging import format_duration  # which imports numpy
+
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
     steps, seconds = metrics["global_step"], metrics["train_seconds"]
     rate = f"({steps / seconds:,.0f} steps/s)" if seconds > 0 else ""

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import struct
 import sys
 import time
 import warnings
@@ -14,6 +15,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
 
 from rl_training.errors import UserError
 
@@ -26,9 +29,6 @@ _MOST_PENDING = 1 << 24  # bytes of rows or events that wait for a disk that tak
 _WARNING = "warning: "
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
-_CRC_TABLE = list(range(256))
-for _ in range(8):
-    _CRC_TABLE = [entry >> 1 ^ (0x82F63B78 if entry & 1 else 0) for entry in _CRC_TABLE]
 
 
 class RunLogger:
@@ -266,8 +266,8 @@ class _Appender:
 class _EventFile:
     """A TensorBoard event file of scalars.
 
-    TensorBoard's own writer ends at its first failed write, in a thread, where an `_Appender` waits for the disk; to
-    import that writer takes 0.2 s.
+    TensorBoard's own writer has a thread that ends at the first failed write, where an `_Appender` waits for the disk.
+    It also takes 0.1 s to import, and its checksum 100 µs for a row of 12 metrics.
     """
 
     _numbers = itertools.count()
@@ -279,7 +279,7 @@ class _EventFile:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
-        self._clock, self._make_event = clock, Event
+        self._clock, self._make_event, self._checksum = clock, Event, _Checksum()
         self._file = _Appender(folder / name, warn)
         self._append(Event(file_version="brain.Event:2"))
         if purge_from is not None:  # tells TensorBoard to forget what came after this step
@@ -288,9 +288,12 @@ class _EventFile:
 
     def add(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
         event = self._make_event(step=step)
+        add_value = event.summary.value.add
         for name, value in metrics.items():
-            with suppress(TypeError, ValueError):  # not a number
-                event.summary.value.add(simple_value=float(value), tag=f"{kind}/{name}")
+            try:
+                add_value(tag=f"{kind}/{name}", simple_value=float(value))
+            except (TypeError, ValueError):  # not a number
+                continue
         self._append(event)
         if self._clock() >= self._due:
             self.flush()
@@ -306,13 +309,31 @@ class _EventFile:
         event.wall_time = time.time()
         data = event.SerializeToString()
         size = len(data).to_bytes(8, "little")
-        self._file.write(size + _checksum(size) + data + _checksum(data))
+        self._file.write(b"".join((size, self._checksum(size), data, self._checksum(data))))
 
 
-def _checksum(data: bytes) -> bytes:
-    """The masked CRC32C of a TFRecord."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
+class _Checksum:
+    """The masked CRC32C of a TFRecord, of data of at least 4 bytes.
+
+    A CRC is linear over XOR, so it is the XOR of one table entry per byte: `table[distance from the end, byte]`.
+    """
+
+    def __init__(self) -> None:
+        self._resize(512)
+
+    def __call__(self, data: bytes) -> bytes:
+        if len(data) > len(self._offsets):
+            self._resize(1 << len(data).bit_length())
+        entries = self._offsets[-len(data) :] + np.frombuffer(data, np.uint8)
+        entries[:4] ^= 0xFF  # the register starts as all ones
+        crc = int(np.bitwise_xor.reduce(self._table[entries])) ^ 0xFFFFFFFF
+        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    def _resize(self, size: int) -> None:
+        first = np.arange(256, dtype=np.uint32)
+        for _ in range(8):
+            first = np.where(first & 1, (first >> 1) ^ np.uint32(0x82F63B78), first >> 1)
+        rows = [first]
+        while len(rows) < size:
+            rows.append((rows[-1] >> 8) ^ first[rows[-1] & 0xFF])
+        self._table, self._offsets = np.concatenate(rows), np.arange(size)[::-1] * 256
