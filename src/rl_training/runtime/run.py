@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
-from rl_training.errors import EnvironmentFailure, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
 from rl_training.runtime.evaluation import Evaluator
@@ -32,10 +32,6 @@ MOST_SAVING = 19  # seconds of training per second of writing checkpoints, at le
 STOP_SECONDS = 10.0  # that the first signal leaves to the turn under way
 SCHEMA = 1
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
-
-
-class TrainingFailure(RuntimeError):
-    """The run cannot go on (a NaN, for example); the last good checkpoint is kept."""
 
 
 class NotSaved(TrainingFailure):
