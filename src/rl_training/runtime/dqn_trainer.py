@@ -31,11 +31,11 @@ from rl_training.runtime.workflows import train_function
 class DQNParams(ReplayParams):
     """Hyper-parameters of the DQN family."""
 
-    learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the optimizer.")
+    learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of the optimizer.")
     max_grad_norm: float | None = Field(10.0, gt=0, description="Largest gradient norm; null does not clip.")
     batch_size: int = Field(128, ge=1, le=10**6, description="Transitions per update.")
-    target_update_interval: int = Field(500, ge=1, description="Updates between moves of the target network.")
-    tau: float = Field(1.0, gt=0, le=1, description="Share of the way that the target network moves; 1 copies.")
+    target_update_interval: int = Field(1, ge=1, description="Updates between moves of the target network.")
+    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the target network moves; 1 copies.")
     epsilon_start: float = Field(1.0, ge=0, le=1, description="First probability of a random action.")
     epsilon_end: float = Field(0.05, ge=0, le=1, description="Last probability of a random action.")
     exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget until epsilon_end.")
