@@ -37,7 +37,7 @@ SLACK = 1.2  # how much longer than expected a job may take
 
 Settings = dict[str, Any]
 Record = dict[str, Any]
-Predict = Callable[[Any], Any]
+Predict = Callable[[Any, Any], Any]  # observations and action masks, or None, of a batch
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Examiner:
         return len(self.curve) < points - 1 and step >= (len(self.curve) + 1) * self.job.budget / points
 
     def look(self, step: int, predict: Predict, episodes: int) -> list[float]:
-        """A point of the curve; `predict` takes a batch of observations."""
+        """A point of the curve; `predict` takes a batch of observations and of masks."""
         begun = time.perf_counter()
         returns = self.play(predict, episodes)
         self.curve.append((step, round(statistics.fmean(returns), 3)))
@@ -172,13 +172,15 @@ class Examiner:
         """The returns of that many episodes, all side by side."""
         self.envs += [self.make() for _ in range(episodes - len(self.envs))]
         envs = self.envs[:episodes]
-        obs = [env.reset(seed=1_000_000 + 1_000 * self.job.seed + i)[0] for i, env in enumerate(envs)]
+        begun = [env.reset(seed=1_000_000 + 1_000 * self.job.seed + i) for i, env in enumerate(envs)]
+        obs, infos = [first for first, _ in begun], [info for _, info in begun]
         returns, playing = [0.0] * episodes, set(range(episodes))
         for _ in range(LONGEST_EPISODE):
-            actions = predict(np.stack(obs))
+            masks = np.stack([info["action_mask"] for info in infos]) if "action_mask" in infos[0] else None
+            actions = predict(np.stack(obs), masks)
             for i in sorted(playing):
                 action = actions[i].item() if np.ndim(actions) == 1 else actions[i]
-                obs[i], reward, terminated, truncated, _ = envs[i].step(action)
+                obs[i], reward, terminated, truncated, infos[i] = envs[i].step(action)
                 returns[i] += float(reward)
                 if terminated or truncated:
                     playing.discard(i)
@@ -196,10 +198,15 @@ def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) ->
         def on_update(self, run: Any) -> None:
             if examiner.is_due(run.step):
                 policy = TrainedPolicy(run.session.algorithm, run.session.spaces, run.session.config)
-                examiner.look(run.step, policy.predict, settings["curve_episodes"])
+                examiner.look(run.step, with_masks(policy), settings["curve_episodes"])
 
     result = train(our_config(settings, job, folder), callbacks=[Look()], console=False)
-    return result.metrics["global_step"], result.policy.predict
+    return result.metrics["global_step"], with_masks(result.policy)
+
+
+def with_masks(policy: Any) -> Predict:
+    """Our policy, which keeps to the masks that it learned with."""
+    return lambda obs, masks: policy.predict(obs, action_mask=masks)
 
 
 def train_theirs(settings: Settings, job: Job, examiner: Examiner, folder: str) -> tuple[int, Predict]:
@@ -212,7 +219,7 @@ def train_theirs(settings: Settings, job: Job, examiner: Examiner, folder: str) 
                 examiner.look(self.num_timesteps, predict, settings["curve_episodes"])
             return True
 
-    def predict(obs: Any) -> Any:
+    def predict(obs: Any, masks: Any) -> Any:  # which these algorithms of theirs do not take
         return model.predict(obs, deterministic=True)[0]
 
     module, _, name = settings["algorithms"][job.algo]["theirs"].partition(":")

@@ -24,13 +24,14 @@ class Recorded(CapturedStep):
 
     def _capture(self, inputs: Inputs) -> None:
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        self._output = torch.full((2,), torch.nan)
+        self._output = torch.empty(0)
         step = self
 
         class Graph:
             def replay(self) -> None:
                 step.log.append("replay")
-                step._output.copy_(step.function(step._inputs))  # type: ignore[union-attr]
+                result = step.function(step._inputs)
+                step._output.resize_(result.shape).copy_(result)  # type: ignore[union-attr]
 
         self._graph = Graph()  # type: ignore[assignment]
 

@@ -377,7 +377,7 @@ def test_an_environment_that_raises_ends_the_run_with_1_and_one_sentence() -> No
 
 
 def test_a_training_failure_keeps_its_own_words() -> None:
-    from rl_training.runtime.run import TrainingFailure
+    from rl_training.errors import TrainingFailure
 
     assert describe(TrainingFailure("the tensor 'w' is not finite.")) == (1, "the tensor 'w' is not finite.")
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import env_zoo
 from resume_cases import tiny
+from rl_training.algorithms import dreamer
 from rl_training.algorithms.base import read_metrics
+from rl_training.algorithms.capture import PLAIN_CALLS
 from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.errors import UserError
@@ -22,6 +24,7 @@ from rl_training.models.dreamer_behavior import GaussianActor
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
 from rl_training.runtime.params import read_params
 from rl_training.runtime.session import choose_threads, open_session
+from test_capture import Recorded
 
 torch.set_num_threads(1)
 
@@ -524,16 +527,67 @@ def test_an_update_depends_on_its_generator_alone() -> None:
         assert name == "_extra_state" or torch.equal(mine, theirs), name
 
 
-def test_a_captured_update_is_told_of_every_number_that_a_schedule_may_move() -> None:
-    algorithm, seen = make(), []
-    algorithm._captured = lambda inputs, constants: (seen.append(constants), algorithm.train_step(inputs))[1]  # type: ignore
+def numbers_of(algorithm: Dreamer) -> list[str]:
     names = [name for name in DreamerParams.model_fields if algorithm.scheduled(name)]
     assert {"learning_rate", "actor_learning_rate", "tau", "free_nats"} < set(names)
-    algorithm.update(make_batch())
-    for name in names:
-        setattr(algorithm, name, 0.9 * (getattr(algorithm, name) or 0.01))
+    return names
+
+
+def move_numbers(algorithm: Dreamer, factor: float) -> None:
+    """As schedules do, every one of them, but for the epsilon."""
+    for name in numbers_of(algorithm):
+        if name != "optimizer_eps":
+            setattr(algorithm, name, factor * {"max_grad_norm": 0.5, "tau": 0.1}.get(name, 0.01))
+
+
+def assert_same_weights(one: Dreamer, other: Dreamer) -> None:
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_captured_update_reads_every_scheduled_number_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dreamer, "CAPTURING", ("cpu",))
+    monkeypatch.setattr(dreamer, "CapturedStep", Recorded)
+    rates = dict.fromkeys(("world_model_learning_rate", "actor_learning_rate", "critic_learning_rate"), 1e-3)
+    captured, plain = make(**rates), make(**rates, capture=False)
+    tensors = dict(captured.numbers)
+    for turn in range(PLAIN_CALLS + 3):
+        for algorithm in (captured, plain):
+            move_numbers(algorithm, 1.0 + turn)
+            algorithm.update(make_batch(seed=turn))
+    step: Any = captured._captured
+    assert step.log == ["plain"] * PLAIN_CALLS + ["replay"] * 3
+    assert all(captured.numbers[name] is tensor for name, tensor in tensors.items())
+    assert_same_weights(captured, plain)
+    captured.optimizer_eps = 1e-3  # which a kernel takes by value
+    captured.update(make_batch())
+    assert step.log.count("replay") == 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+def test_rates_that_a_kernel_takes_by_value_stay_floats(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dreamer, "CAPTURING", ("cpu",))
+    monkeypatch.setattr(dreamer, "CapturedStep", Recorded)
+    algorithm = make(optimizer=optimizer)
+    for turn in range(PLAIN_CALLS + 3):
+        algorithm.learning_rate = 1e-4 * (1 + turn)
         algorithm.update(make_batch())
-        assert seen[-1] != seen[-2], name
+    assert "replay" not in algorithm._captured.log  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_follows_schedules_without_being_rebuilt() -> None:
+    with torch.device("cuda"):
+        captured, plain = make(), make(capture=False)
+    for turn in range(PLAIN_CALLS + 5):
+        for algorithm in (captured, plain):
+            move_numbers(algorithm, 1.0 + turn)
+            algorithm.update({name: value.cuda() for name, value in make_batch(seed=turn).items()})
+        if turn == PLAIN_CALLS:
+            graph = captured._captured._graph  # type: ignore[union-attr]
+    assert graph is not None
+    assert captured._captured._graph is graph  # type: ignore[union-attr]
+    assert_same_weights(captured, plain)
 
 
 @pytest.mark.parametrize("kind", SPACES)

@@ -12,7 +12,9 @@ import env_zoo
 from resume_cases import SPECS, tiny
 from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
 from rl_training.models.noisy import NoisyLinear
+from rl_training.runtime.params import read_params
 from rl_training.runtime.workflows import train
 
 
@@ -61,3 +63,14 @@ def test_hidden_layers_behind_the_convolutions_may_be_given() -> None:
     assert layers_of("dueling_dqn", LARGE, head_hidden_sizes=(7, 9))[:2] == [(False, 576, 7), (False, 7, 18)]
     vectors = probe_spaces(read_recipe("CartPole-v1", {}))
     assert layers_of("dqn", vectors, hidden_sizes=(5,), head_hidden_sizes=(7,)) == [(False, 4, 5), (False, 5, 2)]
+
+
+@pytest.mark.parametrize("width", [-1, 0, 16385])
+def test_a_layer_without_units_or_with_too_many_is_refused_by_name(width: int) -> None:
+    tried = set()
+    for spec in SPECS.values():
+        for name in (name for name in spec.params.model_fields if name.endswith("hidden_sizes")):
+            with pytest.raises(UserError, match=rf"{name}\.0 is {width}"):
+                read_params(spec.params, {name: [width]})
+            tried.add(name)
+    assert {"hidden_sizes", "head_hidden_sizes", "model_hidden_sizes", "discriminator_hidden_sizes"} <= tried

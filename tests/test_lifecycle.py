@@ -22,14 +22,14 @@ from rl_training.algorithms.a2c import A2C
 from rl_training.data.rings import TransitionRings
 from rl_training.envs.engines import SyncEngine
 from rl_training.envs.factory import read_recipe
-from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime import run as run_module
 from rl_training.runtime import run_folder, workflows
 from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.run import Callback, Interruption, NotSaved, Run, TrainingFailure
+from rl_training.runtime.run import Callback, Interruption, NotSaved, Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 

@@ -20,15 +20,15 @@ def tree_of(values: list[float]) -> SumTree:
 
 def test_sum_tree_finds_what_dopamine_finds() -> None:
     tree = tree_of([0.5, 1.0, 0.5, 0.5])
-    assert tree.total == 2.5
-    assert tree.find(np.array([1.5, 1.0])).tolist() == [2, 1]
+    assert tree.bounds()[-1] == 2.5
+    assert tree.find(np.array([1.5, 1.0]), tree.bounds()).tolist() == [2, 1]
     tree.set(np.array([0]), np.array([0.25]))
-    assert tree.find(np.array([0.249, 0.5, 1.25])).tolist() == [0, 1, 2]
+    assert tree.find(np.array([0.249, 0.5, 1.25]), tree.bounds()).tolist() == [0, 1, 2]
 
 
 def test_sum_tree_finds_what_openai_baselines_finds() -> None:
     tree = tree_of([0.5, 1.0, 1.0, 3.0])
-    assert tree.find(np.array([0.0, 0.55, 0.99, 1.51, 3.0, 5.5])).tolist() == [0, 1, 1, 2, 3, 3]
+    assert tree.find(np.array([0.0, 0.55, 0.99, 1.51, 3.0, 5.5]), tree.bounds()).tolist() == [0, 1, 1, 2, 3, 3]
 
 
 def test_sum_tree_agrees_with_a_cumulative_sum_and_never_finds_a_zero() -> None:
@@ -42,7 +42,7 @@ def test_sum_tree_agrees_with_a_cumulative_sum_and_never_finds_a_zero() -> None:
             leaves[i] = value
         np.testing.assert_array_equal(tree.leaves[:1000], leaves)
         points = rng.random(500) * leaves.sum()
-        found = tree.find(np.append(points, tree.total))
+        found = tree.find(np.append(points, tree.bounds()[-1]), tree.bounds())
         assert (leaves[found] > 0).all()
         exact = np.cumsum(leaves).searchsorted(points, side="right")
         off = found[:-1] != exact  # rounding may decide only points that lie on a boundary

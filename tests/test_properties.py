@@ -22,7 +22,7 @@ from env_zoo import DictObservation, TupleObservation, Walk
 from limits import limited
 from resume_cases import tiny
 from rl_training.cli.overrides import apply_settings
-from rl_training.cli.predict import _as_tuples, read_values
+from rl_training.cli.predict import read_values
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import read_minari, write_minari
 from rl_training.errors import UserError
@@ -307,7 +307,7 @@ def test_predict_answers_or_refuses_any_json(amount: settings, policies: list[Tr
     @given(observations(), st.sampled_from(policies))
     def holds(text: str, policy: TrainedPolicy) -> None:
         def predict() -> Any:
-            return policy.predict(_as_tuples(read_values("--obs", text, "x"), policy.spaces.observation_space))
+            return policy.predict(read_values("--obs", text, "x"))
 
         action = read_or_refuse(predict)
         assert action is None or policy.spaces.action_space.contains(np.asarray(action).flat[0])

@@ -13,12 +13,12 @@ import torch
 from resume_cases import StopAt, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.algorithms.base import UpdateResult
-from rl_training.errors import UserError
+from rl_training.errors import TrainingFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
 from rl_training.runtime import run as run_module
 from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.run import Callback, Run, TrainingFailure
+from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 
 

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ import torch
 from rl_training.errors import UserError
 from rl_training.experiment import logging
 from rl_training.experiment.logging import RunLogger, format_duration, read_metrics
+
+
+@pytest.fixture(autouse=True)
+def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 class Clock:
@@ -32,6 +39,11 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def plain(text: str) -> str:
+    """What a terminal shows of it, a line per redraw: without colours and cursor movements."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
 def make(folder: Path, **changes: Any) -> RunLogger:
@@ -315,11 +327,12 @@ def test_the_live_line_is_redrawn_in_place_at_most_four_times_a_second(
     for call in range(100):  # 10 seconds
         logger.progress(call * 10, 50.0, 21.5, {"policy_loss": 0.123456})
         clock.now += 0.1
-    lines = stream.getvalue().split("\r")[1:]
+    lines = plain(stream.getvalue()).split("\r")[1:]
     assert 30 <= len(lines) <= 41
     assert "\n" not in stream.getvalue()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # a kill leaves the cursor
     logger.close()
-    assert stream.getvalue().endswith("\n")
+    assert plain(stream.getvalue()).endswith("\n")
 
 
 def test_the_live_line_says_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +341,9 @@ def test_the_live_line_says_what_matters(tmp_path: Path, monkeypatch: pytest.Mon
     logger = make(tmp_path, console=True, total_steps=100_000, stream=stream)
     losses = {"policy_loss": torch.tensor(0.123456), "value_loss": 2.0, "entropy": math.nan, "fourth": 1.0}
     logger.progress(25_000, 1234.4, 21.53, losses)
-    line = stream.getvalue().strip()
-    assert line.startswith("━━━━━╌")
-    assert line.split("  ")[1:] == [
+    bar, line = plain(stream.getvalue()).rpartition("\r")[2].split("  ", 1)
+    assert bar == "━━━━━╺" + "━" * 14
+    assert line.split("  ") == [
         "25%", "25,000/100,000", "1,234 steps/s", "eta 0:01:01", "return 21.53", "policy_loss 0.123", "value_loss 2",
         "entropy nan",
     ]  # fmt: skip
@@ -346,9 +359,12 @@ def test_the_live_line_fits_the_terminal_and_erases_a_longer_one(
     logger.progress(999, 1e9, 1234.5, {"loss": 1.0})
     clock.now += 1
     logger.progress(1, 1, None)
-    _, first, second = stream.getvalue().split("\r")
-    assert len(first) <= columns - 1
-    assert len(second) >= len(first)
+    logger.message("word " * 30)
+    *_, first, second, _ = plain(stream.getvalue()).split("\r")
+    assert len(first) <= columns
+    assert len(second) <= columns
+    assert stream.getvalue().count("\r\x1b[2K") == 3  # what was there is erased
+    assert "word " * 30 in plain(stream.getvalue())  # and a message is not broken up
 
 
 def test_a_message_stands_above_the_live_line(tmp_path: Path) -> None:
@@ -357,13 +373,17 @@ def test_a_message_stands_above_the_live_line(tmp_path: Path) -> None:
     logger.message("before")
     assert stream.getvalue() == "before\n"
     logger.progress(1, 1.0, 0.0)
-    live = stream.getvalue().split("\r")[1]
-    logger.message("saved")
-    assert stream.getvalue() == f"before\n\r{live}\r{' ' * len(live)}\rsaved\n{live}"
+    live = plain(stream.getvalue()).split("\r")[1]
+    logger.message("saved to [run]")
+    assert plain(stream.getvalue()).endswith(f"\r{live}\rsaved to [run]\n{live}")
 
 
-def test_without_a_terminal_there_is_a_plain_line_every_five_seconds(tmp_path: Path) -> None:
-    clock, stream = Clock(), io.StringIO()
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_without_a_terminal_there_is_a_plain_line_every_five_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Any
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    clock, stream = Clock(), stream()
     logger = make(tmp_path, console=True, clock=clock, stream=stream)
     for step in range(96):  # 12 seconds
         logger.progress(step, 10.0, 1.0)
@@ -376,21 +396,10 @@ def test_without_a_terminal_there_is_a_plain_line_every_five_seconds(tmp_path: P
     assert "\r" not in stream.getvalue()
 
 
-def test_force_draws_what_is_not_due(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    logger = make(tmp_path, console=True, clock=Clock(), stream=stream)
-    assert logger.progress_due
-    logger.progress(1, 10.0, 1.0)
-    assert not logger.progress_due
-    logger.progress(2, 10.0, 1.0)
-    logger.progress(1000, 10.0, 1.0, force=True)
-    assert [line.split()[0] for line in stream.getvalue().splitlines()] == ["0%", "100%"]
-
-
 def test_console_false_is_silent(tmp_path: Path) -> None:
     stream = Terminal()
     logger = make(tmp_path, console=False, stream=stream)
-    logger.progress(1, 1.0, 0.0, force=True)
+    logger.progress(1, 1.0, 0.0)
     logger.message("text")
     assert not logger.progress_due
     logger.close()
@@ -400,6 +409,17 @@ def test_console_false_is_silent(tmp_path: Path) -> None:
 def test_a_warning_without_a_terminal_is_pythons(tmp_path: Path) -> None:
     with make(tmp_path) as logger, pytest.warns(UserWarning, match="^no ends$"):
         logger.message("warning: no ends")
+
+
+def test_a_narrow_line_leaves_out_whole_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a number reads as another number."""
+    for columns in range(60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        stream = Terminal()
+        make(tmp_path, console=True, stream=stream).progress(500, 10.0, 1234.5, {"loss": 0.125, "q_loss": 0.25})
+        shown = plain(stream.getvalue()).rpartition("\r")[2].split("  ", 1)[1].rstrip()
+        assert "50%  500/1,000  10 steps/s  eta 0:00:50  return 1234  loss 0.125  q_loss 0.25".startswith(shown)
+        assert shown.split("  ")[-1] in ("10 steps/s", "eta 0:00:50", "return 1234", "loss 0.125", "q_loss 0.25")
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
@@ -420,7 +440,7 @@ def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
     stream.encoding = "latin-1"  # type: ignore[misc]
     make(tmp_path, console=True, stream=stream).progress(500, 0.0, None)
     assert stream.getvalue().isascii()
-    assert "##########----------  50%" in stream.getvalue()
+    assert "---------  50%  500/1,000" in plain(stream.getvalue())
     assert "eta -:--:--" in stream.getvalue()
 
 

@@ -43,6 +43,10 @@ class EnvironmentFailure(RuntimeError):
         return cls.of(env_id, f"gave {what} with a NaN or an infinity in it")
 
 
+class TrainingFailure(RuntimeError):
+    """The run cannot go on (a NaN, for example); the last good checkpoint is kept."""
+
+
 def _one_line(message: str) -> str:
     line = " ".join(message.split())
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 83]}...{line[-80:]}"

@@ -39,7 +39,8 @@ def play(
     Episode i is reset with `seed_of(i)`. What an environment raises gets the name `env_id`.
     """
     current, begun = list(range(len(envs))), len(envs)  # the episode that each environment is in; beyond the last: none
-    with failures_named(env_id):
+    named = FailuresNamed(env_id)
+    with named:
         rows, infos = (list(part) for part in zip(*(e.reset(seed=seed_of(i)) for i, e in enumerate(envs)), strict=True))
     is_first = np.ones(len(envs), dtype=bool)
     while any(episode < episodes for episode in current):
@@ -48,31 +49,41 @@ def play(
         for i, env in enumerate(envs):
             if current[i] >= episodes:
                 continue
-            before = deepcopy(rows[i]), deepcopy(actions[i])  # now, because the environment may write into them
-            with failures_named(env_id):
+            before = _copied(rows[i]), _copied(actions[i])
+            with named:
                 rows[i], reward, terminated, truncated, infos[i] = env.step(actions[i])
                 step = Played(*before, float(reward), rows[i], terminated, truncated, infos[i], current[i])
             yield step
             if terminated or truncated:
                 current[i], begun, is_first[i] = begun, begun + 1, True
                 if current[i] < episodes:
-                    with failures_named(env_id):
+                    with named:
                         rows[i], infos[i] = env.reset(seed=seed_of(current[i]))
 
 
-@contextmanager
-def failures_named(env_id: str) -> Iterator[None]:
-    """What an environment raises, with its name; a missing package is told where it is asked for."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        from gymnasium.error import DependencyNotInstalled
+class FailuresNamed:
+    """What an environment raises in it gets the environment's name; a missing package is told where it is asked for.
 
-        if isinstance(error, DependencyNotInstalled):
-            raise
-        raise EnvironmentFailure.raised(env_id, type(error).__name__, str(error)) from error
+    Not a generator, because a step of a small environment takes hardly longer than one.
+    """
+
+    def __init__(self, env_id: str) -> None:
+        self.env_id = env_id
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(error, UserError):
+            from gymnasium.error import DependencyNotInstalled
+
+            if not isinstance(error, DependencyNotInstalled):
+                raise EnvironmentFailure.raised(self.env_id, type(error).__name__, str(error)) from error
+
+
+def _copied(value: Any) -> Any:
+    """A copy of an observation or action, which the environment may write into."""
+    return value.copy() if isinstance(value, np.ndarray) else value if isinstance(value, int) else deepcopy(value)
 
 
 def close_all(envs: Iterable[Any]) -> BaseException | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -62,7 +62,7 @@ class Algorithm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers: dict[str, Any] = {}
+        self.numbers: MutableMapping[str, Any] = {}
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
         self.generator = torch.Generator()

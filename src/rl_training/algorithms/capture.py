@@ -1,8 +1,9 @@
-"""`CapturedStep`: an update as one CUDA graph, for learners whose update is thousands of small kernels."""
+"""An update as one CUDA graph, for learners of thousands of small kernels, and the numbers that it reads in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +13,37 @@ Inputs = Mapping[str, Tensor]
 PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselves up in the first of them
 
 
+class DeviceNumbers(UserDict[str, Any]):
+    """A learner's table of numbers as 0-dim tensors: setting one fills it, so that a captured step sees the new value.
+
+    What is not set stays None, and the names in `plain` stay floats (what a kernel takes by value).
+    """
+
+    def __init__(self, device: torch.device, plain: Collection[str] = ()) -> None:
+        super().__init__()
+        self.device, self.plain = device, plain
+
+    def __setitem__(self, name: str, value: float | None) -> None:
+        held = self.get(name)
+        if isinstance(held, Tensor) and value is not None:
+            held.fill_(value)
+        elif value is None or name in self.plain:
+            super().__setitem__(name, value)
+        else:
+            super().__setitem__(name, torch.tensor(float(value), device=self.device))
+
+
+def constants(numbers: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a captured step does not read in place: floats, and whether a number is set."""
+    return tuple(isinstance(value, Tensor) or value for value in numbers.values())
+
+
 class CapturedStep:
     """`function(inputs) -> Tensor`, run plainly for its first calls, then captured once and replayed.
 
     The function draws nothing, reads no tensor on the host and keeps what it changes where it is. Every call is one
-    update, captured or not. `constants` are the numbers that it reads besides: while they move (a schedule, from its
-    first step to its last), or when the inputs have another shape, it runs plainly, without the graph's speed.
+    update, captured or not. `constants` are the numbers that it does not read in place: while one of them moves, or
+    when the inputs have another shape, it runs plainly, without the graph's speed.
     """
 
     def __init__(self, function: Callable[[Inputs], Tensor]) -> None:
@@ -28,7 +54,7 @@ class CapturedStep:
         self._key: Any = None
         self._calls = 0  # in a row with this key
 
-    def __call__(self, inputs: Inputs, constants: tuple[float, ...]) -> Tensor:
+    def __call__(self, inputs: Inputs, constants: tuple[Any, ...]) -> Tensor:
         """The function's result, which the next call does not overwrite."""
         key = (constants, tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items()))
         if self._graph is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.capture import CapturedStep, Inputs
+from rl_training.algorithms.capture import CapturedStep, DeviceNumbers, Inputs, constants
 from rl_training.algorithms.ops.distributional import categorical_cross_entropy
 from rl_training.algorithms.ops.policy import categorical_kl
 from rl_training.algorithms.ops.returns import lambda_returns
@@ -25,9 +25,10 @@ METRICS = (
 )  # fmt: skip
 DYNAMICS_WEIGHT, REPRESENTATION_WEIGHT = 1.0, 0.1  # of the two halves of the KL (eq. 5)
 RETURN_QUANTILES = (0.05, 0.95)
+CAPTURING = ("cuda",)  # devices whose kernels can be captured
 
 
-def balanced_kl(posterior: Tensor, prior: Tensor, free_nats: float) -> tuple[Tensor, Tensor]:
+def balanced_kl(posterior: Tensor, prior: Tensor, free_nats: float | Tensor) -> tuple[Tensor, Tensor]:
     """The KL loss and the KL itself, each [...], of log-probabilities [..., S, C] (eq. 5).
 
     The prior is pulled to the posterior with weight 1 and the posterior to the prior with 0.1; each half is free below
@@ -79,16 +80,21 @@ class Dreamer(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__()
         self.world_model, self.actor, self.critic = world_model, actor, critic
+        rates = {
+            "learning_rate": learning_rate, "world_model_learning_rate": world_model_learning_rate,
+            "actor_learning_rate": actor_learning_rate, "critic_learning_rate": critic_learning_rate,
+        }  # fmt: skip
+        self._captured: CapturedStep | None = None
+        if capture and self.device.type in CAPTURING:
+            self._captured = CapturedStep(self.train_step)
+            by_value = ("optimizer_eps",) if optimizer == "adam" else ("optimizer_eps", *rates)
+            self.numbers = DeviceNumbers(self.device, plain=by_value)
         self.numbers.update(
             gamma=gamma, gae_lambda=gae_lambda, entropy_coef=entropy_coef, free_nats=free_nats, tau=tau,
-            optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm, **rates,
         )  # fmt: skip
         self.imagination_horizon = imagination_horizon
         options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
-        self.numbers.update(
-            learning_rate=learning_rate, world_model_learning_rate=world_model_learning_rate,
-            actor_learning_rate=actor_learning_rate, critic_learning_rate=critic_learning_rate,
-        )  # fmt: skip
         self.optimizers = {
             name: self.make_optimizer(
                 f"{name}_optimizer", getattr(self, name).parameters(), f"{name}_learning_rate|learning_rate", **options
@@ -99,8 +105,6 @@ class Dreamer(Algorithm):
         self.slow_critic: Any = self._target.network
         self.return_scale = ReturnScale()
         self.carry_dim = world_model.rssm.feature_dim + actor.action_dim
-        uses_graph = capture and self.device.type == "cuda"
-        self._captured = CapturedStep(self.train_step) if uses_graph else None
 
     # acting ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +150,7 @@ class Dreamer(Algorithm):
         if self._captured is None:
             values = self.train_step(inputs)
         else:
-            values = self._captured(inputs, tuple(self.numbers.values()))
+            values = self._captured(inputs, constants(self.numbers))
         self.world_model.observation_input.update(batch["obs"].flatten(0, 1))
         return UpdateResult(dict(zip(METRICS, values.unbind(), strict=True)), watch="world_model_loss")
 

@@ -6,7 +6,7 @@ target copy and a polyak step one operation each, whatever the number of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,17 +80,17 @@ class Optimizer(nn.Module):
         eps: float | str = 1e-8,
         max_grad_norm: float | str | None = None,
         decay: float = 0.99,
-        numbers: dict[str, Any] | None = None,
+        numbers: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if kind not in OPTIMIZERS:
             raise UserError(f"optimizer is {kind!r}; it must be one of {', '.join(OPTIMIZERS)}.")
         own: dict[str, Any] = {}
-        self._where: dict[str, tuple[dict[str, Any], str, str | None]] = {}  # option -> table, its name, a common one
+        self._where: dict[str, tuple[Mapping[str, Any], str, str | None]] = {}  # option -> table, name, common name
         for option, value in (("learning_rate", learning_rate), ("eps", eps), ("max_grad_norm", max_grad_norm)):
             if isinstance(value, str):
                 name, _, common = value.partition("|")
-                self._where[option] = numbers or {}, name, common or None
+                self._where[option] = {} if numbers is None else numbers, name, common or None
             else:
                 own[option] = value
                 self._where[option] = own, option, None

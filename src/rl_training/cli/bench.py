@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from rich.console import Console
+from rich.table import Table
+
 from rl_training.cli.options import (
     AlgoOption,
     ConfigOption,
@@ -14,11 +17,10 @@ from rl_training.cli.options import (
     option,
     whole_number,
 )
+from rl_training.cli.screen import make_console
 from rl_training.errors import counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rl_training.tools.bench import Breakdown
 
 DEFAULT_SECONDS = 10.0
@@ -35,7 +37,6 @@ def bench(
 ) -> None:
     """Run a config for a short while and show where the time goes; leaves nothing behind."""
     from rl_training.cli.overrides import build_config
-    from rl_training.cli.screen import make_console
 
     built = build_config(config, algo, env, settings, modules)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
@@ -48,8 +49,6 @@ def bench(
 
 def print_breakdown(console: Console, result: Breakdown) -> None:
     """A row per part: seconds, share, microseconds per environment step."""
-    from rich.table import Table
-
     config = result.config
     console.print(
         f"[bold]{config.algo} on {config.env_id}[/bold]: {result.steps:,} steps, {result.updates:,} updates in "

@@ -6,16 +6,15 @@ import json
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from rl_training.cli.options import AlgoOption, ConfigOption, EnvOption, ImportOption, SetOption, option
+from rl_training.cli.screen import make_console
 
 
 def list_algorithms() -> None:
     """Show every algorithm: year, actions, observations, scope."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from rl_training.cli.screen import make_console
     from rl_training.experiment.registry import list_algorithm_specs
 
     specs = list_algorithm_specs()

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from rl_training.cli.options import (
     EnvOption,
@@ -19,11 +23,10 @@ from rl_training.cli.options import (
     option,
     whole_number,
 )
-from rl_training.errors import UserError
+from rl_training.cli.screen import make_console, print_facts, repeat_names
+from rl_training.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rl_training.data import TransitionDataset
 
 SHOWN = 8  # dimensions or actions printed one by one
@@ -126,18 +129,16 @@ def save(dataset: TransitionDataset, target: str) -> None:
 
 def print_saved(dataset: TransitionDataset, target: str, env: str | None, modules: list[str] | None) -> None:
     """What was recorded, and what to do with it."""
-    from rl_training.cli.screen import make_console, print_facts, repeat_names
-
     console, path = make_console(), shlex.quote(target)
     returns = dataset.episode_returns
     print_facts(console, [
-        ("transitions", f"{len(dataset):,} in {len(returns):,} episode{'s' if len(returns) != 1 else ''}"),
+        ("transitions", f"{len(dataset):,} in {counted(len(returns), 'episode')}"),
         ("return", f"{returns.mean():.1f} ({returns.min():.1f} to {returns.max():.1f})"),
-        ("file", plain(path)),
+        ("file", escape(path)),
     ])  # fmt: skip
     console.print("\nnext")
     options = f"--path {path}{repeat_names(env or str(dataset.metadata.get('env_id')), modules)}"
-    console.print(f"  rl-training dataset check {plain(options)}", soft_wrap=True)
+    console.print(f"  rl-training dataset check {escape(options)}", soft_wrap=True)
 
 
 @app.command("check")
@@ -153,7 +154,6 @@ def check(
     name_environment(env, modules)
     import numpy as np
 
-    from rl_training.cli.screen import make_console
     from rl_training.data import load_transition_dataset
     from rl_training.stores.recording import recipe_of, spaces_of
 
@@ -168,20 +168,17 @@ def check(
 
 def print_report(console: Console, report: dict[str, Any], *, title: str, env: str | None) -> None:
     """A table of what there is, then one line for each problem."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(title=plain(title), title_justify="left", title_style="bold", show_header=False, box=SIMPLE)
+    table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False, box=SIMPLE)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in describe_report(report):
-        table.add_row(name, plain(value))
+        table.add_row(name, escape(value))
     console.print(table)
     against = f"compared with {env}" if env is not None else "not compared with an environment (--env ID does)"
     if not report["problems"]:
-        console.print(f"[green]no problems[/green], {plain(against)}")
+        console.print(f"[green]no problems[/green], {escape(against)}")
     for problem in report["problems"]:
-        console.print(f"[red]problem:[/red] {plain(problem)}", soft_wrap=True)
+        console.print(f"[red]problem:[/red] {escape(problem)}", soft_wrap=True)
 
 
 def describe_report(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -239,13 +236,6 @@ def describe_coverage(coverage: dict[str, Any], transitions: int) -> str:
     return f"{min(shares):.0%} to {max(shares):.0%} of ten bins over {len(shares)} action dimensions"
 
 
-def plain(text: str) -> str:
-    """Text that rich does not take for markup."""
-    from rich.markup import escape
-
-    return escape(text)
-
-
 @app.command("convert")
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="An npz file, or the id of a local Minari data set.")],
@@ -270,9 +260,8 @@ def convert(
     else:
         dataset = load_transition_dataset("npz", path=source)
         write_minari(dataset, target, **minari_options(dataset, source, env))
-    from rl_training.cli.screen import make_console, print_facts
-
-    print_facts(make_console(), [("transitions", f"{len(dataset):,}"), ("from", plain(source)), ("to", plain(target))])
+    facts = [("transitions", f"{len(dataset):,}"), ("from", escape(source)), ("to", escape(target))]
+    print_facts(make_console(), facts)
 
 
 def minari_options(dataset: TransitionDataset, source: str, env: str | None) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from rl_training.cli.options import AlgoOption, EnvOption, ImportOption, SetOption, StepsOption, name_environment
+from rl_training.cli.screen import make_console, print_facts
 from rl_training.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from rl_training.tools.doctor import Check
 
 NEEDED = ("torch", "gymnasium", "numpy", "pydantic", "PyYAML", "typer", "rich", "tensorboard")
@@ -32,8 +33,6 @@ def doctor(
     settings: SetOption = None,
 ) -> None:
     """Check this machine; with --env ID [--algo NAME], an environment and what training on it will cost."""
-    from rl_training.cli.screen import make_console
-
     console = make_console()
     if env is not None:
         name_environment(env, modules)
@@ -51,7 +50,6 @@ def _show_machine(console: Console) -> None:
     import torch
 
     import rl_training
-    from rl_training.cli.screen import print_facts
 
     console.print("[bold]versions[/bold]")
     python = f"{platform.python_version()} on {platform.platform()}"
@@ -114,15 +112,11 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
 
 
 def _show(console: Console, check: Check) -> Check:
-    from rich.markup import escape
-
     console.print(f"  {MARKS[check.status]} {check.name.ljust(16)} {escape(check.detail)}", soft_wrap=True)
     return check
 
 
 def _show_fixes(console: Console, found: list[Any]) -> None:
-    from rich.markup import escape
-
     fixes = [check for check in found if check.fix]
     console.print("\n[bold]to do[/bold]" if fixes else "\nnothing to fix")
     for check in fixes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+from rich.console import Console
 
 from rl_training.cli.options import (
     CheckpointOption,
@@ -17,10 +19,8 @@ from rl_training.cli.options import (
     option,
     whole_number,
 )
+from rl_training.cli.screen import describe_return, make_console, print_facts, quote
 from rl_training.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SHOWN = 20  # returns printed one by one
 
@@ -42,7 +42,6 @@ def evaluate(
     if render and record_video is not None:
         raise UserError("--render and --record-video were both given; give one of them.")
     named = name_environment(env, modules)
-    from rl_training.cli.screen import make_console
     from rl_training.runtime.workflows import evaluate_checkpoint
 
     path = find_checkpoint(checkpoint)
@@ -63,8 +62,6 @@ def print_evaluation(
     console: Console, path: str, metrics: dict[str, Any], kind: str, video: str | None, pictures: Sequence[Path] = ()
 ) -> None:
     """Mean, deviation and range, then the returns themselves."""
-    from rl_training.cli.screen import describe_return, print_facts, quote
-
     returns = metrics["eval_returns"]
     listed = ", ".join(f"{value:.1f}" for value in returns[:SHOWN])
     more = f" and {len(returns) - SHOWN} more" if len(returns) > SHOWN else ""

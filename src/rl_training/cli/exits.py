@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from rl_training.errors import EnvironmentFailure, UserError, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean
 
 FAILED, WRONG_INPUT, STOPPED = 1, 2, 130
 
@@ -48,15 +48,10 @@ def describe(error: Exception) -> tuple[int, str]:
         return WRONG_INPUT, one_sentence(str(error))
     if hasattr(error, "format_message"):  # a usage error of click's, or of typer's own copy of it
         return WRONG_INPUT, one_sentence(_describe_usage(error))
-    if isinstance(error, EnvironmentFailure) or is_training_failure(error):
+    if isinstance(error, EnvironmentFailure | TrainingFailure):
         return FAILED, one_sentence(str(error))
     reason = (str(error).strip().splitlines() or ["no message"])[0]
     return FAILED, one_sentence(f"the run failed with {type(error).__name__}: {reason}")
-
-
-def is_training_failure(error: Exception) -> bool:
-    """By name, since the module of the class imports torch."""
-    return any(kind.__name__ == "TrainingFailure" for kind in type(error).__mro__)
 
 
 def one_sentence(text: str) -> str:

@@ -38,20 +38,8 @@ StochasticOption = Annotated[bool, option("Sample actions instead of taking the 
 def name_environment(env: str | None, modules: Iterable[str] | None) -> Any:
     """What the user says of the environment with `--env` and `--import`, as `env=` takes it; imports the modules."""
     names = tuple(modules or ())
-    if names or ":" in (env or ""):
-        search_working_directory()
-    import_modules(names)
-    return names if env is None else env
-
-
-def search_working_directory() -> None:
-    """Let imports find the user's own modules there, after all others: a stray yaml.py must not stand in for PyYAML."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-
-
-def import_modules(names: Iterable[str]) -> None:
-    """Import the modules of `--import`."""
+    if (names or ":" in (env or "")) and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # after all others: a stray yaml.py there must not stand in for PyYAML
     for name in names:
         try:
             importlib.import_module(name)
@@ -59,6 +47,7 @@ def import_modules(names: Iterable[str]) -> None:
             raise UserError(f"--import {name}: the module cannot be imported ({error}).") from error
         except Exception as error:
             raise UserError(f"--import {name}: the module fails with {type(error).__name__}: {error}.") from error
+    return names if env is None else env
 
 
 def find_checkpoint(given: str) -> str:

@@ -30,7 +30,6 @@ def predict(
     from rl_training.runtime.workflows import load_policy
 
     policy = load_policy(find_checkpoint(checkpoint))
-    observation = _as_tuples(observation, policy.spaces.observation_space)
     action = policy.predict(observation, not stochastic, action_mask=mask)
     typer.echo(json.dumps(action if isinstance(action, int) else action.tolist()))
 
@@ -65,17 +64,3 @@ def _read_array(name: str, path: str) -> Any:
     if not isinstance(array, np.ndarray):
         raise UserError(f"{name} {path} is not a .npy file of numbers.")
     return array
-
-
-def _as_tuples(observation: Any, space: Any) -> Any:
-    """JSON has no tuples: lists become the tuples of a Tuple space, of one observation or of a batch."""
-    parts = getattr(space, "spaces", None)
-    if not isinstance(parts, tuple) or not isinstance(observation, list) or not observation:
-        return observation
-    if _depth(observation[0]) == len(parts[0].shape or ()):
-        return tuple(observation)
-    return [tuple(row) if isinstance(row, list) else row for row in observation]
-
-
-def _depth(value: Any) -> int:
-    return 1 + _depth(value[0]) if isinstance(value, list) and value else int(isinstance(value, list))

@@ -17,6 +17,7 @@ from rl_training.cli.options import (
     option,
     whole_number,
 )
+from rl_training.cli.screen import make_console, print_run, repeat_names
 
 
 def resume(
@@ -32,8 +33,6 @@ def resume(
 
     The budget may change (schedules stretch with it); any other change needs --force.
     """
-    from rl_training.cli.screen import make_console, print_run, repeat_names
-
     budget = None if total_timesteps is None else whole_number("--total-timesteps", total_timesteps, least=1)
     path = find_checkpoint(checkpoint)
     changes = read_changes(path, settings)

@@ -8,9 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from rl_training.errors import counted
+
+if TYPE_CHECKING:
     from rl_training.runtime.workflows import TrainResult
 
 PIPE_WIDTH = 160  # a table in a file or pipe has no edge to keep to
@@ -28,8 +32,6 @@ REASONS = {
 
 def make_console() -> Console:
     """The console on stdout."""
-    from rich.console import Console
-
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -48,7 +50,7 @@ def describe_return(metrics: dict[str, Any]) -> str:
     """The evaluation's return, or the training episodes' when nothing was evaluated."""
     if "eval_return_mean" in metrics:
         mean, std, count = (metrics[f"eval_{name}"] for name in ("return_mean", "return_std", "episodes"))
-        return f"[bold]{mean:.1f} ± {std:.1f}[/bold] over {count} evaluation episode{'s' if count != 1 else ''}"
+        return f"[bold]{mean:.1f} ± {std:.1f}[/bold] over {counted(count, 'evaluation episode')}"
     if "episode_return_mean" in metrics:
         return f"[bold]{metrics['episode_return_mean']:.1f}[/bold] over the last training episodes (not evaluated)"
     return "no episode ended yet"
@@ -58,7 +60,7 @@ def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
     """The summary of one run and the commands to run next, which need the same `names` (`repeat_names`)."""
-    from rl_training.experiment.logging import format_duration
+    from rl_training.experiment.logging import format_duration  # which imports numpy
 
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
     steps, seconds = metrics["global_step"], metrics["train_seconds"]
@@ -75,15 +77,10 @@ def print_run(
         ("checkpoint", quote(result.checkpoint_path)),
         ("best", quote(best) if best.is_file() else ""),
     ])  # fmt: skip
-    print_next(console, result, names)
-
-
-def print_next(console: Console, result: TrainResult, names: str) -> None:
-    """The commands that go on from here."""
     given = f"--checkpoint {quote(result.checkpoint_path)}{names}"
     console.print("\nnext")
     console.print(f"  rl-training eval {given} --num-episodes 20", soft_wrap=True)
-    console.print(f"  rl-training resume {given} {larger_budget(result.metrics)}".rstrip(), soft_wrap=True)
+    console.print(f"  rl-training resume {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
 
 
 def repeat_names(env: str | None, modules: Iterable[str] | None) -> str:
@@ -109,7 +106,7 @@ def quote(path: Path) -> str:
     """A path as a shell reads it, from here where that is shorter, and safe from being taken for markup."""
     here = Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path
-    return shlex.quote(str(shown)).replace("[", r"\[")
+    return escape(shlex.quote(str(shown)))
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -125,8 +122,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 def print_seeds(console: Console, runs: Sequence[tuple[int, TrainResult]], title: str) -> None:
     """One row per seed, then the mean over seeds with its interval."""
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("seed", "return", "steps", "steps/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -145,6 +140,5 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, TrainResult]], title
     console.print(table)
     if returns:
         mean, half = mean_interval(returns)
-        seeds = f"{len(returns)} seed{'s' if len(returns) != 1 else ''}"
         ends = "" if half is None else f", 95 % interval {mean - half:.1f} to {mean + half:.1f} (Student's t)"
-        console.print(f"mean over {seeds} [bold]{mean:.1f}[/bold]{ends}")
+        console.print(f"mean over {counted(len(returns), 'seed')} [bold]{mean:.1f}[/bold]{ends}")

@@ -16,6 +16,7 @@ from rl_training.cli.options import (
     option,
     whole_number,
 )
+from rl_training.cli.screen import make_console, print_run, print_seeds, repeat_names
 from rl_training.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ def read_seeds(text: str) -> list[int]:
 
 def run_all(configs: list[TrainConfig], *, several: bool, modules: list[str] | None = None) -> None:
     """Run each config in turn and print what came out; a signal ends the series after the run that it stopped."""
-    from rl_training.cli.screen import make_console, print_run, print_seeds, repeat_names
     from rl_training.runtime import workflows
 
     console, runs = make_console(), []

@@ -87,6 +87,8 @@ def _check_metadata(dataset_id: str) -> None:
 def _read_episodes(source: Any, dataset_id: str, size: int | None) -> TransitionDataset:
     from gymnasium import spaces
 
+    if isinstance(space := source.action_space, spaces.Dict | spaces.Tuple):
+        raise UserError(f"the action space {space} of the Minari data set is not supported; plain spaces are.")
     file = Path(source.storage.data_path) / "main_data.hdf5"
     if file.is_file():
         width = 0 if isinstance(source.observation_space, spaces.Box) else spaces.flatdim(source.observation_space)
@@ -94,7 +96,7 @@ def _read_episodes(source: Any, dataset_id: str, size: int | None) -> Transition
         refuse_too_large(file, claimed + 8 * width * steps, share=min(1.0, (size or steps) / steps))
     parts, rows = [], 0
     for episode in source.iterate_episodes():
-        parts.append(_read_episode(episode, source.observation_space, source.action_space))
+        parts.append(_read_episode(episode, source.observation_space))
         rows += len(episode)
         if size is not None and rows >= size:
             break
@@ -117,26 +119,18 @@ def _claimed_bytes(file: Path) -> int:
     return sum(sizes)
 
 
-def _read_episode(episode: Any, observation_space: Any, action_space: Any) -> dict[str, Array]:
+def _read_episode(episode: Any, observation_space: Any) -> dict[str, Array]:
     observations = _flatten(episode.observations, observation_space, len(episode) + 1)
     truncated = np.array(episode.truncations, dtype=bool)
     truncated[-1:] |= not episode.terminations[-1:].any()
     arrays = {
-        "obs": observations[:-1], "next_obs": observations[1:], "actions": _actions(episode, action_space),
+        "obs": observations[:-1], "next_obs": observations[1:], "actions": np.asarray(episode.actions),
         "rewards": np.asarray(episode.rewards), "terminated": np.asarray(episode.terminations), "truncated": truncated,
     }  # fmt: skip
     logprobs = (episode.infos or {}).get("behavior_logprobs")
     if logprobs is not None:
         arrays["behavior_logprobs"] = np.asarray(logprobs, dtype=np.float32)[: len(episode)]
     return arrays
-
-
-def _actions(episode: Any, space: Any) -> Array:
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        raise UserError(f"the action space {space} of the Minari data set is not supported; plain spaces are.")
-    return np.asarray(episode.actions)
 
 
 def _flatten(values: Any, space: Any, count: int) -> Array:

@@ -30,11 +30,6 @@ class SumTree:
         self._sums: Array = np.zeros(blocks)
 
     @property
-    def total(self) -> float:
-        """The sum over all leaves, as `find` sees it."""
-        return float(self._sums.cumsum()[-1])
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tree."""
         return self.leaves.nbytes + self._sums.nbytes
@@ -55,17 +50,18 @@ class SumTree:
         """Recompute every block after the leaves were written directly."""
         self._sums[:] = self._blocks.sum(axis=1)
 
-    def find(self, values: Array) -> Array:
-        """For each value [B] in [0, total] the first leaf whose cumulative sum exceeds it; never a leaf of 0."""
-        return self._find(values, self._sums.cumsum())
-
     def sample(self, count: int, rng: np.random.Generator) -> tuple[Array, float]:
         """Leaves [count], one from each of `count` equal parts of the total (stratified), and the total."""
-        bounds = self._sums.cumsum()
+        bounds = self.bounds()
         total = bounds[-1]
-        return self._find((np.arange(count) + rng.random(count)) * (total / count), bounds), float(total)
+        return self.find((np.arange(count) + rng.random(count)) * (total / count), bounds), float(total)
 
-    def _find(self, values: Array, bounds: Array) -> Array:
+    def bounds(self) -> Array:
+        """The cumulative sums of the blocks; the last is the total."""
+        return self._sums.cumsum()
+
+    def find(self, values: Array, bounds: Array) -> Array:
+        """For each value [B] in [0, total] the first leaf whose cumulative sum exceeds it; never a leaf of 0."""
         # Rounding may carry a value to the very end; just below it lies the last leaf that is not 0.
         values = np.minimum(values, np.nextafter(bounds[-1], 0.0))
         blocks = bounds.searchsorted(values, side="right")

@@ -84,19 +84,15 @@ class EnvRecipe:
     @property
     def is_plain(self) -> bool:
         """Whether the registered environment is used as it is, but for its time limit."""
-        return self.maker is None and not self.uses_wrappers and not _looks_like_entry_point(self.env_id)
+        options = self.wrappers
+        wrapped = options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward
+        return self.maker is None and not wrapped and not _looks_like_entry_point(self.env_id)
 
     @property
     def image_frame_stack(self) -> int:
         """How many frames the wrappers stack into one image observation."""
         options = self.wrappers.atari or self.wrappers.pixels
         return options.frame_stack if options is not None else 1
-
-    @property
-    def uses_wrappers(self) -> bool:
-        """Whether a wrapper of ours changes observations or rewards."""
-        options = self.wrappers
-        return bool(options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward)
 
 
 def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None = None) -> EnvRecipe:
@@ -174,20 +170,20 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
 
 def _register_on_demand(env_id: str) -> None:
     """Atari and MinAtar are registered by importing their packages, which Gymnasium does not do by itself."""
-    if env_id in gym.registry:
+    extra = "results" if env_id.startswith("MinAtar/") else "atari"
+    if env_id in gym.registry or not (env_id.startswith(("MinAtar/", "ALE/")) or "NoFrameskip" in env_id):
         return
-    if env_id.startswith("MinAtar/"):
-        try:
+    try:
+        if extra == "results":
             from rl_training.envs.minatar import register_games
-        except ImportError:
-            raise UserError(f"{env_id} needs the extra 'results' (pip install 'rl-training[results]').") from None
-        register_games()
-    if env_id.startswith("ALE/") or "NoFrameskip" in env_id:
-        try:
+
+            register_games()
+        else:
             import ale_py
-        except ImportError:
-            raise UserError(f"{env_id} needs the extra 'atari' (pip install 'rl-training[atari]').") from None
-        gym.register_envs(ale_py)
+
+            gym.register_envs(ale_py)
+    except ImportError:
+        raise UserError(f"{env_id} needs the extra {extra!r} (pip install 'rl-training[{extra}]').") from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -221,14 +217,9 @@ def _import_entry_point(env_id: str, named_by_user: bool) -> Callable[..., Env]:
 
 
 def _wrap_atari(env: Env, options: AtariOptions, evaluation: bool) -> Env:
-    env = gym.wrappers.AtariPreprocessing(
-        env,
-        noop_max=options.noop_max,
-        frame_skip=options.frame_skip,
-        screen_size=options.screen_size,
-        terminal_on_life_loss=options.terminal_on_life_loss and not evaluation,
-    )
-    return gym.wrappers.FrameStackObservation(env, options.frame_stack)
+    given = options.model_dump(exclude={"frame_stack"})
+    given["terminal_on_life_loss"] &= not evaluation
+    return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env, **given), options.frame_stack)
 
 
 def _wrap_pixels(env: Env, options: PixelOptions) -> Env:

@@ -302,22 +302,13 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class CheckpointFolder:
-    """A run's `checkpoints/`: `latest.ckpt`, `best.ckpt` and the `keep` most recently written `step_<n>.ckpt`.
-
-    """
+    """A run's `checkpoints/`: `latest.ckpt`, `best.ckpt` and the `keep` most recently written `step_<n>.ckpt`."""
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         self.folder, self.keep = Path(folder), keep
+        self.latest, self.best = self.path("latest"), self.path("best")
         self._written: list[Path] = []  # step files of this process: no clock can make them look old
         remove_stale_temporaries(self.folder)
-
-    @property
-    def latest(self) -> Path:
-        return self.path("latest")
-
-    @property
-    def best(self) -> Path:
-        return self.path("best")
 
     @property
     def steps(self) -> list[Path]:

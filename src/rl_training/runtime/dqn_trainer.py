@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, create_model
 from torch import nn
@@ -21,7 +21,7 @@ from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.runtime.networks import make_network
-from rl_training.runtime.params import WIDEST, Schedule
+from rl_training.runtime.params import Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.replay import ReplayParams, ReplayStore
@@ -31,21 +31,20 @@ from rl_training.stores.support import SupportParams
 class DQNParams(ReplayParams):
     """Hyper-parameters of the DQN family."""
 
-    learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the optimizer.")
+    learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of the optimizer.")
     max_grad_norm: float | None = Field(10.0, gt=0, description="Largest gradient norm; null does not clip.")
     batch_size: int = Field(128, ge=1, le=10**6, description="Transitions per update.")
-    target_update_interval: int = Field(500, ge=1, description="Updates between moves of the target network.")
-    tau: float = Field(1.0, gt=0, le=1, description="Share of the way that the target network moves; 1 copies.")
+    target_update_interval: int = Field(1, ge=1, description="Updates between moves of the target network.")
+    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the target network moves; 1 copies.")
     epsilon_start: float = Field(1.0, ge=0, le=1, description="First probability of a random action.")
     epsilon_end: float = Field(0.05, ge=0, le=1, description="Last probability of a random action.")
     exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget until epsilon_end.")
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="State value and advantages in streams of their own.")
     noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")
-    head_hidden_sizes: tuple[Annotated[int, Field(ge=1, le=WIDEST)], ...] | None = Field(
-        None, max_length=16,
-        description="On images, widths of the hidden layers behind the convolutions; null is one of 512 (small: 128).",
-    )  # fmt: skip
+    head_hidden_sizes: Widths | None = Field(
+        None, description="On images, widths of the layers behind the convolutions; null is one of 512 (small: 128)."
+    )
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also what epsilon's own schedule is made of."""

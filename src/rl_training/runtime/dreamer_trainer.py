@@ -12,7 +12,7 @@ from rl_training.errors import UserError
 from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encoder, RewardHead, WorldModel
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
 from rl_training.runtime.networks import make_input
-from rl_training.runtime.params import Activation
+from rl_training.runtime.params import Activation, Widths
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.sequences import SequenceParams, SequenceStore
@@ -22,7 +22,7 @@ class DreamerParams(SequenceParams):
     """Hyper-parameters of Dreamer."""
 
     size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Widths of all networks, as a preset.")
-    hidden_sizes: tuple[int, ...] = Field((), max_length=16, description="Widths of the MLPs; empty as `size` says.")
+    hidden_sizes: Widths = Field((), description="Widths of the MLPs; empty as `size` says.")
     activation: Activation = Field("silu", description="Activation of the hidden layers.")
     num_bins: int = Field(255, ge=3, le=10_000, description="Bins of rewards and returns: symexp of equal steps.")
     gamma: float = Field(0.997, ge=0, le=1, description="Discount per environment step.")
@@ -37,7 +37,7 @@ class DreamerParams(SequenceParams):
     entropy_coef: float = Field(3e-4, ge=0, description="Weight of the policy's entropy.")
     free_nats: float = Field(1.0, ge=0, description="KL per state below which neither half of its loss pulls.")
     tau: float = Field(0.02, gt=0, le=1, description="Share of the way that the slow critic moves per update.")
-    capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph, unless a schedule is moving.")
+    capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph.")
 
     def fixed_numbers(self) -> dict[str, str]:
         """The common rate where nobody follows it."""

@@ -11,6 +11,7 @@ from rl_training.algorithms.ppo import PPO
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
 from rl_training.runtime.networks import any_kind, build_on_policy, make_input, make_network
+from rl_training.runtime.params import Widths
 from rl_training.runtime.ppo_trainer import PPOParams
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
@@ -31,9 +32,7 @@ class GAILParams(PPOParams, ExpertParams):
     discriminator_batch_size: int = Field(
         512, ge=1, le=10**6, description="Steps of the expert, and as many of the policy, per discriminator step."
     )
-    discriminator_hidden_sizes: tuple[int, ...] = Field(
-        (64, 64), max_length=16, description="Widths of the discriminator's hidden layers."
-    )
+    discriminator_hidden_sizes: Widths = Field((64, 64), description="Widths of the discriminator's hidden layers.")
     normalize_inputs: bool = Field(
         True, description="Vectors to zero mean and unit deviation before the discriminator."
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.runtime.spec import AlgorithmSpec
@@ -16,18 +17,12 @@ from rl_training.stores.replay import ReplayParams
 class MBPOParams(ModelParams, ReplayParams):
     """Hyper-parameters of MBPO."""
 
+    one_step_with: ClassVar[str] = "a model"
+
     gradient_updates_per_step: int = Field(20, ge=1, le=10_000, description="Policy updates per training turn.")
     model_train_frequency: int = Field(
         250, ge=1, description="Environment steps, summed over environments, between fits of the model."
     )
-
-    @model_validator(mode="after")
-    def _one_step_only(self) -> MBPOParams:
-        if self.n_step != 1 or self.prioritized:
-            raise ValueError(
-                f"n_step is {self.n_step} and prioritized {self.prioritized}; with a model they must be 1 and false"
-            )
-        return self
 
 
 SPECS = [

@@ -7,21 +7,16 @@ from functools import partial
 from pydantic import Field
 
 from rl_training.algorithms.mopo import MOPO
-from rl_training.runtime.params import Activation, Params
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.model_rollouts import ModelDatasetStore, ModelParams, build_learner
 from rl_training.stores.prior_data import DatasetKind, DatasetParams
+from rl_training.stores.replay import OffPolicyParams
 
 
-class MOPOParams(ModelParams, DatasetParams, Params):
+class MOPOParams(ModelParams, DatasetParams, OffPolicyParams):
     """Hyper-parameters of MOPO."""
 
-    hidden_sizes: tuple[int, ...] = Field((256, 256), max_length=16, description="Widths of the hidden layers.")
-    activation: Activation = Field("relu", description="Activation of the hidden layers.")
-    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null does not clip.")
-    optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizer.")
-    batch_size: int = Field(256, ge=1, le=10**6, description="Transitions per update.")
     dataset_kind: DatasetKind | None = Field(  # type: ignore[assignment]
         None, description="Where the recorded data comes from; there is no default."
     )

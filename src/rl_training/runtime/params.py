@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,8 @@ from rl_training.errors import UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
 
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
-WIDEST = 16384  # two such layers hold a gigabyte of weights between them
+# the widths of hidden layers: two of the widest hold a gigabyte of weights between them
+Widths = Annotated[tuple[Annotated[int, Field(ge=1, le=16384)], ...], Field(max_length=16)]
 OptimizerKind = Literal["adam", "rmsprop", "rmsprop_tf", "sgd"]
 SCHEDULE = "_schedule"  # how the key of a schedule ends
 
@@ -59,7 +60,7 @@ class Params(StrictModel):
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
-    hidden_sizes: tuple[int, ...] = Field((64, 64), max_length=16, description="Widths of the hidden layers.")
+    hidden_sizes: Widths = Field((64, 64), description="Widths of the hidden layers.")
     activation: Activation = Field("tanh", description="Activation of the hidden layers.")
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
@@ -86,12 +87,6 @@ class Params(StrictModel):
             elif other in data and name not in data:
                 data = {**data, name: data[other]}
         return data
-
-    @model_validator(mode="after")
-    def _positive_widths(self) -> Params:
-        if any(width < 1 or width > WIDEST for width in self.hidden_sizes):
-            raise ValueError(f"hidden_sizes is {list(self.hidden_sizes)}; every width must be from 1 to {WIDEST}")
-        return self
 
     @model_validator(mode="after")
     def _early_stopping_is_evaluated(self) -> Params:

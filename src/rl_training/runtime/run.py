@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.envs.stepper import Episode
-from rl_training.errors import EnvironmentFailure, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger
 from rl_training.runtime.evaluation import Evaluator
@@ -32,10 +32,6 @@ MOST_SAVING = 19  # seconds of training per second of writing checkpoints, at le
 STOP_SECONDS = 10.0  # that the first signal leaves to the turn under way
 SCHEMA = 1
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
-
-
-class TrainingFailure(RuntimeError):
-    """The run cannot go on (a NaN, for example); the last good checkpoint is kept."""
 
 
 class NotSaved(TrainingFailure):
@@ -121,9 +117,9 @@ class Run:
         self._interruption: Interruption | None = None  # of the turn under way
         self._in_turn = self._evaluating = self._closing = self._at_once = False
         self._saved: tuple[float, ...] | None = None
-        self._begun = self._resumed_at = self._last_save = time.perf_counter()
-        self._steps_at_start = self.step
-        self._paused = self._save_seconds = 0.0
+        self._resumed_at = self._last_save = time.perf_counter()
+        self._save_seconds = 0.0
+        self._at_start = self.step, self.train_seconds
         self._logged_update = self._evaluated_step = -1
 
     # the loop's questions ----------------------------------------------------------------------------------------
@@ -136,8 +132,7 @@ class Run:
         self.save_checkpoint()
         self._tell("on_start")
         self._evaluate_when_due()  # a signal ended the run in this evaluation
-        self._begun = self._resumed_at = time.perf_counter()
-        self._paused = 0.0
+        self._resumed_at, self._at_start = time.perf_counter(), (self.step, self.train_seconds)
 
     def finished(self) -> bool:
         """Whether a budget is spent or somebody asked to stop."""
@@ -217,21 +212,21 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(name)
-        row = {**self.progress_metrics(), **self.collected_metrics, **metrics, **self.scheduled_values()}
-        self.logger.log(self.step, {**row, "steps_per_second": self.steps_per_second()}, last=last)
+        row = self.progress_metrics() | self.collected_metrics | metrics | self.scheduled_values()
+        self.logger.log(self.step, row | {"steps_per_second": self.steps_per_second()}, last=last)
         self._logged_update = self.updates
         if self.logger.progress_due:
             self._show_progress(metrics)
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
-        mean = sum(e[0] for e in self.episodes) / len(self.episodes) if self.episodes else None
+        mean = self.progress_metrics().get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
         self.logger.progress(self.step, self.steps_per_second(), mean, losses)
 
     def steps_per_second(self) -> float:
         """Steps of this process over its training time."""
-        seconds = time.perf_counter() - self._begun - self._paused
-        return (self.step - self._steps_at_start) / max(seconds, 1e-9)
+        first_step, first_second = self._at_start
+        return (self.step - first_step) / max(self._trained_seconds() - first_second, 1e-9)
 
     def _trained_seconds(self) -> float:
         """`train_seconds` up to now; it counts over pauses and resumes."""
@@ -240,13 +235,11 @@ class Run:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Time that does not count as training."""
-        begun = time.perf_counter()
-        self.train_seconds += begun - self._resumed_at
+        self.train_seconds = self._trained_seconds()
         try:
             yield
         finally:
             self._resumed_at = time.perf_counter()
-            self._paused += self._resumed_at - begun
 
     def _evaluate_when_due(self) -> None:
         """Evaluate every `eval_interval` steps; an evaluation that did not happen stays due."""
@@ -381,8 +374,7 @@ class Run:
             self.next_evaluation = max(self.next_evaluation, self.params.eval_interval)
 
     def _check_parameters(self) -> None:
-        bad = self.session.algorithm.first_bad_tensor()
-        if bad is not None:
+        if (bad := self.session.algorithm.first_bad_tensor()) is not None:
             self._fail(bad)
 
     def _fail(self, name: str) -> None:

@@ -169,18 +169,11 @@ def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvS
     threads = config.threads if config.threads != "auto" or spaces is None else choose_threads(params, spaces)
     env_kwargs = config.env_kwargs
     if recipe.wrappers.normalize_observation == "auto" and spaces is not None:
-        decided = {"normalize_observation": spaces.normalize_observations}
-        env_kwargs = {**env_kwargs, "wrappers": {**env_kwargs["wrappers"], **decided}}
-    return config.model_copy(
-        update={
-            "device": device,
-            "threads": threads,
-            "vectorization": choose_vectorization(config.vectorization, recipe, config.num_envs),
-            "accelerate": "none",
-            "algo_kwargs": dump_params(params),
-            "env_kwargs": env_kwargs,
-        }
-    )
+        wrappers = {**env_kwargs["wrappers"], "normalize_observation": spaces.normalize_observations}
+        env_kwargs = {**env_kwargs, "wrappers": wrappers}
+    vectorization = choose_vectorization(config.vectorization, recipe, config.num_envs)
+    decided = {"device": device, "threads": threads, "vectorization": vectorization, "accelerate": "none"}
+    return config.model_copy(update={**decided, "algo_kwargs": dump_params(params), "env_kwargs": env_kwargs})
 
 
 def choose_device(params: Params, spaces: EnvSpaces) -> str:
@@ -276,12 +269,7 @@ def keep_freed_memory() -> None:
 
 def check_same_spaces(stored: EnvSpaces, found: EnvSpaces) -> None:
     """Refuse to go on with an environment whose spaces are not the checkpoint's."""
-    if stored.observation_space != found.observation_space:
-        raise UserError(
-            f"the checkpoint was made for observations {stored.observation_space}; "
-            f"{found.env_id} now has {found.observation_space}."
-        )
-    if stored.action_space != found.action_space:
-        raise UserError(
-            f"the checkpoint was made for actions {stored.action_space}; {found.env_id} now has {found.action_space}."
-        )
+    for what in ("observation", "action"):
+        there, here = (getattr(spaces, f"{what}_space") for spaces in (stored, found))
+        if there != here:
+            raise UserError(f"the checkpoint was made for {what}s {there}; {found.env_id} now has {here}.")

@@ -97,16 +97,11 @@ class AlgorithmSpec:
 
     def check_support(self, spaces: EnvSpaces, *, learns: bool = True) -> None:
         """Refuse, in one sentence, an environment that this algorithm does not support, or not to learn in."""
-        if spaces.action_kind not in self.action_kinds:
-            raise UserError(
-                f"{self.name} does not support the {spaces.action_kind} actions of {spaces.env_id}; "
-                f"it supports {', '.join(self.action_kinds)}."
-            )
-        if spaces.obs_kind not in self.observation_kinds:
-            raise UserError(
-                f"{self.name} does not support the {spaces.obs_kind} observations of {spaces.env_id}; "
-                f"it supports {', '.join(self.observation_kinds)}."
-            )
+        actions = spaces.action_kind, "actions", self.action_kinds
+        for kind, what, supported in (actions, (spaces.obs_kind, "observations", self.observation_kinds)):
+            if kind not in supported:
+                refused = f"{self.name} does not support the {kind} {what} of {spaces.env_id}"
+                raise UserError(f"{refused}; it supports {', '.join(supported)}.")
         if learns and spaces.normalize_rewards and not self.normalizes_rewards:
             raise UserError(
                 f"{self.name} does not normalise rewards; take normalize_reward out of env_kwargs.wrappers."

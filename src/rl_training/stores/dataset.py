@@ -14,10 +14,9 @@ from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.collect.local import Request
 from rl_training.data import TransitionDataset
 from rl_training.data.experience import Experience
-from rl_training.errors import UserError
 from rl_training.runtime.params import Params
 from rl_training.runtime.spec import StoreContext
-from rl_training.stores.prior_data import DatasetParams, describe_origin, find_dataset
+from rl_training.stores.prior_data import DatasetParams, check_same_data, describe_origin, find_dataset
 
 MOST_HELDOUT = 1024  # rows of one look at the held-out data
 
@@ -93,9 +92,3 @@ class DatasetStore:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def check_same_data(digest: str, dataset: TransitionDataset, what: str) -> None:
-    """Refuse to go on with data that is not what a checkpoint was trained with."""
-    if digest != dataset.sha256:
-        raise UserError(f"the {what} is not what the checkpoint was trained with (its hash differs).")

@@ -19,12 +19,13 @@ from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.random_play import play_at_random
+from rl_training.runtime.session import threads_restored
 from rl_training.runtime.spec import StoreContext
-from rl_training.stores.dataset import check_same_data
 from rl_training.stores.prior_data import (
     DataPath,
     DatasetKind,
     DatasetParams,
+    check_same_data,
     describe_origin,
     find_dataset,
     fit_dataset,
@@ -80,11 +81,10 @@ def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> T
         return find_dataset(params.as_dataset(), recipe, spaces, prefix="expert_")
     assert params.expert_checkpoint is not None  # the validator
     refuse_missing("expert_checkpoint", params.expert_checkpoint, "a checkpoint that a run wrote")
-    threads = torch.get_num_threads()
     steps = params.expert_dataset_size or RECORDED_STEPS
-    dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.user_env)
-    torch.set_num_threads(threads)  # those of this run, not of the expert's
-    return fit_dataset(dataset, recipe, spaces)
+    with threads_restored():  # those of this run, not of the expert's
+        dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.user_env)
+    return fit_dataset(dataset, spaces)
 
 
 def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:

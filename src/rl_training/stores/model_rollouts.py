@@ -25,10 +25,9 @@ from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.runtime.networks import make_network
-from rl_training.runtime.params import WIDEST, Params
+from rl_training.runtime.params import Params, Widths
 from rl_training.runtime.spec import StoreContext
-from rl_training.stores.dataset import check_same_data
-from rl_training.stores.prior_data import describe_origin, find_dataset
+from rl_training.stores.prior_data import check_same_data, describe_origin, find_dataset
 from rl_training.stores.replay import DIVIDED_ONCE, ReplayStore, TemperatureParams
 
 CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
@@ -49,8 +48,8 @@ class ModelParams(TemperatureParams):
     model_weight_decay: float = Field(
         0.0, ge=0, description="L2 of the model's weights, as a multiple of the published (2.5e-5 to 1e-4 by layer)."
     )
-    model_hidden_sizes: tuple[int, ...] = Field(
-        (200, 200, 200, 200), max_length=16, description="Widths of the hidden layers of each member of the model."
+    model_hidden_sizes: Widths = Field(
+        (200, 200, 200, 200), description="Widths of the hidden layers of each member of the model."
     )
     num_ensembles: int = Field(7, ge=1, le=100, description="Members of the model.")
     num_elites: int | None = Field(
@@ -76,9 +75,6 @@ class ModelParams(TemperatureParams):
             raise ValueError(
                 f"num_elites is {self.num_elites}; it must be at most num_ensembles ({self.num_ensembles})"
             )
-        if any(width < 1 or width > WIDEST for width in self.model_hidden_sizes):
-            widths = list(self.model_hidden_sizes)
-            raise ValueError(f"model_hidden_sizes is {widths}; every width must be from 1 to {WIDEST}")
         return self
 
     def fixed_numbers(self) -> dict[str, str]:

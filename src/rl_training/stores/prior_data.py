@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from rl_training.algorithms.base import Algorithm, Batch
 from rl_training.collect.local import Request
@@ -18,7 +18,7 @@ from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.spaces import EnvSpaces, in_words
 from rl_training.errors import UserError
 from rl_training.runtime.spec import StoreContext
-from rl_training.stores.recording import read_policy_replay, spaces_of
+from rl_training.stores.recording import read_policy_replay
 from rl_training.stores.replay import ReplayParams, ReplayStore
 from rl_training.validation import StrictModel
 
@@ -49,16 +49,10 @@ class DatasetParams(StrictModel):
 class PriorDataParams(ReplayParams, DatasetParams):
     """Hyper-parameters of replay with prior data."""
 
+    one_step_with: ClassVar[str] = "prior data"
+
     offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
     offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data alone before the first step.")
-
-    @model_validator(mode="after")
-    def _one_step_only(self) -> PriorDataParams:
-        if self.n_step != 1 or self.prioritized:
-            raise ValueError(
-                f"n_step is {self.n_step} and prioritized {self.prioritized}; with prior data they must be 1 and false"
-            )
-        return self
 
 
 def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces, *, prefix: str = "") -> TransitionDataset:
@@ -76,7 +70,7 @@ def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces, *,
         params.dataset_kind, path=path, dataset_id=params.dataset_id, env_id=recipe.env_id, size=params.dataset_size,
         seed=params.dataset_seed, make_env=lambda: make_env(recipe), prefix=prefix,
     )  # fmt: skip
-    return fit_dataset(dataset, recipe, spaces)
+    return fit_dataset(dataset, spaces)
 
 
 def refuse_unread(params: StrictModel, readers: Mapping[str, Sequence[str]], kind_field: str) -> None:
@@ -116,10 +110,10 @@ def note_other_env(dataset: TransitionDataset, env_id: str) -> str:
     return f" (note: recorded in {recorded_in}, not in {env_id})" if recorded_in not in (None, env_id) else ""
 
 
-def fit_dataset(dataset: TransitionDataset, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
+def fit_dataset(dataset: TransitionDataset, spaces: EnvSpaces) -> TransitionDataset:
     """Data with the environment's own observations and actions as a policy sees it; refused where it does not fit."""
     dataset = replace(dataset, truncated=dataset.truncated & ~dataset.terminated)  # at once: termination wins
-    report = dataset.check(**spaces_of(recipe))
+    report = dataset.check(observation_space=spaces.row_space, action_space=spaces.action_space)
     if report["problems"]:
         raise UserError(f"the recorded data does not fit {spaces.env_id}: {report['problems'][0]}")
     return dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
@@ -139,6 +133,12 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None) -> Transi
                 f"{in_words(there)}, here it is {in_words(here)}."
             )
     return dataset if size is None or size >= len(dataset) else dataset.take(slice(len(dataset) - size, None))
+
+
+def check_same_data(digest: str | None, dataset: TransitionDataset | None, what: str) -> None:
+    """Refuse to go on with data that is not what a checkpoint was trained with."""
+    if digest != (None if dataset is None else dataset.sha256):
+        raise UserError(f"the {what} is not what the checkpoint was trained with (its hash differs).")
 
 
 class PriorReplayStore(ReplayStore):
@@ -209,8 +209,6 @@ class PriorReplayStore(ReplayStore):
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`; other prior data is refused."""
-        digest = None if self.dataset is None else self.dataset.sha256
-        if state["dataset_sha256"] != digest:
-            raise UserError("the prior data is not what the checkpoint was trained with (its hash differs).")
+        check_same_data(state["dataset_sha256"], self.dataset, "prior data")
         self.pretrain_updates_done = state["pretrain_updates_done"]
         return super().load_state_dict(state)

@@ -14,7 +14,7 @@ from rl_training.algorithms.base import Algorithm, Array
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import Env, EnvRecipe, UserEnv, make_env, probe_spaces, read_recipe
+from rl_training.envs.factory import EnvRecipe, UserEnv, make_env, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
@@ -59,34 +59,26 @@ def play_policy(
     check_room(num_steps, spaces)
     torch.set_num_threads(int(config.threads))
     seed = config.seed if seed is None else seed
-    arrays = play_steps(algorithm, recipe, spaces, num_steps, seed, deterministic=deterministic)
-    return TransitionDataset(**arrays, metadata={"seed": seed, "deterministic": deterministic})
-
-
-def play_steps(
-    algorithm: Algorithm, recipe: EnvRecipe, spaces: EnvSpaces, num_steps: int, seed: int, *, deterministic: bool
-) -> dict[str, Array]:
-    """The arrays of `num_steps` in one environment, episode after episode, with the environment's own actions."""
-    env = make_env(recipe)
-    with closed_after([env], spaces.env_id):
-        arrays = empty_arrays(num_steps, env)
+    arrays = empty_arrays(num_steps, spaces)
+    played = make_env(recipe)
+    with closed_after([played], spaces.env_id):
         act = ActingSession(algorithm, 1, seed, deterministic=deterministic).in_environments(spaces)
         first = episode_seed(seed, RECORDING_STREAM, 0)
-        steps = play([env], act, lambda episode: None if episode else first, spaces.env_id)
+        steps = play([played], act, lambda episode: None if episode else first, spaces.env_id)
         for row, step in enumerate(islice(steps, num_steps)):
             for array, value in zip(arrays.values(), step, strict=False):  # a step begins with the arrays' values
                 array[row] = value
-    return arrays
+    return TransitionDataset(**arrays, metadata={"seed": seed, "deterministic": deterministic})
 
 
-def empty_arrays(num_steps: int, env: Env) -> dict[str, Array]:
+def empty_arrays(num_steps: int, spaces: EnvSpaces) -> dict[str, Array]:
     """Room for every row, so that nothing is held twice."""
-    seen, done = env.observation_space, env.action_space
+    seen, done = spaces.row_space, spaces.action_space
     return {
-        "obs": np.empty((num_steps, *(seen.shape or ())), seen.dtype),
+        "obs": np.empty((num_steps, *seen.shape), seen.dtype),
         "actions": np.empty((num_steps, *(done.shape or ())), done.dtype),
         "rewards": np.empty(num_steps, np.float32),
-        "next_obs": np.empty((num_steps, *(seen.shape or ())), seen.dtype),
+        "next_obs": np.empty((num_steps, *seen.shape), seen.dtype),
         "terminated": np.empty(num_steps, bool),
         "truncated": np.empty(num_steps, bool),
     }
@@ -164,6 +156,5 @@ def recipe_of(dataset: TransitionDataset, env_id: str | None) -> EnvRecipe | Non
 
 def spaces_of(recipe: EnvRecipe) -> dict[str, Any]:
     """The spaces that rows of this environment lie in: observations flattened where they are no Box."""
-    env = make_env(recipe)
-    with closed_after([env], recipe.env_id):
-        return {"observation_space": env.observation_space, "action_space": env.action_space}
+    spaces = probe_spaces(recipe)
+    return {"observation_space": spaces.row_space, "action_space": spaces.action_space}

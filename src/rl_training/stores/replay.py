@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from torch import nn
@@ -16,7 +16,7 @@ from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.data.experience import Experience
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.networks import build_on_model
-from rl_training.runtime.params import Activation, Params, Schedule
+from rl_training.runtime.params import Activation, Params, Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
 from rl_training.validation import StrictModel
 
@@ -25,15 +25,22 @@ LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between looks at `clip
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 
 
-class ReplayParams(Params):
-    """Hyper-parameters of the replay lane."""
+class OffPolicyParams(Params):
+    """Hyper-parameters of learners from transitions."""
 
-    hidden_sizes: tuple[int, ...] = Field((256, 256), max_length=16, description="Widths of the hidden layers.")
+    hidden_sizes: Widths = Field((256, 256), description="Widths of the hidden layers.")
     activation: Activation = Field("relu", description="Activation of the hidden layers.")
     max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null does not clip.")
     optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizer.")
-    buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
     batch_size: int = Field(256, ge=1, le=10**6, description="Transitions per update.")
+
+
+class ReplayParams(OffPolicyParams):
+    """Hyper-parameters of the replay lane."""
+
+    one_step_with: ClassVar[str] = ""  # what needs plain rows: neither returns of several steps nor priorities
+
+    buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
     train_frequency: int = Field(1, ge=1, description="Environment steps, summed over environments, per training turn.")
     gradient_updates_per_step: int = Field(1, ge=1, le=10_000, description="Updates per training turn.")
@@ -46,11 +53,14 @@ class ReplayParams(Params):
     replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
 
     @model_validator(mode="after")
-    def _batch_fits(self) -> ReplayParams:
+    def _rows_fit(self) -> ReplayParams:
         if self.batch_size > self.buffer_capacity:
             raise ValueError(
                 f"batch_size is {self.batch_size}; it must be at most buffer_capacity ({self.buffer_capacity})"
             )
+        if self.one_step_with and (self.n_step != 1 or self.prioritized):
+            values = f"n_step is {self.n_step} and prioritized {self.prioritized}"
+            raise ValueError(f"{values}; with {self.one_step_with} they must be 1 and false")
         return self
 
     def fixed_numbers(self) -> dict[str, str]:

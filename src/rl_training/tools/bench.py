@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,14 +165,12 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
     run.step = first
     run.next_evaluation += first
     run.next_checkpoint += first
-    try:
+    with closing(run):
         _wrap_parts(watch, {**vars(session), "run": run})
         with run.signals():
             begun = time.perf_counter()
             run_loop(session, run)
             total = time.perf_counter() - begun
-    finally:
-        run.close()
     seconds = {part: watch.seconds.get(part, 0.0) for part in PARTS}
     seconds[REST] = max(0.0, total - sum(seconds.values()))
     return Breakdown(session.config, run.step - first, run.updates, total, seconds)

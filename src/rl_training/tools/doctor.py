@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,11 +52,9 @@ class Check(NamedTuple):
 def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SECONDS) -> Check:
     """Whether a process that plays the environment lives and answers; the other checks play it in this one."""
     try:
-        workers = Workers([partial(Player, pickle_registrations(), recipe, seed)], recipe.env_id, timeout)
-        try:
+        player = partial(Player, pickle_registrations(), recipe, seed)
+        with closing(Workers([player], recipe.env_id, timeout)) as workers:
             (steps,) = workers.call("play", 10 * STEPS, 2 * SECONDS)
-        finally:
-            workers.close()
     except WorkerFailure as error:
         return Check("process", FAIL, _without_advice(error), "Fix this first: it would end a run, or this check, too.")
     except (EnvironmentFailure, UserError) as error:
@@ -102,9 +101,7 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
         yield Check("observations", FAIL, f"{detail}: a NaN or infinity within {STEPS} steps",
                     "Return finite observations only.")  # fmt: skip
         return
-    env = make_env(recipe)
-    inside = all(env.observation_space.contains(row) for row in rows)
-    env.close()
+    inside = all(spaces.row_space.contains(row) for row in rows)
     fix = "Return observations of the space's dtype, shape and bounds." if not inside else ""
     yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside of it"), fix)
     largest = float(np.abs(encoded).max()) if spaces.obs_kind == "vector" else 0.0
@@ -161,13 +158,10 @@ def check_truncation(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     """Whether a time limit arrives as a truncation, with the true last observation, and the episode after it starts."""
     short = dataclasses.replace(recipe, max_episode_steps=1)
     vectorization = choose_vectorization("auto", short, 2)
-    stepper = make_stepper(short, spaces, seed, 2, vectorization)
-    try:
+    with closing(make_stepper(short, spaces, seed, 2, vectorization)) as stepper:
         stepper.start()
         step, episodes = stepper.step(spaces.random_actions(np.random.default_rng(seed), 2, stepper.masks))
         final = step.obs if stepper.resets_next_step else step.final_obs
-    finally:
-        stepper.close()
     how = f"{'next' if stepper.resets_next_step else 'same'}-step autoreset, {vectorization}"
     if step.terminated.all():
         return Check("truncation", OK, f"not seen: both episodes terminated at their first step ({how})")
@@ -248,9 +242,8 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
 def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int = 8) -> Check:
     """Microseconds per environment step of several environments, as a run would step them."""
     vectorization = choose_vectorization("auto", recipe, num_envs)
-    stepper = make_stepper(recipe, spaces, seed, num_envs, vectorization)
     rng = np.random.default_rng(seed)
-    try:
+    with closing(make_stepper(recipe, spaces, seed, num_envs, vectorization)) as stepper:
         begun = time.perf_counter()
         stepper.start()
         reset = (time.perf_counter() - begun) / num_envs
@@ -261,8 +254,6 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
             stepper.step(actions)
             spent += time.perf_counter() - begun
             steps += num_envs
-    finally:
-        stepper.close()
     cost = 1e6 * spent / steps
     fix = "Steps are slow: --set vectorization=async runs environments in processes." if cost > 2000 else ""
     how = f"{counted(num_envs, 'environment')}, {vectorization}"
@@ -273,14 +264,12 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     """What the algorithm needs in this environment: memory, and time for its budget."""
     session = open_measured(config)
-    try:
+    with closing(session):
         weights = sum(tensor.numel() for tensor in session.algorithm.parameters())
         stored = storage_bytes(session)
         yield Check("memory", OK, f"{format_bytes(stored)} of experience ({counted(config.num_envs, 'environment')}), "
                     f"{weights:,} weights ({format_bytes(4 * weights)})")  # fmt: skip
         left = estimate_seconds(session, SECONDS)
-    finally:
-        session.close()
     rate = f"{config.total_timesteps / left:,.0f} steps/s"
     detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate}"
     where = f"{session.config.device}, {session.config.vectorization}"
