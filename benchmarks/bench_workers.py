@@ -1,6 +1,6 @@
 """Worker processes against one process, on an environment that sleeps: `python benchmarks/bench_workers.py`.
 
-One run of each `--workers` (0 is `local_sync`) with as many environments, in steps per second of training.
+One run of each `--workers` (0 is `local_sync`) with as many environments, in steps per second after the first updates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.workflows import train
+
+FIRST = 5  # updates that are not measured: first calls are slow
 
 
 class Sleepy(gym.Env[Any, Any]):
@@ -38,6 +41,21 @@ class Sleepy(gym.Env[Any, Any]):
         return self.np_random.uniform(-1.0, 1.0, 4).astype(np.float32), float(action), False, self.t >= 200, {}
 
 
+class Stopwatch(Callback):
+    """Steps and seconds from one update to the last."""
+
+    def on_update(self, run: Run) -> None:
+        """Remember the first and the newest time."""
+        self.last = np.array([run.step, time.perf_counter()])
+        if run.updates == FIRST:
+            self.first = self.last
+
+    def rate(self) -> float:
+        """Steps per second between them."""
+        steps, seconds = self.last - self.first
+        return float(steps / seconds)
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -56,9 +74,9 @@ def main() -> None:
                 {"algo": arguments.algo, "env_id": "bench_workers:Sleepy", "num_envs": arguments.num_envs,
                  "total_timesteps": arguments.steps, "eval_episodes": 0, "log_interval": 100, "output_dir": folder,
                  **where},
-                console=False,
+                console=False, callbacks=[watch := Stopwatch()],
             ).metrics  # fmt: skip
-        rate = metrics["global_step"] / metrics["train_seconds"]
+        rate = watch.rate()
         first = first or rate
         waited = f"{metrics['learner_waiting']:.0%}" if workers else "–"
         print(f"| {workers or 'one process'} | {rate:,.0f} | {rate / first:.1f}× | {waited} |", flush=True)
