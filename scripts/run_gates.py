@@ -46,7 +46,7 @@ UNHASHED = {"seed", "output_dir", "tags", "benchmark", "worker_timeout"}
 # Hyper-parameters that came later, at the value that leaves an algorithm as it was before: earlier records stay fresh.
 ADDED_LATER = {
     "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,
-    "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0,
+    "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0, "random_action_hold": 1.0,
 }  # fmt: skip
 ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
 ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms
