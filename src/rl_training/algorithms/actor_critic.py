@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy
+from rl_training.algorithms.base import Batch
+from rl_training.algorithms.exploration import PolicyActing
 from rl_training.algorithms.ops.policy import approx_kl
 from rl_training.algorithms.ops.returns import gae
 from rl_training.algorithms.optimization import Backward, Optimizer
@@ -52,7 +53,7 @@ class RewardScale(nn.Module):
         self.running = state["running"]
 
 
-class ActorCriticAlgorithm(Algorithm):
+class ActorCriticAlgorithm(PolicyActing):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
     optimizer: Optimizer
@@ -60,30 +61,13 @@ class ActorCriticAlgorithm(Algorithm):
     reads_values = True  # of the critic that acted, where the batch has them; else observations to value itself
 
     def __init__(
-        self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False
-    ) -> None:
-        super().__init__()
-        self.policy: Any = policy
+        self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False,
+        optimizer_eps: float = 1e-5, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(optimizer_eps=optimizer_eps, **options)
+        self.policy = policy
         self.numbers.update(gamma=gamma, gae_lambda=gae_lambda)
         self.reward_scale = RewardScale(gamma) if normalize_rewards else None
-
-    def acting(self) -> nn.Module:
-        """Policy and normaliser."""
-        return self.policy
-
-    def numpy_policy(self) -> NumpyPolicy | None:
-        """The policy's own, where it has one."""
-        make = getattr(self.policy, "numpy_policy", None)
-        return make() if make is not None else None
-
-    @torch.no_grad()
-    def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        action_masks: Tensor | None = None,
-    ) -> ActOutput:  # fmt: skip
-        """Actions, with the log-probabilities and values that a rollout stores with them."""
-        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
-        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
         """log-probabilities, values and entropy [B] of rows, and the way from a loss's slopes there to gradients."""

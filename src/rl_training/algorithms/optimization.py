@@ -18,6 +18,7 @@ from rl_training.errors import UserError
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
+PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # whatever a learner's options are
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
 
 

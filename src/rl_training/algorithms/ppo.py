@@ -34,22 +34,17 @@ class PPO(ActorCriticAlgorithm):
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
-        vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None, gamma: float = 0.99,
-        gae_lambda: float = 0.95, normalize_advantages: bool = True, clip_value_loss: bool = False,
-        target_kl: float | None = None,
-        max_grad_norm: float | None = 0.5, optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
+        vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None,
+        normalize_advantages: bool = True, clip_value_loss: bool = False, target_kl: float | None = None,
+        max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        super().__init__(policy=policy, max_grad_norm=max_grad_norm, **options)
         self.numbers.update(
-            clip_coef=clip_coef, ent_coef=ent_coef, vf_coef=vf_coef, target_kl=target_kl,
-            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
+            learning_rate=learning_rate, clip_coef=clip_coef, ent_coef=ent_coef, vf_coef=vf_coef, target_kl=target_kl
+        )
         self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages, self.clip_value_loss = normalize_advantages, clip_value_loss
-        self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
-            max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""

@@ -44,23 +44,19 @@ class TRPO(ActorCriticAlgorithm):
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
         cg_damping: float = 0.1, line_search_steps: int = 10, line_search_shrink: float = 0.8, value_updates: int = 10,
-        value_minibatch_size: int | None = 128, gamma: float = 0.99, gae_lambda: float = 0.95,
-        normalize_advantages: bool = True, max_grad_norm: float | None = None, optimizer: str = "adam",
-        optimizer_eps: float = 1e-5, **options: Any,
+        value_minibatch_size: int | None = 128, normalize_advantages: bool = True, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        super().__init__(policy=policy, **options)
         self.numbers.update(
-            max_kl=max_kl, cg_damping=cg_damping, line_search_shrink=line_search_shrink,
-            value_learning_rate=value_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            value_learning_rate=value_learning_rate, max_kl=max_kl, cg_damping=cg_damping,
+            line_search_shrink=line_search_shrink,
         )  # fmt: skip
         self.cg_iterations, self.line_search_steps = cg_iterations, line_search_steps
         self.value_updates, self.value_minibatch_size = value_updates, value_minibatch_size
         self.normalize_advantages = normalize_advantages
         self._actor_params, self._actor_flat = flatten_parameters(self.policy.actor_parameters())
-        self.value_optimizer = self.make_optimizer(
-            "value_optimizer", self.policy.critic.parameters(), "value_learning_rate", kind=optimizer,
-            eps="optimizer_eps", max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        critic = self.policy.critic.parameters()
+        self.value_optimizer = self.make_optimizer("value_optimizer", critic, "value_learning_rate")
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
         """Gradient of a scalar with respect to the policy, flat [P]; the graph stays for the next."""
