@@ -71,7 +71,8 @@ class ReplayParams(OffPolicyParams):
         stored = dict.fromkeys(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it")
         ends = ("prioritized_beta_start", "prioritized_beta_end")
         built_in = dict.fromkeys(ends, "it is a part of prioritized_beta's own schedule")
-        return super().fixed_numbers() | stored | built_in | {"random_action_hold": "it is read before learning starts only"}
+        warm_up = {"random_action_hold": "it is read before learning starts only"}
+        return super().fixed_numbers() | stored | built_in | warm_up
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """The importance weights grow to full strength over the budget."""
