@@ -45,7 +45,7 @@ class A2C(ActorCriticAlgorithm):
     def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rows = self.rows(batch)
-        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        advantages = normalize(rows["advantages"], ranks=self.ranks) if self.normalize_advantages else rows["advantages"]
         policy, backward = self.trace(rows)
         terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
         losses = a2c_loss(terms, self.ent_coef, self.vf_coef)

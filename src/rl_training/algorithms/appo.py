@@ -78,7 +78,7 @@ class APPO(IMPALA):
             terms["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
             (kl,) = means(self._target_kl(rollout), weights=weights)
         if self.normalize_advantages:
-            advantages = normalize(advantages, weights)
+            advantages = normalize(advantages, weights, self.ranks)
         terms |= {"vtrace_targets": targets, "pg_advantages": advantages}
         losses = appo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
         gradients = backward(*losses.slopes)
@@ -117,6 +117,6 @@ class APPO(IMPALA):
                 steps.append(self.minibatch_step(minibatch))
         metrics = dict(zip(METRICS, torch.stack(steps).mean(0).unbind(), strict=True))
         if self.target is not None and (self.num_updates + 1) % self.target_update_interval == 0:
-            self._copy_target(metrics["target_kl"])
+            self._copy_target(self.joint(metrics["target_kl"]))
         self.move_normalizers(flat_obs(batch))
         return UpdateResult(metrics, num_gradient_steps=len(steps))

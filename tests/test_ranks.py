@@ -1,0 +1,131 @@
+"""Several learners: two ranks over gloo are one process on the joined batch, and stay equal to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from resume_cases import take_steps, tiny
+from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks
+from rl_training.runtime.session import Session, open_session
+
+NORMALIZED = {"wrappers": {"normalize_observation": True, "normalize_reward": True}}
+PARAMS: dict[str, dict[str, Any]] = {
+    "a2c": {"normalize_advantages": True},
+    "ppo": {"minibatch_size": 4096, "update_epochs": 2},
+    "trpo": {"value_minibatch_size": 4096},
+    "impala": {},
+    "appo": {"minibatch_size": 4096, "target_policy": True, "target_update_interval": 1, "normalize_advantages": True},
+    "dqn": {}, "sac": {}, "td3": {},
+}  # fmt: skip
+
+
+def open_case(algo: str, folder: Path, **fields: Any) -> Session:
+    kwargs = PARAMS[algo] | fields.pop("kwargs", {})
+    wrappers = {"env_kwargs": NORMALIZED} if algo in ("a2c", "ppo", "trpo", "impala", "appo") else {}
+    session = open_session(tiny(algo, folder, num_envs=4, vectorization="sync", kwargs=kwargs, **wrappers, **fields))
+    learner: Any = session.algorithm
+    if hasattr(learner, "draw_noise"):  # the same for a row wherever it is learned from
+        learner.draw_noise = lambda rows: rows[:, :1].sin()
+    return session
+
+
+def batches_of(session: Session, count: int) -> list[dict[str, Tensor]]:
+    """The first batches of a run, of which nothing is learned."""
+    found: list[dict[str, Tensor]] = []
+    step = 0
+    while len(found) < count:
+        step += take_steps(session, step)
+        copies = [{name: value.clone() for name, value in batch.items()} for _, batch in session.store.batches(
+            session.algorithm, step)]  # fmt: skip
+        found += copies
+    return found[:count]
+
+
+def half(batch: Mapping[str, Tensor], rank: int, *, rollout: bool) -> dict[str, Tensor]:
+    """One rank's environments of a rollout, or rows of a sample."""
+    dims = {name: int(rollout and "bootstrap" not in name) for name in batch}
+    return {name: value.chunk(2, dims[name])[rank] for name, value in batch.items()}
+
+
+def tensors_of(session: Session) -> dict[str, Tensor]:
+    """What ranks share: all tensors but the losses that are kept for the log."""
+    state = session.algorithm.state_dict().items()
+    return {name: value for name, value in state if isinstance(value, Tensor) and not name.startswith("last_")}
+
+
+def check_joined(ranks: TorchRanks, algo: str, folder: Path) -> None:
+    """Two updates on halves, next to the same ones on the whole."""
+    alone, joined = open_case(algo, folder), open_case(algo, folder)
+    ranks.join(joined.algorithm)
+    for batch in batches_of(alone, 2):
+        alone.algorithm.update(batch)
+        joined.algorithm.update(half(batch, ranks.rank, rollout=alone.spec.lane == "rollout"))
+    expected, found = tensors_of(alone), tensors_of(joined)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{algo} {name}: {text}")
+    digest = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in found.values())).digest()
+    assert len(set(ranks.union([digest]))) == 1, f"{algo}: the ranks differ"
+
+
+def check_settling(ranks: TorchRanks) -> None:
+    """What a run settles: numbers, items, what rank 0 does, and errors of either rank."""
+    assert ranks.largest(ranks.rank) == 1
+    assert ranks.average([ranks.rank, 4.0]) == [0.5, 4.0]
+    assert ranks.union([]) == []
+    assert ranks.union([ranks.rank] * ranks.rank) == [1]
+    assert ranks.first(lambda: ranks.rank + 10) == 10
+    x = torch.tensor([[1.0, 2.0, 3.0], [5.0, 7.0, 9.0]])
+    torch.testing.assert_close(ranks.std_mean(x[ranks.rank]), torch.std_mean(x))
+    with pytest.raises(UserError, match="of rank 0") as refused:
+        ranks.first(lambda: fail(UserError("of rank 0")))
+    assert ranks.knows(refused.value)
+    error = EnvironmentFailure("of rank 1")
+    if ranks.rank == 1:
+        ranks.tell(error)
+        assert ranks.knows(error)
+    else:
+        with pytest.raises(EnvironmentFailure, match="of rank 1") as told:
+            ranks.union([])
+        assert ranks.knows(told.value)
+    assert not ranks.knows(ValueError("nobody heard of it"))
+    assert ranks.seed(3) != 3 if ranks.rank else ranks.seed(3) == 3
+    unlike = {"same": torch.ones(2), "own": torch.tensor(ranks.rank)}
+    parts = ranks.gather(unlike, {"episodes": ranks.rank})
+    assert parts == ([] if ranks.rank else [{"algorithm": {"own": torch.tensor(1)}, "source": {"episodes": 1}}])
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+    ranks = TorchRanks()
+    check_settling(ranks)
+    for algo in PARAMS:
+        check_joined(ranks, algo, folder)
+    if rank == 1:
+        dist.destroy_process_group()
+    else:
+        with pytest.raises(RankFailure, match="lost another learner"):
+            ranks.largest(0)
+
+
+def test_two_ranks_are_one_process_on_the_joined_batch(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (tmp_path,), nprocs=2)
+
+
+def test_one_process_settles_with_nobody() -> None:
+    ranks = Ranks()
+    assert (ranks.largest(3), ranks.average([1.0]), ranks.union((1, 2)), ranks.first(lambda: 5)) == (3, [1.0], [1, 2], 5)
+    assert ranks.knows(ValueError()) and ranks.seed(7) == 7 and ranks.gather({}, {}) == []
