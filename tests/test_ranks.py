@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
+import signal
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from resume_cases import take_steps, tiny
-from rl_training.errors import EnvironmentFailure, UserError
+from resume_cases import StopAt, assert_same_run, take_steps, tiny
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
+from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime import workflows
 from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks
+from rl_training.runtime.restoring import part_of_rank
+from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import Session, open_session
+from rl_training.runtime.workflows import resume_training, train
 
 NORMALIZED = {"wrappers": {"normalize_observation": True, "normalize_reward": True}}
 PARAMS: dict[str, dict[str, Any]] = {
@@ -71,7 +80,8 @@ def check_joined(ranks: TorchRanks, algo: str, folder: Path) -> None:
         joined.algorithm.update(half(batch, ranks.rank, rollout=alone.spec.lane == "rollout"))
     expected, found = tensors_of(alone), tensors_of(joined)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{algo} {name}: {text}")
+        close = torch.allclose(found[name], value, rtol=1e-3, atol=2e-5)
+        assert close, f"{algo}: {name} is {found[name]}, not {value}"
     digest = hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in found.values())).digest()
     assert len(set(ranks.union([digest]))) == 1, f"{algo}: the ranks differ"
 
@@ -103,6 +113,76 @@ def check_settling(ranks: TorchRanks) -> None:
     assert parts == ([] if ranks.rank else [{"algorithm": {"own": torch.tensor(1)}, "source": {"episodes": 1}}])
 
 
+def check_runs(ranks: TorchRanks, folder: Path) -> None:
+    """A run stopped by one rank and resumed is the uninterrupted one; every step of every rank counts."""
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("ppo", {}, {"env_kwargs": NORMALIZED}),
+        ("dqn", {"prioritized": True, "n_step": 2}, {}),
+        ("td3", {"policy_delay": 3}, {}),  # a loss that is kept for the log is each rank's own
+    ]
+    for algo, kwargs, fields in cases:
+        config = tiny(algo, folder, num_envs=2, kwargs={"eval_interval": 64, **kwargs}, **fields)
+        whole = train(config, console=False)
+        assert whole.metrics["global_step"] == 128
+        stopped = train(config, callbacks=[StopAt(70)] if ranks.rank else [], console=False)
+        assert stopped.metrics["stop_reason"] == "callback"
+        resumed = resume_training(stopped.checkpoint_path, console=False)
+        assert len(set(ranks.union([str(resumed.run_dir)]))) == 1
+        if ranks.rank == 0:
+            assert_same_run(whole, resumed)
+            (other,) = load_checkpoint(whole.checkpoint_path)["ranks"]
+            assert "_extra_state" in other["algorithm"], "both ranks draw the same numbers"
+            assert not any(name.startswith(("policy", "q_network", "model")) for name in other["algorithm"]), other
+    with pytest.raises(UserError, match="of a run with 2 learners, and here are 1; go on with torchrun"):
+        part_of_rank("it", load_checkpoint(whole.checkpoint_path), Ranks())
+    for wrong, algo, fields in (
+        ("learns from dataset", "bc", {}), ("vectorization is 'native'", "ppo", {"vectorization": "native"})
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=wrong):
+            train(tiny(algo, folder, num_envs=2, **fields), console=False)
+
+
+class Breaks(Callback):
+    """After two updates: a signal, a NaN, or an environment that raises."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_update(self, run: Run) -> None:
+        learner: Any = run.session.algorithm
+        if run.updates != 2:
+            return
+        if self.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.how == "nan":
+            learn = learner.learn
+            learner.learn = lambda batch: learn({**batch, "rewards": batch["rewards"] * math.nan})
+        else:
+            run.session.collector.interrupt(EnvironmentFailure("it broke"))
+
+
+def check_ends(ranks: TorchRanks, folder: Path) -> None:
+    """What happens to rank 1 alone ends both, with everything learned in a checkpoint."""
+    config = tiny("a2c", folder, num_envs=2, total_timesteps=1024, eval_episodes=0)
+
+    def callbacks(how: str) -> list[Callback]:
+        return [Breaks(how)] if ranks.rank else []
+
+    result = train(config, callbacks=callbacks("signal"), console=False)
+    assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("SIGTERM", 64)
+    state = load_checkpoint(result.checkpoint_path)
+    assert (state["run"]["step"], state["run"]["abandoned"]) == (64, False)
+    with pytest.raises(TrainingFailure, match="not finite"):
+        train(config, callbacks=callbacks("nan"), console=False)
+    warned = pytest.warns(UserWarning, match="abandoned") if ranks.rank == 0 else nullcontext()
+    with warned, pytest.raises(EnvironmentFailure, match="it broke"):
+        train(config, callbacks=callbacks("environment"), run_suffix="broken", console=False)
+    (saved,) = folder.glob("*broken/checkpoints/latest.ckpt")
+    state = load_checkpoint(saved)
+    assert (state["run"]["step"], state["run"]["abandoned"], len(state["ranks"])) == (64, True, 1)
+    ranks.largest(0)  # the other has looked
+
+
 def fail(error: Exception) -> None:
     raise error
 
@@ -114,6 +194,9 @@ def run_rank(rank: int, folder: Path) -> None:
     check_settling(ranks)
     for algo in PARAMS:
         check_joined(ranks, algo, folder)
+    workflows.join_ranks = lambda: ranks
+    check_runs(ranks, folder / "runs")
+    check_ends(ranks, folder / "ends")
     if rank == 1:
         dist.destroy_process_group()
     else:
@@ -127,5 +210,6 @@ def test_two_ranks_are_one_process_on_the_joined_batch(tmp_path: Path) -> None:
 
 def test_one_process_settles_with_nobody() -> None:
     ranks = Ranks()
-    assert (ranks.largest(3), ranks.average([1.0]), ranks.union((1, 2)), ranks.first(lambda: 5)) == (3, [1.0], [1, 2], 5)
-    assert ranks.knows(ValueError()) and ranks.seed(7) == 7 and ranks.gather({}, {}) == []
+    settled = ranks.largest(3), ranks.average([1.0]), ranks.union((1, 2)), ranks.first(lambda: 5)
+    assert settled == (3, [1.0], [1, 2], 5)
+    assert (ranks.knows(ValueError()), ranks.seed(7), ranks.gather({}, {})) == (True, 7, [])

@@ -61,6 +61,7 @@ class ActorCriticAlgorithm(Algorithm):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
     optimizer: Optimizer
+    normalize_advantages: bool
     reads_logprobs = True  # of the policy that acted
     reads_values = True  # of the critic that acted, where the batch has them; else observations to value itself
 
@@ -142,6 +143,10 @@ class ActorCriticAlgorithm(Algorithm):
         rows = {name: batch[name] if lead == 1 else batch[name].flatten(0, 1) for name in names if name in batch}
         valid = batch.get("valid")
         return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
+
+    def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Advantages as the loss takes them: on request normalised, over all ranks."""
+        return normalize(advantages, weights, self.ranks) if self.normalize_advantages else advantages
 
     def move_normalizers(self, rows: Batch) -> None:
         """Fold the observations just learned from into the running statistics.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import normalize, ratio_statistics
+from rl_training.algorithms.actor_critic import ratio_statistics
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
 from rl_training.algorithms.ops.losses import Losses, clipped_surrogate, means
@@ -77,9 +77,7 @@ class APPO(IMPALA):
             correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
             terms["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
             (kl,) = means(self._target_kl(rollout), weights=weights)
-        if self.normalize_advantages:
-            advantages = normalize(advantages, weights, self.ranks)
-        terms |= {"vtrace_targets": targets, "pg_advantages": advantages}
+        terms |= {"vtrace_targets": targets, "pg_advantages": self.scale_advantages(advantages, weights)}
         losses = appo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
         gradients = backward(*losses.slopes)
         if self.target is not None:

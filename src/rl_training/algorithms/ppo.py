@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, ratio_statistics, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_statistics, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
@@ -54,7 +54,7 @@ class PPO(ActorCriticAlgorithm):
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
         policy, backward = self.trace(rows)
-        advantages = normalize(rows["advantages"], ranks=self.ranks) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         terms = {
             "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],

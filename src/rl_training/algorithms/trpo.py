@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import squared_error
 from rl_training.algorithms.ops.policy import conjugate_gradient
@@ -70,7 +70,7 @@ class TRPO(ActorCriticAlgorithm):
     def policy_step(self, rows: Batch) -> dict[str, Any]:
         """The trust-region step on all rows [B]."""
         obs, actions, masks = rows["obs"], rows["actions"], rows.get("action_masks")
-        advantages = normalize(rows["advantages"], ranks=self.ranks) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         policy = self.policy.distribution(obs, masks)
         gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
         gradient = self.joint(self._actor_gradient(gain))

@@ -194,7 +194,7 @@ class TorchRanks(Ranks):
         return self._known is not None and self._known in (error, error.__cause__)
 
     def gather(self, algorithm: Mapping[str, Any], source: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of a learner's state the entries that are not rank 0's to the bit: generators, running returns, last losses."""
+        """Of a learner's state the entries that are not rank 0's to the bit, such as generators and running returns."""
         digests = {name: hashlib.sha256(pack_tree({"value": value})).digest() for name, value in algorithm.items()}
         known = self.first(lambda: digests)
         own = {name: value for name, value in algorithm.items() if digests[name] != known[name]}
@@ -202,6 +202,11 @@ class TorchRanks(Ranks):
         every: list[Any] | None = [None] * self.count if self.rank == 0 else None
         self._call(dist.gather_object, packed, every)
         return [] if every is None else [unpack_tree(data) for data in every[1:]]
+
+
+def resume_command(count: int) -> str:
+    """How to go on with that many ranks."""
+    return "rl-training resume" if count == 1 else f"torchrun --nproc-per-node {count} -m rl_training resume"
 
 
 def join_ranks() -> Ranks:
