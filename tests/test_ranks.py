@@ -6,6 +6,8 @@ import hashlib
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from resume_cases import StopAt, assert_same_run, take_steps, tiny
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
-from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.experiment.checkpointing import is_alive, load_checkpoint
 from rl_training.runtime import workflows
 from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks
 from rl_training.runtime.restoring import part_of_rank
@@ -26,6 +28,7 @@ from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.workflows import resume_training, train
 
+LIMIT = 120  # seconds; a run that takes longer hangs
 NORMALIZED = {"wrappers": {"normalize_observation": True, "normalize_reward": True}}
 PARAMS: dict[str, dict[str, Any]] = {
     "a2c": {"normalize_advantages": True},
@@ -213,3 +216,108 @@ def test_one_process_settles_with_nobody() -> None:
     settled = ranks.largest(3), ranks.average([1.0]), ranks.union((1, 2)), ranks.first(lambda: 5)
     assert settled == (3, [1.0], [1, 2], 5)
     assert (ranks.knows(ValueError()), ranks.seed(7), ranks.gather({}, {})) == (True, 7, [])
+
+
+# Each rank says its number and process when it has learned, and how its run ended.
+SCRIPT = """
+import os, sys
+from rl_training.cli.exits import run_to_exit_code
+from rl_training.errors import EnvironmentFailure
+from rl_training.runtime.run import Callback
+from rl_training.runtime.workflows import resume_training, train
+
+what, path, breaks = sys.argv[1:]
+
+class Tell(Callback):
+    told = False
+    def on_update(self, run):
+        if not self.told:
+            self.told = True
+            os.write(1, f"rank {os.environ['RANK']} {os.getpid()}\\n".encode())
+            if breaks == os.environ["RANK"]:
+                run.session.collector.interrupt(EnvironmentFailure("it broke"))
+
+def go():
+    begin = train if what == "train" else resume_training
+    result = begin(path, callbacks=[Tell()], console=False)
+    os.write(1, f"ended {result.metrics['stop_reason']}\\n".encode())
+
+sys.exit(run_to_exit_code(go))
+"""
+
+
+class Torchrun:
+    """Two ranks in processes of their own, both past their first update."""
+
+    def __init__(self, folder: Path, what: str, path: Path, breaks: str = "none") -> None:
+        script = folder / "script.py"
+        script.write_text(SCRIPT)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+        self.process = subprocess.Popen(
+            [*command, what, str(path), breaks], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.said = ""
+        self.pids: dict[int, int] = {}
+        for line in self.process.stdout:
+            self.said += line
+            if line.startswith("rank "):
+                rank, pid = map(int, line.split()[1:])
+                self.pids[rank] = pid
+            if len(self.pids) == 2:
+                return
+        raise AssertionError(self.said)
+
+    def wait(self) -> int:
+        """Its exit code, when it and its ranks are gone."""
+        self.said += self.process.communicate(timeout=LIMIT)[0]
+        assert not any(is_alive(pid) for pid in self.pids.values())
+        return self.process.returncode
+
+
+def endless(folder: Path) -> Path:
+    path = folder / "config.yaml"
+    config = tiny("ppo", folder / "runs", num_envs=2, total_timesteps=10**9, checkpoint_interval=64)
+    path.write_text(config.model_dump_json())  # JSON is YAML
+    return path
+
+
+def saved_in(folder: Path) -> tuple[Path, dict[str, Any]]:
+    (path,) = folder.glob("runs/*/checkpoints/latest.ckpt")
+    return path, load_checkpoint(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["rank 0", "rank 1", "torchrun"])
+def test_a_signal_stops_all_ranks_with_a_checkpoint_that_resumes(tmp_path: Path, to: str) -> None:
+    run = Torchrun(tmp_path, "train", endless(tmp_path))
+    os.kill(run.process.pid if to == "torchrun" else run.pids[int(to[-1])], signal.SIGTERM)
+    code = run.wait()
+    assert run.said.count("ended SIGTERM") == 2, run.said
+    assert (code == 0) == (to != "torchrun")
+    path, tree = saved_in(tmp_path)
+    assert not tree["run"]["abandoned"]
+    again = Torchrun(tmp_path, "resume", path)
+    os.kill(again.pids[0], signal.SIGINT)
+    assert again.wait() == 0, again.said
+    assert "ended SIGINT" in again.said
+    assert saved_in(tmp_path)[1]["run"]["step"] > tree["run"]["step"]
+
+
+@pytest.mark.slow
+def test_an_environment_that_breaks_in_one_rank_ends_all_with_a_checkpoint(tmp_path: Path) -> None:
+    run = Torchrun(tmp_path, "train", endless(tmp_path), breaks="1")
+    assert run.wait() == 1
+    assert run.said.count("error: it broke") == 2, run.said
+    _, tree = saved_in(tmp_path)
+    assert (tree["run"]["abandoned"], len(tree["ranks"])) == (True, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all_and_the_newest_checkpoint_is_whole(tmp_path: Path, rank: int) -> None:
+    run = Torchrun(tmp_path, "train", endless(tmp_path))
+    os.kill(run.pids[rank], signal.SIGKILL)
+    assert run.wait() == 1, run.said
+    assert len(saved_in(tmp_path)[1]["ranks"]) == 1
