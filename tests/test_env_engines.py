@@ -394,7 +394,7 @@ def test_what_no_step_changes_is_not_compared() -> None:
     one, other = (ReplayableEpisodes(Named(), 0, 0) for _ in range(2))
     one.reset()
     one.step(1)
-    other.restore_episode([one.episode_state()])
+    other.restore_episode(one.episode_state())
     assert one.env.unwrapped.folder != other.env.unwrapped.folder  # type: ignore[attr-defined]
     assert episodes.differences(one.episode_state(), other.episode_state()) == ([], [])
 

@@ -138,10 +138,13 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
             assert not any(name.startswith(("policy", "q_network", "model")) for name in other["algorithm"]), other
     with pytest.raises(UserError, match="of a run with 2 learners, and here are 1; go on with torchrun"):
         part_of_rank("it", load_checkpoint(whole.checkpoint_path), Ranks())
-    for wrong, algo, fields in (
-        ("learns from dataset", "bc", {}), ("vectorization is 'native'", "ppo", {"vectorization": "native"})
-    ):  # fmt: skip
-        with pytest.raises(UserError, match=wrong):
+    refused: list[tuple[str, str, dict[str, Any]]] = [
+        ("algo is 'bc'", "bc", {}), ("algo is 'dreamer'", "dreamer", {}),
+        ("vectorization is 'native'", "ppo", {"vectorization": "native"}),
+        ("execution_backend is 'local_async'", "ppo", {"execution_backend": "local_async"}),
+    ]  # fmt: skip
+    for wrong, algo, fields in refused:
+        with pytest.raises(UserError, match=f"{wrong}.*with several learners"):
             train(tiny(algo, folder, num_envs=2, **fields), console=False)
 
 

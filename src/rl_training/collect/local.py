@@ -75,9 +75,8 @@ class LocalCollector:
     `actor` acts: the learner's own behaviour, or with a `lag` another one, which follows it that many turns behind.
     """
 
-    def __init__(self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None) -> None:
-        self.actor, self.stepper = actor, stepper
-        self.experience = Experience(layout)
+    def __init__(self, actor: Behaviour, stepper: Stepper, experience: Experience, lag: int | None = None) -> None:
+        self.actor, self.stepper, self.experience = actor, stepper, experience
         self.lag = None if lag is None else Lag(lag)
 
     @property

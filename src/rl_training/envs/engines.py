@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import gymnasium as gym
 import numpy as np
 
-from rl_training.envs.episodes import ReplayableEpisodes
+from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
@@ -126,7 +126,8 @@ class SyncEngine:
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Replay every current episode."""
         try:
-            return self._encode_all([env.restore_episode(state["episodes"]) for env in self.envs])
+            pairs = zip(self.envs, state["episodes"], strict=True)
+            return self._encode_all([env.restore_episode(episode) for env, episode in pairs])
         except SystemExit as error:
             raise self._failure(error) from error
 
@@ -276,14 +277,15 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
 
 
 def make_engine(
-    recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0
-) -> Engine:
-    """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments."""
+    recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0,
+    first: int = 0,
+) -> Engine:  # fmt: skip
+    """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments of a run, from `first` on."""
     if vectorization == "native":
         limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
         vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
-        return CartPoleEngine(vector.unwrapped, seed)
-    makers = [partial(_make_replayable, recipe, seed, index) for index in range(num_envs)]
+        return CartPoleEngine(vector.unwrapped, episode_seed(seed, first, 0) if first else seed)
+    makers = [partial(_make_replayable, recipe, seed, index) for index in range(first, first + num_envs)]
     if vectorization == "async":
         return AsyncEngine(makers, spaces, worker_timeout)
     return SyncEngine([maker() for maker in makers], spaces)

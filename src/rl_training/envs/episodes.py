@@ -82,12 +82,15 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
             "hidden": {name: value for name, value in hidden.items() if value != self._at_first.get(name)},
         }  # fmt: skip
 
+    def brief_state(self) -> dict[str, Any]:
+        """`episode_state` without what grows with the episode, and without a look at the attributes."""
+        return {"episode": self.episode, "before_reset": self.before_reset, "return": float(np.sum(self._return))}
+
     def _mask(self) -> Any:
         return self._info.get("action_mask") if isinstance(self._info, Mapping) else None
 
-    def restore_episode(self, states: list[dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
-        """Replay this environment's entry of `states`; returns the observation and info that it ends at."""
-        state = states[self.index]
+    def restore_episode(self, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Replay an episode; returns the observation and info that it ends at."""
         if state["before_reset"] is not None:
             self.episode = -1
             self.reset()

@@ -7,7 +7,7 @@ import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,16 +32,21 @@ class SharedRows:
             ((), np.float32), *[((), np.bool_)] * 2,
             *[((spaces.action_dim if spaces.has_action_mask else 0,), np.bool_)] * 2,
         ]  # fmt: skip
-        sizes = [count * int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout]
-        starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-        self.descriptor = _open_memory(starts[-1]) if descriptor is None else descriptor
-        memory = mmap.mmap(self.descriptor, starts[-1])
-        arrays: list[Array] = [
-            np.ndarray((count, *shape), dtype, memory, start)
-            for (shape, dtype), start in zip(layout, starts[:-1], strict=True)
-        ]
+        arrays, self.descriptor = share_arrays([((count, *shape), dtype) for shape, dtype in layout], descriptor)
         self.obs, self.final_obs, self.actions, self.rewards, self.terminated, self.truncated = arrays[:6]
         self.masks, self.final_masks = arrays[6:]
+
+
+def share_arrays(
+    layout: Sequence[tuple[tuple[int, ...], Any]], descriptor: int | None = None
+) -> tuple[list[Array], int]:
+    """Arrays of these shapes and types in memory without a name, and its descriptor; a given one is opened again."""
+    sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    descriptor = _open_memory(starts[-1]) if descriptor is None else descriptor
+    memory = mmap.mmap(descriptor, starts[-1])
+    arrays = [np.ndarray(shape, dtype, memory, at) for (shape, dtype), at in zip(layout, starts[:-1], strict=True)]
+    return arrays, descriptor
 
 
 def _open_memory(size: int) -> int:
@@ -100,7 +105,7 @@ class RemoteEnvironment:
 
     def restore_episode(self, states: list[dict[str, Any]]) -> None:
         """Replay the episode."""
-        self._keep(*self.env.restore_episode(states))
+        self._keep(*self.env.restore_episode(states[self.index]))
 
     def close(self) -> None:
         """Close the environment."""

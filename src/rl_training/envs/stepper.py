@@ -85,12 +85,13 @@ class Stepper:
             if values is not None and not np.isfinite(values).all():
                 raise EnvironmentFailure.not_finite(self.spaces.env_id, what)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here; empty before the start."""
+    def state_dict(self, engine: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Everything needed to go on exactly here, the engine's state as it is or as given; empty before the start."""
         if not self.started:
             return {}
+        engine = self.engine.state_dict() if engine is None else engine
         return {
-            "format": self.engine.state_format, "engine": self.engine.state_dict(), "obs": self.obs,
+            "format": self.engine.state_format, "engine": engine, "obs": self.obs,
             "is_first": self.is_first, "returns": self._returns.copy(), "lengths": self._lengths.copy(),
         }  # fmt: skip
 

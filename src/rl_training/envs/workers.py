@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -93,18 +93,16 @@ class Workers:
         self._index_of: dict[int, int] = {}  # by the descriptor of a worker's line
         self._busy: set[int] = set()  # who owes an answer
         self._poll = select.poll()  # of all lines
+        self._descriptors = descriptors
         try:
-            pickled = [cloudpickle.dumps(maker) for maker in makers]
+            self._makers = [pickle.dumps((sys.path, cloudpickle.dumps(maker))) for maker in makers]
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".rstrip(".")
             raise UserError(f"{name} cannot be sent to a worker process ({reason}); use vectorization sync.") from error
         try:
             for index in range(self.count):  # all start before the first is waited for
-                self._workers.append(worker := Worker(descriptors))
-                worker.line.settimeout(timeout)
-                self._index_of[worker.line.fileno()] = index
-                self._poll.register(worker.line, select.POLLIN)
-            self._exchange([pickle.dumps((sys.path, maker)) for maker in pickled], timeout)
+                self._workers.append(self._spawn(index))
+            self._exchange(self._makers, timeout)
         except OSError as error:
             self._end()
             reason = f"{type(error).__name__}: {error}".rstrip(".")
@@ -112,6 +110,59 @@ class Workers:
         except BaseException:
             self._end()
             raise
+
+    def _spawn(self, index: int) -> Worker:
+        worker = Worker(self._descriptors)
+        worker.line.settimeout(self.timeout)
+        self._index_of[worker.line.fileno()] = index
+        self._poll.register(worker.line, select.POLLIN)
+        return worker
+
+    # one at a time: what goes wrong is for the caller to deal with ----------------------------------------------
+
+    def ask(self, index: int, method: str, *arguments: Any) -> None:
+        """Call a method of one object; `get` has its result."""
+        self._busy.add(index)
+        self._on_line(index, send, pickle.dumps((method, arguments)))
+
+    def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
+        """Who of these has answered, or ended, within that time."""
+        poll = select.poll()
+        for index in wanted:
+            poll.register(self._workers[index].line, select.POLLIN)
+        return [self._index_of[line] for line, _ in poll.poll(1e3 * seconds)]
+
+    def get(self, index: int, seconds: float | None = None) -> Any:
+        """The result that one owes; waits for it at most that long (None: `timeout`)."""
+        deadline = time.monotonic() + (self.timeout if seconds is None else seconds)
+        while not self._workers[index].poll.poll(1e3 * LOOK_EVERY):
+            if self._workers[index].process.poll() is not None:
+                raise self._ended(index)
+            if time.monotonic() > deadline:
+                raise self._silent(index, self.timeout if seconds is None else seconds)
+        return self._take_answer(index)
+
+    def has_ended(self, index: int) -> bool:
+        """Whether the process is gone."""
+        return self._workers[index].process.poll() is not None
+
+    def failure(self, index: int, seconds: float) -> WorkerFailure:
+        """What is wrong with one that has ended, or was silent for so long."""
+        return self._ended(index) if self.has_ended(index) else self._silent(index, seconds)
+
+    def restart(self, index: int) -> None:
+        """A new process in the place of one, whatever state that is in."""
+        old = self._workers[index]
+        self._poll.unregister(old.line)
+        del self._index_of[old.line.fileno()]
+        old.line.close()
+        old.end(time.monotonic())
+        self._workers[index] = self._spawn(index)
+        self._busy.add(index)
+        self._on_line(index, send, self._makers[index])
+        self.get(index)
+
+    # all at once: what goes wrong in one ends all ---------------------------------------------------------------
 
     def call(self, method: str, *arguments: Any, extra: float = 0.0) -> list[Any]:
         """Call a method of every object, all at once, with `extra` seconds for it; the results in order."""

@@ -28,7 +28,15 @@ class TrainConfig(StrictModel):
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of every random draw of the run.")
     total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
     output_dir: str = Field("runs", min_length=1, description="Folder in which the run's own folder is made.")
-    execution_backend: str = Field("local_sync", description="Where collection runs; only local_sync exists.")
+    execution_backend: str = Field(
+        "local_sync", description="Where environments are stepped: local_sync in this process, local_async in workers."
+    )
+    num_workers: int | Literal["auto"] = Field(
+        "auto", description="Processes of local_async, which share the environments; auto is all cores but one."
+    )
+    max_worker_restarts: int = Field(
+        100, ge=0, description="How often processes of local_async may be started again after they ended or stalled."
+    )
     device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU where there is one and it pays).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
     eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")
@@ -80,10 +88,15 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_choices(self) -> TrainConfig:
-        if self.execution_backend != "local_sync":
+        if self.execution_backend not in ("local_sync", "local_async"):
             raise ValueError(
-                f"execution_backend is {self.execution_backend!r}; only 'local_sync' exists (others are planned)"
+                f"execution_backend is {self.execution_backend!r}; only 'local_sync' and 'local_async' exist"
             )
+        most = min(self.num_envs, MOST_PROCESSES)
+        if self.num_workers != "auto" and not 1 <= self.num_workers <= most:
+            raise ValueError(f"num_workers is {self.num_workers}; with this num_envs it must be auto or from 1 to {most}")
+        if self.execution_backend == "local_async" and self.vectorization == "async":
+            raise ValueError("vectorization is 'async'; with local_async it must be auto, native or sync")
         if self.accelerate not in ("auto", "none"):
             raise ValueError(f"accelerate is {self.accelerate!r}; only 'auto' and 'none' exist (compiling is planned)")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", self.device):

@@ -32,7 +32,9 @@ from rl_training.validation import validate
 
 PathLike = str | Path
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
-FREE_KEYS = BUDGET_KEYS | {"output_dir", "worker_timeout", "algo_kwargs.replay_folder"}  # none changes what is learned
+FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
+    "output_dir", "worker_timeout", "max_worker_restarts", "algo_kwargs.replay_folder"
+}  # fmt: skip
 
 
 def read_checkpoint(path: PathLike) -> dict[str, Any]:

@@ -226,7 +226,8 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(name)
-        row = self.progress_metrics() | self.collected_metrics | metrics | self.scheduled_values()
+        collected = self.collected_metrics | self.session.collector.metrics()
+        row = self.progress_metrics() | collected | metrics | self.scheduled_values()
         self.logger.log(self.step, row | {"steps_per_second": self.steps_per_second()}, last=last)
         self._logged_update = self.updates
         if self.logger.progress_due:
@@ -446,6 +447,7 @@ class Run:
             **self.progress_metrics(),
             **self.last_evaluation,
             **self.collected_metrics,
+            **self.session.collector.metrics(),
             **self.read_latest(),
             **self.scheduled_values(),  # over what the last update says of one, such as SAC's alpha
             "train_seconds": self.train_seconds,

@@ -18,9 +18,12 @@ from torch.overrides import TorchFunctionMode
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import Collector, LocalCollector, NoCollector
-from rl_training.data.experience import ExperienceLayout
+from rl_training.collect.worker import WorkerPlan
+from rl_training.collect.workers import WorkerCollector
+from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, UserEnv, probe_spaces, read_recipe
+from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
@@ -94,39 +97,51 @@ def open_session(
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
     algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])
     ranks.join(algorithm)
-    seed, stepper = ranks.seed(config.seed), None
-    if seed != config.seed:
+    seed = ranks.seed(config.seed)
+    if ranks.rank:
         algorithm.seed(seed)
-    if spec.steps_environments:
+    is_remote, stepper = config.execution_backend == "local_async", None
+    if is_remote and not spec.steps_environments:
+        raise UserError(f"execution_backend is 'local_async', but {spec.name} steps no environments; use local_sync.")
+    if spec.steps_environments and not is_remote:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
         stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
     with closed_on_error(stepper):
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
-        resets = stepper is not None and stepper.resets_next_step
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
+        resets = config.vectorization == "native"
         context = StoreContext(params, spaces, config.num_envs, seed, config.device, recipe, rng, resets)
         try:
             store = spec.store(context)
-            collector = make_collector(behaviour, stepper, store.layout, params, make_algorithm)
+            check_schedules(spec.name, params, algorithm, store)
+            lag: int | None = getattr(params, "policy_lag", None)
+            collector: Collector = NoCollector()
+            if is_remote:
+                collector = open_workers(config, recipe, behaviour, store.layout, lag, make_algorithm)
+            elif stepper is not None:  # a policy that lags acts with a second learner
+                actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if lag else behaviour
+                collector = LocalCollector(actor, stepper, Experience(store.layout), lag)
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
-        check_schedules(spec.name, params, algorithm, store)
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, notes)
 
 
-def make_collector(
-    behaviour: Behaviour, stepper: Stepper | None, layout: ExperienceLayout, params: Params,
-    make_algorithm: Callable[[], Algorithm],
+def open_workers(
+    config: TrainConfig, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout, lag: int | None,
+    make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
-    """Where experience is collected; a policy that lags acts with a second learner."""
-    if stepper is None:
-        return NoCollector()
-    lag: int | None = getattr(params, "policy_lag", None)
-    actor = Behaviour(make_algorithm(), behaviour.spaces, stepper.num_envs, behaviour.rng) if lag else behaviour
-    return LocalCollector(actor, stepper, layout, lag)
+    """Worker processes, each with a learner of its own on the CPU, of which only the acting part is used."""
+    spaces = behaviour.spaces
+    plan = WorkerPlan(
+        partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
+        config.vectorization, layout, len(behaviour.pack()), int(config.num_workers),
+    )  # fmt: skip
+    return WorkerCollector(
+        plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts
+    )
 
 
 @contextmanager
@@ -170,16 +185,14 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
 
 def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
     """The config for several learners, which have to learn from as many rows each; what they cannot run is refused."""
+    several = "with several learners (torchrun) it must be"
     if lane not in LANES_OF_RANKS:
-        raise UserError(
-            f"algo is {config.algo!r}, which learns from {lane}; with several learners (torchrun) it must be one that "
-            f"learns from {' or '.join(LANES_OF_RANKS)}."
-        )
-    if config.vectorization == "native":
-        raise UserError(
-            "vectorization is 'native', whose environments do not reset at the same time; with several learners "
-            "(torchrun) it must be auto, sync or async."
-        )
+        lanes = " or ".join(LANES_OF_RANKS)
+        raise UserError(f"algo is {config.algo!r}, an algorithm of the {lane} lane; {several} of the {lanes} lane.")
+    if config.execution_backend != "local_sync":
+        raise UserError(f"execution_backend is {config.execution_backend!r}; {several} local_sync.")
+    if config.vectorization == "native":  # its reset rows are no transitions, and each rank has others
+        raise UserError(f"vectorization is 'native'; {several} auto, sync or async.")
     return config.model_copy(update={"vectorization": "sync"}) if config.vectorization == "auto" else config
 
 
@@ -215,6 +228,13 @@ def choose_device(params: Params, spaces: EnvSpaces) -> str:
     if not torch.cuda.is_available() or (small and not getattr(params, "capture", False)):
         return "cpu"
     return "cuda"
+
+
+def choose_workers(config: TrainConfig) -> int:
+    """Processes for local_async: one core is left to the learner."""
+    if config.num_workers != "auto":
+        return config.num_workers
+    return min(max(1, (os.cpu_count() or 1) - 1), config.num_envs) if config.execution_backend == "local_async" else 1
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:

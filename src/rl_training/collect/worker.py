@@ -1,0 +1,121 @@
+"""What runs in a worker process: some of a run's environments, and a behaviour that acts in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_training.algorithms.base import Algorithm, Array
+from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import LocalCollector, Request
+from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.envs.engines import SyncEngine, make_engine
+from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.remote import register_missing, share_arrays
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.stepper import Stepper
+
+MEMORIES = 2  # workers fill one while the learner reads the other
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What every worker of a run is made from."""
+
+    make_algorithm: Callable[[], Algorithm]
+    recipe: EnvRecipe
+    spaces: Mapping[str, Any]
+    registrations: Mapping[str, bytes]
+    seed: int
+    vectorization: str
+    layout: ExperienceLayout
+    packed_size: int  # bytes of a packed behaviour
+    num_workers: int
+
+    def share(self, descriptor: int | None = None) -> tuple[list[Experience], list[Array], Array, int]:
+        """Memory that all processes see: experience and a packed behaviour, twice each, and a count of each worker's
+        steps."""
+        arrays = self.layout.arrays()
+        layout = [*list(arrays.values()) * MEMORIES, *[((self.packed_size,), np.uint8)] * MEMORIES]
+        shared, descriptor = share_arrays([*layout, ((self.num_workers,), np.int64)], descriptor)
+        size = len(arrays)
+        parts = [dict(zip(arrays, shared[i * size :], strict=False)) for i in range(MEMORIES)]
+        packed = shared[MEMORIES * size : -1]
+        return [Experience(self.layout, part) for part in parts], packed, shared[-1], descriptor
+
+
+class CountedStepper(Stepper):
+    """A stepper that counts its steps where the learner sees them: a worker that stalls shows."""
+
+    def __init__(self, *arguments: Any, counts: Array, index: int) -> None:
+        super().__init__(*arguments)
+        self.counts, self.index = counts, index
+
+    def step(self, actions: Array) -> Any:
+        """Count, and step."""
+        self.counts[self.index] += 1
+        return super().step(actions)
+
+
+class CollectingWorker:
+    """The environments from `first` to `stop`; it fills their columns of the experience that it is asked for.
+
+    Only small things travel as messages: finished episodes, generators, the policy's memory, and of the environments
+    what does not grow with an episode. The learner reads actions in the experience.
+    """
+
+    def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int, descriptor: int) -> None:
+        torch.set_num_threads(1)
+        register_missing(plan.registrations)
+        experiences, self.packed, counts, _ = plan.share(descriptor)
+        self.experiences = [experience.columns(first, stop) for experience in experiences]
+        self.share = (stop - first) / plan.layout.num_envs
+        spaces, count = EnvSpaces.from_dict(dict(plan.spaces)), stop - first
+        algorithm = plan.make_algorithm()
+        algorithm.seed(int(np.random.SeedSequence([plan.seed, 2, first]).generate_state(1)[0]))
+        rng = np.random.default_rng(np.random.SeedSequence([plan.seed, 1, first]))
+        engine = make_engine(plan.recipe, spaces, count, plan.seed, plan.vectorization, first=first)
+        stepper = CountedStepper(engine, spaces, count, counts=counts, index=index)
+        self.collector = LocalCollector(Behaviour(algorithm, spaces, count, rng), stepper, self.experiences[0])
+
+    def collect(self, number: int, request: Request) -> dict[str, Any]:
+        """Fill the experience of that turn with the behaviour that lies next to it."""
+        begun = time.perf_counter()
+        experience = self.experiences[number % MEMORIES]
+        self.collector.actor.unpack(self.packed[number % MEMORIES])
+        # of all environments' random steps, those of these
+        self.collector.fill(experience, request._replace(random=int(np.ceil(request.random * self.share))))
+        names = ("steps", "transitions", "episodes", "has_resets", "version")
+        answer = {name: getattr(experience, name) for name in names}
+        return answer | {"state": self.brief_state(), "seconds": time.perf_counter() - begun}
+
+    def brief_state(self) -> dict[str, Any]:
+        """The state after what was collected, but for what the learner knows."""
+        actor, stepper = self.collector.actor, self.collector.stepper
+        engine = stepper.engine
+        if isinstance(engine, SyncEngine):
+            stepper_state = stepper.state_dict({"episodes": [env.brief_state() for env in engine.envs]})
+        else:
+            stepper_state = stepper.state_dict()
+        del stepper_state["obs"]
+        generators = {"rng": actor.rng.bit_generator.state, "generator": actor.algorithm.generator.get_state()}
+        return {"stepper": stepper_state, **generators, **actor.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> list[str]:
+        """Go on from a state; returns sentences on what did not come back as it was. New episodes start then."""
+        actor = self.collector.actor
+        actor.rng.bit_generator.state = state["rng"]
+        actor.algorithm.generator.set_state(state["generator"])
+        sentences = self.collector.load_state_dict(state)
+        if sentences:
+            self.collector.abandon()
+        return sentences
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.collector.close()

@@ -1,0 +1,294 @@
+"""Collecting in worker processes: the learner learns while they act, and a run stays a function of its seed."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rl_training.algorithms.base import Array
+from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import NOTHING, Lag, Request
+from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
+from rl_training.data.experience import Experience
+from rl_training.envs.engines import REPLAY_SECONDS
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.workers import LOOK_EVERY, WorkerFailure, Workers
+from rl_training.errors import EnvironmentFailure, UserError
+
+MOST_TRIES = 3  # of one request: what kills a worker every time is the environment
+DRAIN_SECONDS = 2.0  # for the answers under way at the end
+PACK_EVERY = 1024  # parts of an episode's actions that are joined into one
+
+
+class Flight(NamedTuple):
+    """What all workers are asked in one turn; `packed` is the behaviour that acts."""
+
+    number: int
+    request: Request
+    packed: Array
+    version: int
+
+
+class WorkerRecord:
+    """A worker's state after its last answer: what the answers say, and the actions since each last reset."""
+
+    def __init__(self, first: int, stop: int) -> None:
+        self.first, self.stop = first, stop
+        self.state: dict[str, Any] = {}
+        self._actions: list[list[Array]] = [[] for _ in range(first, stop)]
+
+    def follow(self, brief: dict[str, Any], experience: Experience, actions: Array) -> None:
+        """The state after an answer, whose experience has these actions [T, N, ...] as the environments got them."""
+        obs = experience.obs[experience.steps, self.first : self.stop].copy()
+        self.state = {**brief, "stepper": {**brief["stepper"], "obs": obs}}
+        ends = experience.terminated[: experience.steps] | experience.truncated[: experience.steps]
+        for env, parts in zip(range(self.first, self.stop), self._actions, strict=True):
+            ended = np.flatnonzero(ends[:, env])
+            if len(ended):
+                parts.clear()
+            parts.append(actions[ended[-1] + 1 if len(ended) else 0 :, env].copy())
+            if len(parts) > PACK_EVERY:
+                parts[:] = [np.concatenate(parts)]
+
+    def whole_state(self) -> dict[str, Any]:
+        """A state that a new process can go on from; empty before the first answer."""
+        stepper = self.state.get("stepper", {})
+        if "episodes" not in stepper.get("engine", {}):
+            return self.state
+        episodes = [
+            {**brief, "actions": np.concatenate(parts)}
+            for brief, parts in zip(stepper["engine"]["episodes"], self._actions, strict=True)
+        ]
+        return {**self.state, "stepper": {**stepper, "engine": {"episodes": episodes}}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `whole_state`."""
+        self.state = state
+        for parts, episode in zip(self._actions, self.episodes(), strict=False):
+            parts[:] = [np.asarray(episode["actions"])]
+
+    def episodes(self) -> list[dict[str, Any]]:
+        """Of environments that replay theirs."""
+        return self.state.get("stepper", {}).get("engine", {}).get("episodes", [])
+
+    def replay_seconds(self) -> float:
+        """What replaying the episodes may take."""
+        return REPLAY_SECONDS * max((sum(map(len, parts)) for parts in self._actions), default=0)
+
+
+class WorkerCollector:
+    """Environments in `num_workers` processes, each with its columns of an experience in shared memory.
+
+    A turn takes the answers to what was asked in the turn before and, as each arrives, asks that worker again, with
+    the weights of now. So every experience is one turn old, whoever is fast. A worker that ends or stalls is started
+    again from its state after its last answer, and asked the same.
+    """
+
+    def __init__(
+        self, plan: WorkerPlan, spaces: EnvSpaces, *, lag: int | None, timeout: float, max_restarts: int
+    ) -> None:
+        self.spaces, self.timeout, self.max_restarts = spaces, timeout, max_restarts
+        self.num_envs = plan.layout.num_envs
+        self.experiences, self._packed, self._counts, descriptor = plan.share()
+        self._descriptor = descriptor
+        edges = [self.num_envs * index // plan.num_workers for index in range(plan.num_workers + 1)]
+        self.records = [WorkerRecord(*pair) for pair in pairwise(edges)]
+        makers = [
+            partial(CollectingWorker, plan, index, record.first, record.stop, descriptor)
+            for index, record in enumerate(self.records)
+        ]
+        try:
+            self.pool = Workers(makers, spaces.env_id, timeout, [descriptor])
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.lag = Lag(lag or 0)
+        self.started = False
+        self._flight: Flight | None = None
+        self._answers: dict[int, dict[str, Any]] = {}  # to the flight
+        self._interruption: BaseException | None = None
+        self._tries = [0] * plan.num_workers
+        self._restarts = 0
+        self._begun = time.perf_counter()
+        self._waited = self._acted = 0.0
+        self._lag_now = 0
+
+    @property
+    def experience(self) -> Experience:
+        """One of the memories, for whoever asks for sizes."""
+        return self.experiences[0]
+
+    # a turn -----------------------------------------------------------------------------------------------------
+
+    def collect(self, behaviour: Behaviour, request: Request) -> Experience:
+        """What the workers did with the weights of the turn before; they are asked for more."""
+        if not any(request):
+            return NOTHING
+        rows = max(request.steps, -(-request.transitions // self.num_envs))
+        request = Request(steps=rows, random=request.random)
+        flight = self._flight
+        if flight is None:
+            flight = self._flight = self._prepare(behaviour, 0, request)
+            for index in range(len(self.records)):
+                self._ask(index, flight)
+        later = request._replace(random=max(0, request.random - rows * self.num_envs))
+        following = self._prepare(behaviour, flight.number + 1, later)
+        self.started = True
+        self._wait(flight, following)
+        self._flight = following
+        self._lag_now = behaviour.version - flight.version
+        return self._join(flight)
+
+    def _prepare(self, behaviour: Behaviour, number: int, request: Request) -> Flight:
+        packed = self.lag.follow(behaviour)
+        self._packed[number % MEMORIES][:] = packed
+        return Flight(number, request, packed, behaviour.version)
+
+    def _ask(self, index: int, flight: Flight) -> None:
+        try:
+            self.pool.ask(index, "collect", flight.number, flight.request)
+        except WorkerFailure as failure:
+            self._restart(index, failure, flight)
+
+    def _wait(self, flight: Flight, following: Flight) -> None:
+        """Take every answer to the flight, and ask each who has given one for the following."""
+        begun = time.perf_counter()
+        owing = set(range(len(self.records)))
+        self._answers.clear()
+        counts, moved = self._counts.copy(), time.monotonic()
+        while owing:
+            if self._interruption is not None:
+                raise self._interruption
+            ready = self.pool.ready(owing, LOOK_EVERY)
+            for index in sorted(ready):
+                try:
+                    answer = self.pool.get(index)
+                except WorkerFailure as failure:
+                    self._restart(index, failure, flight)
+                    continue
+                owing.discard(index)
+                self._tries[index] = 0
+                self._take(index, answer, flight)
+                self._ask(index, following)
+            if not ready:
+                if not np.array_equal(counts, self._counts):
+                    counts, moved = self._counts.copy(), time.monotonic()
+                for index in sorted(owing):
+                    if self.pool.has_ended(index) or time.monotonic() - moved > self.timeout:
+                        self._restart(index, self.pool.failure(index, self.timeout), flight)
+                        moved = time.monotonic()
+        self._waited += time.perf_counter() - begun
+
+    def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> None:
+        self._answers[index] = answer
+        self._acted += answer["seconds"]
+        experience, steps = self.experiences[flight.number % MEMORIES], answer["steps"]
+        experience.steps = steps
+        record = self.records[index]
+        taken = experience.actions[:steps, record.first : record.stop]
+        flat = self.spaces.map_actions(taken.reshape(-1, *taken.shape[2:]))
+        mapped = np.empty((steps, self.num_envs, *flat.shape[1:]), flat.dtype)
+        mapped[:, record.first : record.stop] = flat.reshape(*taken.shape[:2], *flat.shape[1:])
+        record.follow(answer["state"], experience, mapped)
+
+    def _join(self, flight: Flight) -> Experience:
+        experience, answers = self.experiences[flight.number % MEMORIES], self._answers
+        experience.clear()
+        experience.version = flight.version
+        experience.steps = answers[0]["steps"]
+        experience.transitions = sum(answer["transitions"] for answer in answers.values())
+        experience.has_resets = any(answer["has_resets"] for answer in answers.values())
+        episodes = {index: iter(answer["episodes"]) for index, answer in answers.items()}
+        worker_of = np.repeat(range(len(self.records)), [record.stop - record.first for record in self.records])
+        ends = experience.terminated[: experience.steps] | experience.truncated[: experience.steps]
+        experience.episodes = [next(episodes[worker_of[env]]) for _, env in np.argwhere(ends)]
+        return experience
+
+    def _restart(self, index: int, failure: WorkerFailure, flight: Flight) -> None:
+        """A new process in the state after the last answer, asked the same again; too often, and the failure ends the
+        run."""
+        while True:
+            self._restarts += 1
+            self._tries[index] += 1
+            if self._restarts > self.max_restarts or self._tries[index] >= MOST_TRIES:
+                raise failure
+            warnings.warn(f"{failure} It is started again, from its last answer.", stacklevel=2)
+            try:
+                self.pool.restart(index)
+                self._restore(index)
+                self.pool.ask(index, "collect", flight.number, flight.request)
+                return
+            except WorkerFailure as error:
+                failure = error
+
+    def _restore(self, index: int) -> None:
+        record = self.records[index]
+        if record.state:
+            self.pool.ask(index, "restore", record.whole_state())
+            for sentence in self.pool.get(index, self.timeout + record.replay_seconds()):
+                warnings.warn(f"{sentence} New episodes start in worker {index + 1}.", stacklevel=2)
+
+    # a run's questions ------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """How old the experience was, who waited, and what was lost: nothing."""
+        lived = max(time.perf_counter() - self._begun, 1e-9)
+        return {
+            "policy_lag": float(self._lag_now), "learner_waiting": self._waited / lived,
+            "worker_waiting": max(0.0, 1.0 - self._acted / lived / len(self.records)),
+            "worker_restarts": float(self._restarts),
+        }  # fmt: skip
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise this instead of waiting on."""
+        self._interruption = error
+
+    def abandon(self) -> None:
+        """Give up the episodes under way."""
+        self.started, self._flight = False, None
+        self.records = [WorkerRecord(record.first, record.stop) for record in self.records]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every worker's state after its last answer, and what they are asked now."""
+        flight = self._flight
+        asked = {} if flight is None else {**flight._asdict(), "request": list(flight.request)}
+        states = [record.whole_state() for record in self.records] if self.started else []
+        return {"workers": states, "flight": asked, "weights": list(self.lag.packed)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Bring every worker back, and ask again what they were asked."""
+        flight, states = state["flight"], state["workers"]
+        if not flight:
+            return []
+        if len(states) != len(self.records) or len(flight["packed"]) != len(self._packed[0]):
+            raise UserError("it was saved with another number of workers, or with other networks.")
+        self.lag.packed.extend(state["weights"])
+        self._flight = Flight(**{**flight, "request": Request(*flight["request"])})
+        self._packed[self._flight.number % MEMORIES][:] = flight["packed"]
+        self.started = True
+        sentences: list[str] = []
+        for index, record in enumerate(self.records):
+            record.restore(states[index])
+            self.pool.ask(index, "restore", states[index])
+        for index, record in enumerate(self.records):
+            sentences += self.pool.get(index, self.timeout + record.replay_seconds())
+            self._ask(index, self._flight)
+        return list(dict.fromkeys(sentences))
+
+    def close(self) -> None:
+        """End the processes, the environments closed where they answer soon."""
+        try:
+            deadline = time.monotonic() + DRAIN_SECONDS
+            for index in range(len(self.records)):
+                with suppress(EnvironmentFailure, UserError):
+                    self.pool.get(index, max(0.0, deadline - time.monotonic()))
+            self.pool.close()
+        finally:
+            os.close(self._descriptor)
