@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 
@@ -41,7 +41,7 @@ class A2C(ActorCriticAlgorithm):
     def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rows = self.rows(batch)
-        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         policy, backward = self.trace(rows)
         terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
         losses = a2c_loss(terms, self.ent_coef, self.vf_coef)

@@ -54,6 +54,7 @@ class Algorithm(nn.Module):
     optimizers at every step. None is a number that is not set. The config says what they are, so no state holds them.
     """
 
+    ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
     synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
 
     def __new__(cls, *_: Any, **arguments: Any) -> Any:
@@ -140,6 +141,10 @@ class Algorithm(nn.Module):
         self.add_module(name, optimizer)
         self._optimizers[name] = optimizer
         return optimizer
+
+    def joint(self, mean: Tensor) -> Tensor:
+        """A mean over a batch, over those of all ranks where there are several."""
+        return mean if self.ranks is None else self.ranks.mean_(mean.detach().clone())
 
     @property
     def device(self) -> torch.device:

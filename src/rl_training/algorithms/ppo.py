@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, ratio_statistics, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_statistics, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
@@ -49,7 +49,7 @@ class PPO(ActorCriticAlgorithm):
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
         policy, backward = self.trace(rows)
-        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         terms = {
             "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],
@@ -78,8 +78,10 @@ class PPO(ActorCriticAlgorithm):
             before = len(steps)
             for minibatch in self.minibatches(rows):
                 steps.append(self.minibatch_step(minibatch))
-            if self.target_kl is not None and torch.stack(steps[before:])[:, 4].mean() > 1.5 * self.target_kl:
-                break
+            if self.target_kl is not None:
+                kl = self.joint(torch.stack(steps[before:])[:, 4].mean())
+                if kl > 1.5 * self.target_kl:
+                    break
         self.move_normalizers(rows)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
         metrics = dict(zip(names, torch.stack(steps).mean(0).unbind(), strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import squared_error
 from rl_training.algorithms.ops.policy import conjugate_gradient
@@ -66,27 +66,27 @@ class TRPO(ActorCriticAlgorithm):
     def policy_step(self, rows: Batch) -> dict[str, Any]:
         """The trust-region step on all rows [B]."""
         obs, actions, masks = rows["obs"], rows["actions"], rows.get("action_masks")
-        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         policy = self.policy.distribution(obs, masks)
         gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
-        gradient = self._actor_gradient(gain)
+        gradient = self.joint(self._actor_gradient(gain))
         old = policy.detach()
         kl_gradient = self._actor_gradient(old.kl(policy).mean(), create_graph=True)
 
         def fisher(vector: Tensor) -> Tensor:
-            return self._actor_gradient(kl_gradient.dot(vector)).add_(vector, alpha=self.cg_damping)
+            return self.joint(self._actor_gradient(kl_gradient.dot(vector))).add_(vector, alpha=self.cg_damping)
 
         direction = conjugate_gradient(fisher, gradient, self.cg_iterations)
         curvature = direction.dot(fisher(direction)).clamp(min=1e-12)
         full_step = direction * (2.0 * self.max_kl / curvature).sqrt()
-        start, before = self._actor_flat.clone(), gain.detach()
+        start, before = self._actor_flat.clone(), self.joint(gain.detach())
         fraction, backtracks, accepted = 1.0, 0, False
         while not accepted and backtracks < self.line_search_steps:
             self._actor_flat.copy_(start + fraction * full_step)
             with torch.no_grad():
                 policy = self.policy.distribution(obs, masks)
-                gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
-                kl = old.kl(policy).mean()
+                gain = self.joint(surrogate(policy.log_prob(actions), rows["logprobs"], advantages))
+                kl = self.joint(old.kl(policy).mean())
             accepted = bool((kl <= self.max_kl) & (gain > before))
             if not accepted:
                 fraction, backtracks = fraction * self.line_search_shrink, backtracks + 1

@@ -81,6 +81,8 @@ def encoded_dim(obs_dim: int, encoder: nn.Module | None) -> int:
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; moved only by `update`, so it is frozen wherever nobody learns."""
 
+    ranks: Any = None  # of learners whose rows count too (runtime/ranks.py)
+
     def __init__(self, size: int, clip: float = 10.0) -> None:
         super().__init__()
         self.clip = clip
@@ -101,6 +103,8 @@ class ObservationNorm(nn.Module):
         if len(obs) == 0:
             return
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
+        if self.ranks is not None:
+            (mean, var), rows = self.ranks.moments(mean, var), rows * self.ranks.count
         total = self.count + rows
         delta = mean - self.mean
         share = (rows / total).to(delta.dtype)

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -29,8 +29,10 @@ from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
+from rl_training.runtime.ranks import Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
 
+LANES_OF_RANKS = ("rollout", "replay")
 WIDEST_ON_CPU, MOST_MEMBERS_ON_CPU = 256, 2
 SMALL_NETWORKS = (
     f"device auto is the CPU: layers of at most {WIDEST_ON_CPU} units on vectors learn faster there than on the GPU "
@@ -51,6 +53,7 @@ class Session:
     behaviour: Behaviour
     collector: Collector
     store: Store
+    ranks: Ranks = field(default_factory=Ranks)
     notes: tuple[str, ...] = ()  # on what was decided, for the start of a run
 
     def source_state(self) -> dict[str, Any]:
@@ -70,10 +73,13 @@ class Session:
 
 
 def open_session(
-    config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None
-) -> Session:
+    config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+) -> Session:  # fmt: skip
     """Check the config against algorithm and environment and build both; `restored` is a checkpoint to go on from."""
-    spec = get_algorithm_spec(config.algo)
+    spec, ranks = get_algorithm_spec(config.algo), ranks or Ranks()
+    if ranks.count > 1:
+        config = fit_ranks(config, spec.lane)
     params = read_params(spec.params, config.algo_kwargs)
     named = (*config.named, *(env or ())) if env is None or isinstance(env, tuple) else env
     recipe = read_recipe(config.env_id, config.env_kwargs, named)
@@ -85,22 +91,26 @@ def open_session(
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     params = params.settle(recipe, spaces, config.seed)
-    asked, config = config, resolve(config, params, recipe, spaces)
+    asked, config = config, resolve(config, params, recipe, spaces, ranks)
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
     algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])
+    ranks.join(algorithm)
+    seed = ranks.seed(config.seed)
+    if ranks.rank:
+        algorithm.seed(seed)
     is_remote, stepper = config.execution_backend == "local_async", None
     if is_remote and not spec.steps_environments:
         raise UserError(f"execution_backend is 'local_async', but {spec.name} steps no environments; use local_sync.")
     if spec.steps_environments and not is_remote:
-        where = config.num_envs, config.seed, config.vectorization, config.worker_timeout
+        where = config.num_envs, seed, config.vectorization, config.worker_timeout
         stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
     with closed_on_error(stepper):
-        rng = np.random.default_rng(np.random.SeedSequence([config.seed, 1]))
+        rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
         resets = config.vectorization == "native"
-        context = StoreContext(params, spaces, config.num_envs, config.seed, config.device, recipe, rng, resets)
+        context = StoreContext(params, spaces, config.num_envs, seed, config.device, recipe, rng, resets)
         try:
             store = spec.store(context)
             check_schedules(spec.name, params, algorithm, store)
@@ -116,7 +126,7 @@ def open_session(
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
-    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, notes)
+    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, notes)
 
 
 def open_workers(
@@ -173,9 +183,26 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
         raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
 
 
-def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None) -> TrainConfig:
+def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
+    """The config for several learners, which have to learn from as many rows each; what they cannot run is refused."""
+    several = "with several learners (torchrun) it must be"
+    if lane not in LANES_OF_RANKS:
+        lanes = " or ".join(LANES_OF_RANKS)
+        raise UserError(f"algo is {config.algo!r}, an algorithm of the {lane} lane; {several} of the {lanes} lane.")
+    if config.execution_backend != "local_sync":
+        raise UserError(f"execution_backend is {config.execution_backend!r}; {several} local_sync.")
+    if config.vectorization == "native":  # its reset rows are no transitions, and each rank has others
+        raise UserError(f"vectorization is 'native'; {several} auto, sync or async.")
+    return config.model_copy(update={"vectorization": "sync"}) if config.vectorization == "auto" else config
+
+
+def resolve(
+    config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None, ranks: Ranks | None = None
+) -> TrainConfig:
     """The config with every `auto` decided (some only where the spaces are known) and every default spelled out."""
     device = choose_device(params, spaces) if config.device == "auto" and spaces is not None else config.device
+    if device.startswith("cuda") and ranks is not None and ranks.count > 1:
+        device = f"cuda:{ranks.local_rank}"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
