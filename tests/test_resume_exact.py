@@ -242,6 +242,10 @@ CASES: dict[str, dict[str, Any]] = {
     "acrobot": {"env_id": "Acrobot-v1", "env_kwargs": {"max_episode_steps": 60}},
     "mujoco": {"env_id": "Hopper-v5"},
     "atari": {"env_id": "ALE/Breakout-v5", "env_kwargs": ATARI, "eval_episodes": 0, "total_timesteps": 96},
+    "atari-native": {
+        "env_id": "ALE/Breakout-v5", "env_kwargs": ATARI, "eval_episodes": 0, "total_timesteps": 96,
+        "vectorization": "native",
+    },
     "async": {"env_id": "Acrobot-v1", "vectorization": "async"},
     "lag": {"env_id": "CartPole-v1", "kwargs": {"policy_lag": 3}},
     "schedules": {

@@ -256,29 +256,34 @@ def _make_replayable(recipe: EnvRecipe, seed: int, index: int) -> ReplayableEpis
     return ReplayableEpisodes(make_env(recipe), seed, index)
 
 
-def has_native_engine(recipe: EnvRecipe) -> bool:
-    """Whether a vectorised implementation exists whose state can be saved and restored exactly."""
+def is_cartpole(recipe: EnvRecipe) -> bool:
+    """Whether this is the CartPole that Gymnasium has vector code for."""
     spec = gym.registry.get(recipe.env_id)
     entry = getattr(spec, "vector_entry_point", None) if recipe.is_plain and spec is not None else None
     return entry == "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 
 
 def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """`auto` by rule: for several environments their own vector code where it resumes exactly, else sync."""
-    if wanted == "native" and not has_native_engine(recipe):
-        raise UserError(
-            f"vectorization is 'native', but {recipe.env_id} has no vector implementation that can be saved and "
-            "restored exactly; use auto, sync or async."
-        )
+    """`auto` by rule: native for several CartPoles, else sync; ALE's vector code and processes only on request."""
+    if wanted == "native" and not is_cartpole(recipe):
+        from rl_training.envs.atari import find_obstacle
+
+        obstacle = find_obstacle(recipe)
+        if obstacle:
+            raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
     if wanted != "auto":
         return wanted
-    return "native" if num_envs > 1 and has_native_engine(recipe) else "sync"
+    return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
 
 
 def make_engine(
     recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0
 ) -> Engine:
     """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments."""
+    if vectorization == "native" and not is_cartpole(recipe):
+        from rl_training.envs.atari import make_atari_engine
+
+        return make_atari_engine(recipe, spaces, num_envs, seed)
     if vectorization == "native":
         limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
         vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
