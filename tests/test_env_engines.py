@@ -230,6 +230,42 @@ def test_native_atari_is_atari_with_our_wrappers(limit: int | None, steps: int) 
     )
 
 
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "Acrobot-v1", "Hopper-v5"])
+def test_a_pool_marks_its_reset_rows_and_keeps_the_final_observation(env_id: str) -> None:
+    pytest.importorskip("envpool")
+    with opened(env_id, "native", num_envs=3, max_episode_steps=5) as stepper, opened(env_id, num_envs=3) as sync:
+        sync.start()
+        history = record(stepper, 12)
+        assert (history[0].dtype, history[0].shape) == (sync.obs.dtype, sync.obs.shape)
+        assert len({row.tobytes() for row in history[0]}) == 3, "environments side by side must differ"
+        assert stepper.state_dict() == {}
+    clocks = np.zeros(3, dtype=int)
+    for (_, rewards, terminated, truncated, final_obs, _, valid, _), ended, is_first in zip(
+        history[1::3], history[2::3], history[3::3], strict=True
+    ):
+        done, resets = clocks == 5, np.zeros(3, bool) if valid is None else ~valid
+        assert resets.tolist() == is_first.tolist() == done.tolist()
+        assert not rewards[resets].any()
+        clocks = np.where(resets, 0, clocks + 1)
+        assert truncated.tolist() == (clocks == 5).tolist()
+        assert [episode.length for episode in ended] == [5] * int(truncated.sum())
+        assert final_obs is None
+        assert not terminated.any()
+
+
+def test_a_pool_plays_the_plain_environment() -> None:
+    pytest.importorskip("envpool")
+    with opened("Pendulum-v1", "native") as pool, opened("Pendulum-v1") as sync:
+        pool.start()
+        sync.start()
+        for env, (x, y, speed) in zip(sync.engine.envs, pool.obs, strict=True):  # type: ignore[attr-defined]
+            env.unwrapped.state = np.array([np.arctan2(y, x), speed], dtype=np.float64)
+        for actions in np.linspace(-1, 1, 40, dtype=np.float32).reshape(20, 2, 1):
+            one, other = pool.step(actions)[0], sync.step(actions)[0]
+            assert np.allclose(one.obs, other.obs, atol=1e-3)
+            assert np.allclose(one.rewards, other.rewards, atol=1e-3)
+
+
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +281,7 @@ def test_auto_prefers_vector_code_that_resumes_exactly() -> None:
     assert chosen("env_zoo:Walk", 8) == "sync"
     assert choose_vectorization("async", read_recipe("Pendulum-v1", {}), 2) == "async"
     with pytest.raises(UserError, match="has no vector implementation"):
-        choose_vectorization("native", read_recipe("Pendulum-v1", {}), 2)
+        choose_vectorization("native", read_recipe("env_zoo:Walk", {}), 2)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_training.envs.engines import Step
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import EnvRecipe, register_on_demand
+from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 
@@ -108,18 +108,14 @@ class AtariEngine:
 
 def find_obstacle(recipe: EnvRecipe) -> str | None:
     """Why ALE's vector environment cannot step this, as half a sentence; None: it can."""
-    if recipe.maker is None:
-        register_on_demand(recipe.env_id)
-    spec, options = gym.registry.get(recipe.env_id), recipe.wrappers
-    if recipe.maker is not None or spec is None or spec.entry_point != "ale_py.env:AtariEnv":
-        return f"{recipe.env_id} has no vector implementation that can be saved and restored exactly"
+    options = recipe.wrappers
     if not options.atari or options.pixels or options.frame_stack > 1:
         return "of env_kwargs.wrappers ALE's vector code needs atari and has besides only clip_reward"
     unknown = [name for name in recipe.kwargs if name not in KNOWN]
     return f"ALE's vector code has no env_kwargs.{unknown[0]}" if unknown else None
 
 
-def make_atari_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> AtariEngine:
+def make_native_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> AtariEngine:
     """The engine over `num_envs` emulators, with the wrappers of the recipe done in C++."""
     import ale_py
 

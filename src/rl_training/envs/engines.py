@@ -6,13 +6,14 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
 
 from rl_training.envs.episodes import ReplayableEpisodes
-from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.factory import EnvRecipe, make_env, register_on_demand
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.workers import Workers
@@ -45,7 +46,7 @@ class Engine(Protocol):
     """Steps N environments with actions of the environment's own kind."""
 
     resets_next_step: bool  # the row after an end holds the final observation, and its step only resets
-    state_format: str  # engines with the same format read each other's states
+    state_format: str  # engines with the same format read each other's states; empty: it cannot be saved
 
     def reset(self) -> tuple[Array, Array | None]: ...
 
@@ -263,14 +264,22 @@ def is_cartpole(recipe: EnvRecipe) -> bool:
     return entry == "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 
 
-def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """`auto` by rule: native for several CartPoles, else sync; ALE's vector code and processes only on request."""
-    if wanted == "native" and not is_cartpole(recipe):
-        from rl_training.envs.atari import find_obstacle
+def _vector_code(recipe: EnvRecipe) -> ModuleType:
+    """The module that says whether it steps an environment that is not CartPole, and makes the engine."""
+    from rl_training.envs import atari, pool
 
-        obstacle = find_obstacle(recipe)
-        if obstacle:
-            raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
+    if recipe.maker is not None:
+        return pool
+    register_on_demand(recipe.env_id)
+    spec = gym.registry.get(recipe.env_id)
+    return atari if spec is not None and spec.entry_point == "ale_py.env:AtariEnv" else pool
+
+
+def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
+    """`auto` by rule: native for several CartPoles, else sync; threads (ALE, EnvPool) and processes on request."""
+    obstacle = _vector_code(recipe).find_obstacle(recipe) if wanted == "native" and not is_cartpole(recipe) else None
+    if obstacle:
+        raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
     if wanted != "auto":
         return wanted
     return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
@@ -281,9 +290,8 @@ def make_engine(
 ) -> Engine:
     """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments."""
     if vectorization == "native" and not is_cartpole(recipe):
-        from rl_training.envs.atari import make_atari_engine
-
-        return make_atari_engine(recipe, spaces, num_envs, seed)
+        engine: Engine = _vector_code(recipe).make_native_engine(recipe, spaces, num_envs, seed)
+        return engine
     if vectorization == "native":
         limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
         vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)

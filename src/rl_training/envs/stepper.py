@@ -86,8 +86,8 @@ class Stepper:
                 raise EnvironmentFailure.not_finite(self.spaces.env_id, what)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here; empty before the start."""
-        if not self.started:
+        """Everything needed to go on exactly here; empty before the start, and where nothing can be saved."""
+        if not self.started or not self.engine.state_format:
             return {}
         return {
             "format": self.engine.state_format, "engine": self.engine.state_dict(), "obs": self.obs,

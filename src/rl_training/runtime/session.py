@@ -33,6 +33,7 @@ SMALL_NETWORKS = (
     f"device auto is the CPU: layers of at most {WIDEST_ON_CPU} units on vectors learn faster there than on the GPU "
     "(device: cuda takes it)"
 )
+UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
 
 @dataclass
@@ -104,8 +105,10 @@ def open_session(
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
         check_schedules(spec.name, params, algorithm, store)
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
-    notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
-    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, notes)
+    notes = [SMALL_NETWORKS] if passes_over_gpu else []
+    if stepper is not None and not stepper.engine.state_format:
+        notes.append(UNSAVED.format(config.env_id))
+    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, tuple(notes))
 
 
 def make_collector(
