@@ -21,7 +21,7 @@ from rl_training.collect.local import Collector, LocalCollector, NoCollector
 from rl_training.collect.worker import WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
-from rl_training.envs.engines import choose_vectorization, make_engine
+from rl_training.envs.engines import choose_vectorization, is_cartpole, make_engine
 from rl_training.envs.factory import EnvRecipe, UserEnv, probe_spaces, read_recipe
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
@@ -38,6 +38,7 @@ SMALL_NETWORKS = (
     f"device auto is the CPU: layers of at most {WIDEST_ON_CPU} units on vectors learn faster there than on the GPU "
     "(device: cuda takes it)"
 )
+UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
 
 @dataclass
@@ -125,8 +126,10 @@ def open_session(
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
-    notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
-    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, notes)
+    notes = [SMALL_NETWORKS] if passes_over_gpu else []
+    if stepper is not None and not stepper.engine.state_format:
+        notes.append(UNSAVED.format(config.env_id))
+    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
 
 
 def open_workers(
@@ -134,6 +137,10 @@ def open_workers(
     make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
     """Worker processes, each with a learner of its own on the CPU, of which only the acting part is used."""
+    if config.vectorization == "native" and not is_cartpole(recipe):
+        raise UserError(
+            f"vectorization is 'native', but workers cannot restore {config.env_id} so; use sync with local_async."
+        )
     spaces = behaviour.spaces
     plan = WorkerPlan(
         partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
