@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 
 from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Request
+from rl_training.collect.worker import CollectingWorker, WorkerPlan
 from rl_training.collect.workers import WorkerRecord
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.workers import WorkerFailure
@@ -87,6 +90,28 @@ def test_a_packed_behaviour_acts_as_the_learner_does(algo: str, tmp_path: Path) 
         assert np.array_equal(copy.act(obs, None, first)[0], original.act(obs, None, first)[0])
 
 
+def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
+    session = open_session(tiny("dqn", tmp_path, num_envs=4))
+    session.close()
+    make = partial(build_algorithm, session.spec, session.params, session.spaces, seed=3, device="cpu")
+    store: Any = session.store
+    layout, behaviour = store.layout, session.behaviour
+    behaviour.algorithm.epsilon = 0.5  # type: ignore[assignment]
+    where = make, session.recipe, session.spaces.to_dict(), {}, 3, "sync"
+    plan = WorkerPlan(*where, layout, len(behaviour.pack()), 3, 4.0)
+    _, packed, _, descriptor = plan.share()
+    packed[0][:] = behaviour.pack()
+    seen = []
+    for index in range(3):
+        worker = CollectingWorker(plan, index, index, index + 1, descriptor)
+        for _ in range(2):  # the second time as the first
+            worker.collect(0, Request(steps=1))
+        seen.append(worker.collector.actor.algorithm.epsilon)
+        worker.close()
+    os.close(descriptor)
+    assert seen == [0.5, 0.5**3.0, 0.5**5.0]
+
+
 def test_a_record_knows_the_actions_since_every_last_reset() -> None:
     experience = Experience(ExperienceLayout(4, 2, (1,), "float32"))
     experience.steps = 4
@@ -104,6 +129,7 @@ def test_a_record_knows_the_actions_since_every_last_reset() -> None:
     ("algo", "fields", "said"),
     [
         ("bc", {}, "bc steps no environments; use local_sync"),
+        ("dqn", {"execution_backend": "local_sync", "kwargs": {"epsilon_ladder": 7}}, "epsilon_ladder needs workers"),
         ("ppo", {"num_workers": 4}, "num_workers is 4; it must be auto or from 1 to num_envs .3."),
         ("ppo", {"vectorization": "async"}, "vectorization is 'async'; with local_async it must be"),
     ],
@@ -111,7 +137,7 @@ def test_a_record_knows_the_actions_since_every_last_reset() -> None:
 def test_what_workers_cannot_do_is_refused(algo: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
     plain = {"num_envs": 3, "execution_backend": "local_async"}
     with pytest.raises(UserError, match=said):
-        open_session(tiny(algo, tmp_path, **plain, **fields))
+        open_session(tiny(algo, tmp_path, **{**plain, **fields}))
 
 
 # ---- long ------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,11 @@ class Request(NamedTuple):
     random: int = 0
     hold: float = 1.0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is asked for."""
+        return not self.steps and not self.transitions
+
 
 class Collector(Protocol):
     """Where a behaviour acts. It owns the environments and the policy's memory."""
@@ -104,7 +109,7 @@ class LocalCollector:
         actor, stepper = self.actor, self.stepper
         experience.clear()
         experience.version = actor.version
-        if not request.steps and not request.transitions:
+        if request.is_empty:
             return
         stepper.start()
         if experience.valid is not None:
