@@ -163,12 +163,8 @@ def execute(
     where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.execution_backend == "local_async" else ""
     messages = [
         f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
-<<<<<<< HEAD
-        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}, {kept}"
+        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept}"
         + (f", each of {session.ranks.count} learners)" if session.ranks.count > 1 else ")"),
-=======
-        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept})",
->>>>>>> collect
         *warnings,
         *session.notes,
         *notes,
