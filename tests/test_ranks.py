@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -180,13 +181,21 @@ def check_ends(ranks: TorchRanks, folder: Path) -> None:
     assert (state["run"]["step"], state["run"]["abandoned"]) == (64, False)
     with pytest.raises(TrainingFailure, match="not finite"):
         train(config, callbacks=callbacks("nan"), console=False)
+    config = tiny("dqn", folder, num_envs=2, total_timesteps=128, eval_episodes=0)
     warned = pytest.warns(UserWarning, match="abandoned") if ranks.rank == 0 else nullcontext()
     with warned, pytest.raises(EnvironmentFailure, match="it broke"):
         train(config, callbacks=callbacks("environment"), run_suffix="broken", console=False)
     (saved,) = folder.glob("*broken/checkpoints/latest.ckpt")
-    state = load_checkpoint(saved)
-    assert (state["run"]["step"], state["run"]["abandoned"], len(state["ranks"])) == (64, True, 1)
+    tree = load_checkpoint(saved)
+    (other,) = tree["ranks"]
+    assert (tree["run"]["updates"], tree["run"]["abandoned"]) == (2, True)
+    for name in ("credit", "sizes"):  # else one rank would learn more often than the other
+        found = [part["source"] if name == "credit" else part["source"]["replay"] for part in (tree, other)]
+        assert np.array_equal(found[0][name], found[1][name])
     ranks.largest(0)  # the other has looked
+    warned = pytest.warns(UserWarning, match="not exact") if ranks.rank == 0 else nullcontext()
+    with warned:
+        assert resume_training(saved, console=False).metrics["global_step"] == 128
 
 
 def fail(error: Exception) -> None:
