@@ -22,6 +22,7 @@ from torch import Tensor
 from resume_cases import StopAt, assert_same_run, take_steps, tiny
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.checkpointing import is_alive, load_checkpoint
+from rl_training.runtime import run as run_module
 from rl_training.runtime import workflows
 from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks
 from rl_training.runtime.restoring import part_of_rank
@@ -150,7 +151,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
 
 
 class Breaks(Callback):
-    """After two updates: a signal, a NaN, or an environment that raises."""
+    """After two updates: a signal, a NaN, an environment that raises, or one that gets the signal and never returns."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -164,8 +165,17 @@ class Breaks(Callback):
         elif self.how == "nan":
             learn = learner.learn
             learner.learn = lambda batch: learn({**batch, "rewards": batch["rewards"] * math.nan})
+        elif self.how == "stall":
+            collector: Any = run.session.collector
+            collector.stepper.engine.step = stall
         else:
             run.session.collector.interrupt(EnvironmentFailure("it broke"))
+
+
+def stall(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        signal.pause()
 
 
 def check_ends(ranks: TorchRanks, folder: Path) -> None:
@@ -179,6 +189,12 @@ def check_ends(ranks: TorchRanks, folder: Path) -> None:
     assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("SIGTERM", 64)
     state = load_checkpoint(result.checkpoint_path)
     assert (state["run"]["step"], state["run"]["abandoned"]) == (64, False)
+    run_module.STOP_SECONDS = 0.1  # type: ignore[misc]
+    warned = pytest.warns(UserWarning, match="abandoned") if ranks.rank == 0 else nullcontext()
+    with warned:
+        result = train(config, callbacks=callbacks("stall"), console=False)
+    state = load_checkpoint(result.checkpoint_path)
+    assert (result.metrics["stop_reason"], state["run"]["step"], state["run"]["abandoned"]) == ("SIGTERM", 64, True)
     with pytest.raises(TrainingFailure, match="not finite"):
         train(config, callbacks=callbacks("nan"), console=False)
     config = tiny("dqn", folder, num_envs=2, total_timesteps=128, eval_episodes=0)
