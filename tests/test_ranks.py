@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor
 from resume_cases import StopAt, assert_same_run, take_steps, tiny
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.checkpointing import is_alive, load_checkpoint
+from rl_training.runtime import run as run_module
 from rl_training.runtime import workflows
 from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks
 from rl_training.runtime.restoring import part_of_rank
@@ -149,7 +151,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
 
 
 class Breaks(Callback):
-    """After two updates: a signal, a NaN, or an environment that raises."""
+    """After two updates: a signal, a NaN, an environment that raises, or one that gets the signal and never returns."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -163,8 +165,17 @@ class Breaks(Callback):
         elif self.how == "nan":
             learn = learner.learn
             learner.learn = lambda batch: learn({**batch, "rewards": batch["rewards"] * math.nan})
+        elif self.how == "stall":
+            collector: Any = run.session.collector
+            collector.stepper.engine.step = stall
         else:
             run.session.collector.interrupt(EnvironmentFailure("it broke"))
+
+
+def stall(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        signal.pause()
 
 
 def check_ends(ranks: TorchRanks, folder: Path) -> None:
@@ -178,15 +189,29 @@ def check_ends(ranks: TorchRanks, folder: Path) -> None:
     assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("SIGTERM", 64)
     state = load_checkpoint(result.checkpoint_path)
     assert (state["run"]["step"], state["run"]["abandoned"]) == (64, False)
+    run_module.STOP_SECONDS = 0.1  # type: ignore[misc]
+    warned = pytest.warns(UserWarning, match="abandoned") if ranks.rank == 0 else nullcontext()
+    with warned:
+        result = train(config, callbacks=callbacks("stall"), console=False)
+    state = load_checkpoint(result.checkpoint_path)
+    assert (result.metrics["stop_reason"], state["run"]["step"], state["run"]["abandoned"]) == ("SIGTERM", 64, True)
     with pytest.raises(TrainingFailure, match="not finite"):
         train(config, callbacks=callbacks("nan"), console=False)
+    config = tiny("dqn", folder, num_envs=2, total_timesteps=128, eval_episodes=0)
     warned = pytest.warns(UserWarning, match="abandoned") if ranks.rank == 0 else nullcontext()
     with warned, pytest.raises(EnvironmentFailure, match="it broke"):
         train(config, callbacks=callbacks("environment"), run_suffix="broken", console=False)
     (saved,) = folder.glob("*broken/checkpoints/latest.ckpt")
-    state = load_checkpoint(saved)
-    assert (state["run"]["step"], state["run"]["abandoned"], len(state["ranks"])) == (64, True, 1)
+    tree = load_checkpoint(saved)
+    (other,) = tree["ranks"]
+    assert (tree["run"]["updates"], tree["run"]["abandoned"]) == (2, True)
+    for name in ("credit", "sizes"):  # else one rank would learn more often than the other
+        found = [part["source"] if name == "credit" else part["source"]["replay"] for part in (tree, other)]
+        assert np.array_equal(found[0][name], found[1][name])
     ranks.largest(0)  # the other has looked
+    warned = pytest.warns(UserWarning, match="not exact") if ranks.rank == 0 else nullcontext()
+    with warned:
+        assert resume_training(saved, console=False).metrics["global_step"] == 128
 
 
 def fail(error: Exception) -> None:

@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm
+from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Collector, Request
+from rl_training.data.experience import Experience
 from rl_training.errors import EnvironmentFailure
 from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 
@@ -70,6 +73,27 @@ class Ranks:
     def gather(self, algorithm: Mapping[str, Any], source: Mapping[str, Any]) -> list[dict[str, Any]]:
         """In rank 0 what the other ranks have of their own: experience, and what a learner does not share."""
         return []
+
+
+class RankCollector:
+    """A collector that settles with the other ranks how collecting went, before anything of it is kept."""
+
+    def __init__(self, collector: Collector, ranks: Ranks) -> None:
+        self._collector, self._ranks = collector, ranks
+
+    def collect(self, behaviour: Behaviour, request: Request) -> Experience:
+        """This rank's experience with the episodes of all; a failure is every rank's."""
+        try:
+            experience = self._collector.collect(behaviour, request)
+        except BaseException as error:
+            if type(error) is not KeyboardInterrupt:  # a second signal: the others hear no more
+                self._ranks.tell(error)
+            raise
+        experience.episodes = self._ranks.union(experience.episodes)
+        return experience
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collector, name)
 
 
 class TorchRanks(Ranks):

@@ -119,7 +119,7 @@ class Run:
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
         self._interruption: Interruption | None = None  # of the turn under way
-        self._in_turn = self._collecting = self._evaluating = self._closing = self._at_once = False
+        self._in_turn = self._evaluating = self._closing = self._at_once = False
         self._saved: tuple[float, ...] | None = None
         self._resumed_at = self._last_save = time.perf_counter()
         self._save_seconds = 0.0
@@ -166,7 +166,7 @@ class Run:
 
     def apply_schedules(self) -> None:
         """Move every scheduled number to its value at this step, wherever it is read."""
-        self._in_turn = self._collecting = True
+        self._in_turn = True
         algorithm, store = self.session.algorithm, self.session.store
         for name, value in self.scheduled_values().items():
             if algorithm.scheduled(name):
@@ -175,10 +175,9 @@ class Run:
                 setattr(store, name, value)
 
     def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
-        """Count real transitions and finished episodes, of all ranks."""
-        self._collecting = False
-        self.episodes.extend(self.ranks.union(episodes))
+        """Count real transitions, as many of every rank, and finished episodes."""
         self.step += steps * self.ranks.count
+        self.episodes.extend(episodes)
         self.collected_metrics = self.session.store.metrics
 
     def count_update(self, result: UpdateResult) -> None:
@@ -520,21 +519,23 @@ class Run:
     def abandonment(self) -> Iterator[None]:
         """Leave the loop in the middle of a turn once a signal has asked for the end, whatever breaks the turn then.
 
-        A failure in collecting is told to the other ranks, which wait to hear of it, and so is the signal.
+        Where all ranks have the failure, they have the signal too.
         """
         try:
             yield
         except (Exception, Interruption) as error:
-            if self._collecting and can_save_after(error):
-                self.ranks.tell(error)
             if self.ranks.knows(error):
                 self._signal = int(self.ranks.largest(self._signal or 0)) or None
-            if self._signal is None or not self._in_turn or not can_save_after(error):
+            if self._signal is None or not self._in_turn or not self._can_save_after(error):
                 raise
             self._abandon_turn()
             if not isinstance(error, Interruption):
                 self.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
             self.stop_reason = signal.Signals(self._signal).name
+
+    def _can_save_after(self, error: BaseException) -> bool:
+        """Whether every rank can; where not all have the error, another may wait for something else."""
+        return self.ranks.knows(error) and not self.ranks.largest(not can_save_after(error))
 
     def _abandon_turn(self) -> None:
         """Give up what the turn under way collected and did not store, and the environments' episodes."""
@@ -553,8 +554,7 @@ class Run:
         except TrainingFailure:  # which keeps the last good checkpoint and says where it is
             raise
         except BaseException as error:
-            together = self.ranks.knows(error)  # else another rank may wait for something else
-            if together and self._progress() != self._saved and not self._at_once and can_save_after(error):
+            if self._progress() != self._saved and not self._at_once and self._can_save_after(error):
                 try:
                     if self._in_turn:
                         self._abandon_turn()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -29,7 +29,7 @@ from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
-from rl_training.runtime.ranks import Ranks
+from rl_training.runtime.ranks import RankCollector, Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
 
 LANES_OF_RANKS = ("rollout", "replay")
@@ -128,6 +128,8 @@ def open_session(
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
+        if ranks.count > 1:
+            collector = cast(Collector, RankCollector(collector, ranks))
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = [SMALL_NETWORKS] if passes_over_gpu else []
     if stepper is not None and not stepper.engine.state_format:
