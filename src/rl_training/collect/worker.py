@@ -36,6 +36,7 @@ class WorkerPlan:
     layout: ExperienceLayout
     packed_size: int  # bytes of a packed behaviour
     num_workers: int
+    epsilon_ladder: float = 0.0  # Ape-X's alpha (Horgan et al. 2018, arXiv:1803.00933)
 
     def share(self, descriptor: int | None = None) -> tuple[list[Experience], list[Array], Array, int]:
         """Memory that all processes see: experience and a packed behaviour, twice each, and a count of each worker's
@@ -75,6 +76,7 @@ class CollectingWorker:
         experiences, self.packed, counts, _ = plan.share(descriptor)
         self.experiences = [experience.columns(first, stop) for experience in experiences]
         self.share = (stop - first) / plan.layout.num_envs
+        self.epsilon_power = 1.0 + plan.epsilon_ladder * index / max(1, plan.num_workers - 1)
         spaces, count = EnvSpaces.from_dict(dict(plan.spaces)), stop - first
         algorithm = plan.make_algorithm()
         algorithm.seed(int(np.random.SeedSequence([plan.seed, 2, first]).generate_state(1)[0]))
@@ -88,6 +90,9 @@ class CollectingWorker:
         begun = time.perf_counter()
         experience = self.experiences[number % MEMORIES]
         self.collector.actor.unpack(self.packed[number % MEMORIES])
+        numbers = self.collector.actor.algorithm.numbers
+        if "epsilon" in numbers:
+            numbers["epsilon"] **= self.epsilon_power
         # of all environments' random steps, those of these
         self.collector.fill(experience, request._replace(random=int(np.ceil(request.random * self.share))))
         names = ("steps", "transitions", "episodes", "has_resets", "version")

@@ -162,7 +162,7 @@ class WorkerCollector:
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
         self._answers.clear()
-        counts, moved = self._counts.copy(), time.monotonic()
+        counts, moved = self._counts.copy(), np.full(len(self.records), time.monotonic())
         while owing:
             if self._interruption is not None:
                 raise self._interruption
@@ -178,12 +178,12 @@ class WorkerCollector:
                 self._take(index, answer, flight)
                 self._ask(index, following)
             if not ready:
-                if not np.array_equal(counts, self._counts):
-                    counts, moved = self._counts.copy(), time.monotonic()
+                moved[counts != self._counts] = time.monotonic()
+                counts = self._counts.copy()
                 for index in sorted(owing):
-                    if self.pool.has_ended(index) or time.monotonic() - moved > self.timeout:
+                    if self.pool.has_ended(index) or time.monotonic() - moved[index] > self.timeout:
                         self._restart(index, self.pool.failure(index, self.timeout), flight)
-                        moved = time.monotonic()
+                        moved[index] = time.monotonic()
         self._waited += time.perf_counter() - begun
 
     def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> None:

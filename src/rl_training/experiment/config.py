@@ -94,7 +94,7 @@ class TrainConfig(StrictModel):
             )
         most = min(self.num_envs, MOST_PROCESSES)
         if self.num_workers != "auto" and not 1 <= self.num_workers <= most:
-            raise ValueError(f"num_workers is {self.num_workers}; with this num_envs it must be auto or from 1 to {most}")
+            raise ValueError(f"num_workers is {self.num_workers}; it must be auto or from 1 to num_envs ({most})")
         if self.execution_backend == "local_async" and self.vectorization == "async":
             raise ValueError("vectorization is 'async'; with local_async it must be auto, native or sync")
         if self.accelerate not in ("auto", "none"):

@@ -39,6 +39,9 @@ class DQNParams(ReplayParams):
     epsilon_start: float = Field(1.0, ge=0, le=1, description="First probability of a random action.")
     epsilon_end: float = Field(0.05, ge=0, le=1, description="Last probability of a random action.")
     exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget until epsilon_end.")
+    epsilon_ladder: float = Field(
+        0.0, ge=0, le=100, description="Ape-X: worker i of n acts with epsilon ** (1 + this * i / (n - 1))."
+    )
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="State value and advantages in streams of their own.")
     noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")
@@ -48,7 +51,7 @@ class DQNParams(ReplayParams):
 
     def fixed_numbers(self) -> dict[str, str]:
         """Also what epsilon's own schedule is made of."""
-        parts = ("epsilon_start", "epsilon_end", "exploration_fraction")
+        parts = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
         return super().fixed_numbers() | dict.fromkeys(parts, "it is a part of epsilon's own schedule")
 
     def built_in_schedules(self) -> dict[str, Schedule]:

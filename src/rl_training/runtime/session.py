@@ -103,6 +103,8 @@ def open_session(
     is_remote, stepper = config.execution_backend == "local_async", None
     if is_remote and not spec.steps_environments:
         raise UserError(f"execution_backend is 'local_async', but {spec.name} steps no environments; use local_sync.")
+    if getattr(params, "epsilon_ladder", 0.0) and not is_remote:
+        raise UserError("epsilon_ladder needs workers; set execution_backend to local_async, or epsilon_ladder to 0.")
     if spec.steps_environments and not is_remote:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
         stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
@@ -117,7 +119,8 @@ def open_session(
             lag: int | None = getattr(params, "policy_lag", None)
             collector: Collector = NoCollector()
             if is_remote:
-                collector = open_workers(config, recipe, behaviour, store.layout, lag, make_algorithm)
+                ladder = getattr(params, "epsilon_ladder", 0.0)
+                collector = open_workers(config, recipe, behaviour, store.layout, lag, ladder, make_algorithm)
             elif stepper is not None:  # a policy that lags acts with a second learner
                 actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if lag else behaviour
                 collector = LocalCollector(actor, stepper, Experience(store.layout), lag)
@@ -133,13 +136,13 @@ def open_session(
 
 def open_workers(
     config: TrainConfig, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout, lag: int | None,
-    make_algorithm: Callable[..., Algorithm],
+    ladder: float, make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
     """Worker processes, each with a learner of its own on the CPU, of which only the acting part is used."""
     spaces = behaviour.spaces
     plan = WorkerPlan(
         partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
-        config.vectorization, layout, len(behaviour.pack()), int(config.num_workers),
+        config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), ladder,
     )  # fmt: skip
     return WorkerCollector(
         plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts

@@ -160,9 +160,10 @@ def execute(
     """Run the loop of an open session in its folder."""
     resolved = session.config
     kept, *warnings = session.store.describe().split("\n")
+    where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.execution_backend == "local_async" else ""
     messages = [
         f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
-        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}, {kept}"
+        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept}"
         + (f", each of {session.ranks.count} learners)" if session.ranks.count > 1 else ")"),
         *warnings,
         *session.notes,

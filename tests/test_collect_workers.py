@@ -1,0 +1,230 @@
+"""Worker processes (`execution_backend: local_async`): a run depends on its seed, not on what happens to a worker."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, stop_and_resume, tiny
+from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Request
+from rl_training.collect.worker import CollectingWorker, WorkerPlan
+from rl_training.collect.workers import WorkerRecord
+from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.envs.workers import WorkerFailure
+from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.session import build_algorithm, open_session
+from rl_training.runtime.workflows import TrainResult, resume_training, train
+
+STEPPING = [name for name, spec in SPECS.items() if spec.steps_environments]
+CLOCKED = {"learner_waiting", "worker_waiting", "worker_restarts"}
+pytestmark = pytest.mark.filterwarnings("ignore:.*It is started again")
+
+
+def workers(algo: str, output_dir: Path, count: int = 2, **fields: Any) -> Any:
+    fields = {"num_envs": 3, "vectorization": "sync", "eval_episodes": 0, **fields}
+    return tiny(algo, output_dir, execution_backend="local_async", num_workers=count, **fields)
+
+
+def assert_same_end(one: TrainResult, other: TrainResult) -> None:
+    """Learner, store, workers and requests in flight, to the bit; and the rows of metrics but for clocks."""
+    ends = [load_checkpoint(result.checkpoint_path) for result in (one, other)]
+    for part in ("algorithm", "source"):
+        assert_same(ends[0][part], ends[1][part], part)
+    rows = [rows_of(result.run_dir) for result in (one, other)]
+    for row in rows[0] + rows[1]:
+        for name in CLOCKED:
+            row.pop(name, None)
+    assert rows[0] == rows[1]
+
+
+class Killer(Callback):
+    """Kills a worker after some of the updates."""
+
+    def __init__(self, updates: Any, seed: int = 0) -> None:
+        self.updates, self.rng, self.pids = set(updates), random.Random(seed), []
+
+    def on_update(self, run: Run) -> None:
+        if run.updates in self.updates:
+            pool: Any = run.session.collector.pool  # type: ignore[attr-defined]
+            self.pids.append(self.rng.choice(pool._workers).process.pid)
+            os.kill(self.pids[-1], signal.SIGKILL)
+
+
+def test_a_run_whose_worker_is_killed_and_that_is_resumed_is_the_undisturbed_run(tmp_path: Path) -> None:
+    whole = train(workers("ppo", tmp_path / "whole"), console=False)
+    assert whole.metrics["policy_lag"] == 1
+    killed = train(workers("ppo", tmp_path / "parts"), callbacks=[Killer([1]), StopAt(50)], console=False)
+    assert (killed.metrics["stop_reason"], killed.metrics["worker_restarts"]) == ("callback", 1)
+    assert_same_end(whole, resume_training(killed.checkpoint_path, console=False))
+
+
+@pytest.mark.parametrize("algo", STEPPING)
+def test_a_packed_behaviour_acts_as_the_learner_does(algo: str, tmp_path: Path) -> None:
+    session = open_session(tiny(algo, tmp_path, num_envs=2))
+    session.close()
+    other = build_algorithm(session.spec, session.params, session.spaces, seed=99, device="cpu")
+    for name in ("epsilon", "exploration_noise"):
+        if session.algorithm.scheduled(name):
+            setattr(session.algorithm, name, 0.25)
+    copy = Behaviour(other, session.spaces, 2, np.random.default_rng(7))
+    original = Behaviour(session.algorithm, session.spaces, 2, np.random.default_rng(7))
+    copy.unpack(original.pack())
+    assert np.array_equal(copy.pack(), original.pack())
+    other.generator.set_state(session.algorithm.generator.get_state())
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        obs = rng.standard_normal((2, *session.spaces.obs_shape)).astype(np.float32)
+        first = np.zeros(2, dtype=bool)
+        assert np.array_equal(copy.act(obs, None, first)[0], original.act(obs, None, first)[0])
+
+
+def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
+    session = open_session(tiny("dqn", tmp_path, num_envs=4))
+    session.close()
+    make = partial(build_algorithm, session.spec, session.params, session.spaces, seed=3, device="cpu")
+    store: Any = session.store
+    layout, behaviour = store.layout, session.behaviour
+    behaviour.algorithm.epsilon = 0.5  # type: ignore[assignment]
+    where = make, session.recipe, session.spaces.to_dict(), {}, 3, "sync"
+    plan = WorkerPlan(*where, layout, len(behaviour.pack()), 3, 4.0)
+    _, packed, _, descriptor = plan.share()
+    packed[0][:] = behaviour.pack()
+    seen = []
+    for index in range(3):
+        worker = CollectingWorker(plan, index, index, index + 1, descriptor)
+        for _ in range(2):  # the second time as the first
+            worker.collect(0, Request(steps=1))
+        seen.append(worker.collector.actor.algorithm.epsilon)
+        worker.close()
+    os.close(descriptor)
+    assert seen == [0.5, 0.5**3.0, 0.5**5.0]
+
+
+def test_a_record_knows_the_actions_since_every_last_reset() -> None:
+    experience = Experience(ExperienceLayout(4, 2, (1,), "float32"))
+    experience.steps = 4
+    record = WorkerRecord(0, 2)
+    brief = {"stepper": {"engine": {"episodes": [{"episode": 0}, {"episode": 0}]}}}
+    record.follow(brief, experience, np.arange(8).reshape(4, 2))
+    experience.truncated[1, 1] = True
+    record.follow(brief, experience, np.arange(8, 16).reshape(4, 2))
+    episodes = record.whole_state()["stepper"]["engine"]["episodes"]
+    assert episodes[0]["actions"].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert episodes[1]["actions"].tolist() == [13, 15]
+
+
+@pytest.mark.parametrize(
+    ("algo", "fields", "said"),
+    [
+        ("bc", {}, "bc steps no environments; use local_sync"),
+        ("dqn", {"execution_backend": "local_sync", "kwargs": {"epsilon_ladder": 7}}, "epsilon_ladder needs workers"),
+        ("ppo", {"num_workers": 4}, "num_workers is 4; it must be auto or from 1 to num_envs .3."),
+        ("ppo", {"vectorization": "async"}, "vectorization is 'async'; with local_async it must be"),
+    ],
+)
+def test_what_workers_cannot_do_is_refused(algo: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    plain = {"num_envs": 3, "execution_backend": "local_async"}
+    with pytest.raises(UserError, match=said):
+        open_session(tiny(algo, tmp_path, **{**plain, **fields}))
+
+
+# ---- long ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("algo", STEPPING)
+def test_every_algorithm_that_steps_environments_trains_and_resumes_exactly(
+    algo: str, count: int, tmp_path: Path
+) -> None:
+    whole = train(workers(algo, tmp_path / "whole", count, eval_episodes=1), console=False)
+    assert_same_end(whole, stop_and_resume(workers(algo, tmp_path / "parts", count, eval_episodes=1), 60))
+
+
+@pytest.mark.slow
+def test_fifty_kills_change_nothing(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"total_timesteps": 60 * 24}
+    whole = train(workers("a2c", tmp_path / "whole", **fields), console=False)
+    killer = Killer(range(2, 52))
+    killed = train(workers("a2c", tmp_path / "killed", **fields), callbacks=[killer], console=False)
+    assert len(killer.pids) == 50
+    assert killed.metrics["worker_restarts"] == 50
+    assert_same_end(whole, killed)
+
+
+@pytest.mark.slow
+def test_a_worker_that_stalls_is_started_again(tmp_path: Path) -> None:
+    class Stop(Killer):
+        def on_update(self, run: Run) -> None:
+            if run.updates == 3:
+                os.kill(run.session.collector.pool._workers[0].process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+
+    whole = train(workers("a2c", tmp_path / "whole"), console=False)
+    stalled = train(workers("a2c", tmp_path / "stalled", worker_timeout=20), callbacks=[Stop([])], console=False)
+    assert stalled.metrics["worker_restarts"] == 1
+    assert_same_end(whole, stalled)
+
+
+@pytest.mark.slow
+def test_an_environment_that_kills_its_process_every_time_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZOO_FAULT", "segfault")
+    monkeypatch.setenv("ZOO_AFTER", "1")
+    with pytest.raises(WorkerFailure, match="segmentation fault"):
+        train(workers("a2c", tmp_path, env_id="env_zoo:Misbehaves"), console=False)
+
+
+@pytest.mark.slow
+def test_segmentation_faults_now_and_then_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(workers("a2c", tmp_path / "whole", env_id="env_zoo:Misbehaves"), console=False)
+    monkeypatch.setenv("ZOO_FAULT", "segfault")  # in the 30th step of every process
+    crashed = train(workers("a2c", tmp_path / "crashed", env_id="env_zoo:Misbehaves"), console=False)
+    assert crashed.metrics["worker_restarts"] >= 2
+    assert_same_end(whole, crashed)
+
+
+@pytest.mark.slow
+def test_an_environment_that_raises_ends_the_run_with_what_was_learned_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZOO_FAULT", "raises in step")
+    with pytest.raises(EnvironmentFailure, match="Misbehaves"):
+        train(workers("a2c", tmp_path, env_id="env_zoo:Misbehaves"), console=False)
+    (latest,) = tmp_path.glob("*/checkpoints/latest.ckpt")
+    assert load_checkpoint(latest)["run"]["step"] > 0
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_learner_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path; from test_collect_workers import workers, train, Callback\n"
+        "class Say(Callback):\n"
+        "    def on_update(self, run):\n"
+        "        if run.updates == 2:\n"
+        "            print(*[w.process.pid for w in run.session.collector.pool._workers], flush=True)\n"
+        f"train(workers('a2c', Path({str(tmp_path)!r}), total_timesteps=10**7), callbacks=[Say()], console=False)\n"
+    )
+    learner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert learner.stdout is not None
+    pids = [int(pid) for pid in learner.stdout.readline().split()]
+    assert len(pids) == 2
+    learner.kill()
+    learner.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}/status").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}/status").exists()]
