@@ -182,8 +182,18 @@ def test_an_environment_that_kills_its_process_every_time_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZOO_FAULT", "segfault")
+    monkeypatch.setenv("ZOO_AFTER", "1")
     with pytest.raises(WorkerFailure, match="segmentation fault"):
         train(workers("a2c", tmp_path, env_id="env_zoo:Misbehaves"), console=False)
+
+
+@pytest.mark.slow
+def test_segmentation_faults_now_and_then_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(workers("a2c", tmp_path / "whole", env_id="env_zoo:Misbehaves"), console=False)
+    monkeypatch.setenv("ZOO_FAULT", "segfault")  # in the 30th step of every process
+    crashed = train(workers("a2c", tmp_path / "crashed", env_id="env_zoo:Misbehaves"), console=False)
+    assert crashed.metrics["worker_restarts"] >= 2
+    assert_same_end(whole, crashed)
 
 
 @pytest.mark.slow
