@@ -13,7 +13,7 @@ from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 
-SEED_EVERY = 10_000  # steps; loading a game anew takes as long as 400 of them, and a resume replays what came since
+SEED_EVERY = 10_000  # steps; loading a game anew takes as long as 200 of them, and a resume replays what came since
 KNOWN = ("frameskip", "obs_type", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
 
 
