@@ -316,7 +316,9 @@ def render_table(settings: Settings, records: Iterable[Record], half: str) -> st
         by_env = {env: [record for record in found if record["env"] == env] for env in envs}
         covered = [mine for mine in by_env.values() if mine]
         scores = [statistics.fmean(normalised(settings, r) for r in mine) for mine in covered]
-        part = f" ({len(scores)} of {len(envs)})" if len(scores) < len(envs) else ""
+        kinds = settings["algorithms"][algo]["actions"]
+        possible = sum(settings["environments"][env]["actions"] in kinds for env in envs)
+        part = f" ({len(scores)} of {possible})" if len(scores) < possible else ""
         cells = [f"{statistics.fmean(r['final'] for r in mine):.4g}" if mine else "" for mine in by_env.values()]
         name = "SB3" if side == "sb3" else f"**{label}**" if settings["chosen"].get(algo) == label else label
         seeds = "/".join(map(str, sorted({len(mine) for mine in covered})))

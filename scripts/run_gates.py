@@ -42,11 +42,12 @@ WORST_SLACK = 0.1  # of |bar|: how far below the bar the worst seed may be
 LAST_EPISODES = 10  # of training: what the rule `training` averages
 TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
 # of a config: what does not change what is learned
-UNHASHED = {"seed", "output_dir", "tags", "benchmark", "worker_timeout"}
+UNHASHED = {"seed", "output_dir", "tags", "benchmark", "worker_timeout", "max_worker_restarts"}
 # Hyper-parameters that came later, at the value that leaves an algorithm as it was before: earlier records stay fresh.
 ADDED_LATER = {
     "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,
-    "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0,
+    "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0, "random_action_hold": 1.0,
+    "epsilon_ladder": 0.0,
 }  # fmt: skip
 ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
 ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms
@@ -147,6 +148,8 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     from rl_training.runtime.spec import get_algorithm_spec
 
     plain = config.model_dump(mode="json", exclude=UNHASHED)
+    if config.execution_backend == "local_sync":
+        del plain["num_workers"]  # nobody reads it
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
     added = {**ADDED_LATER, **ADDED_TO.get(config.algo, {})}
     always = ALWAYS_THERE.get(config.algo, ())

@@ -118,6 +118,7 @@ def assert_same_run(one: TrainResult, other: TrainResult) -> None:
     first, second = load_checkpoint(one.checkpoint_path), load_checkpoint(other.checkpoint_path)
     for part in ("spaces", "algorithm", "source"):
         assert_same(first[part], second[part], part)
+    assert_same(first.get("ranks"), second.get("ranks"), "ranks")
     # `best_return` also knows the evaluation with which an early stop ends, as the file `best.ckpt` does.
     free = CLOCKED | {"best_return"}
     assert_same(without(first["run"], free), without(second["run"], free), "run")

@@ -213,6 +213,59 @@ def test_native_time_limit_is_the_one_asked_for() -> None:
             assert stepper.engine.env.max_episode_steps == limit  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("limit", "steps"), [(None, 36), (10, 8)])
+def test_native_atari_is_atari_with_our_wrappers(limit: int | None, steps: int) -> None:
+    """Without sticky actions and no-ops nothing is random, and every pixel, reward and end is that of sync."""
+    pytest.importorskip("ale_py")
+    wrappers = {"atari": {"noop_max": 0, "terminal_on_life_loss": True}, "clip_reward": (-1.0, 0.5)}
+    kwargs = {"frameskip": 1, "repeat_action_probability": 0.0, "max_episode_steps": limit, "wrappers": wrappers}
+    streams = []
+    for vectorization in ("sync", "native"):
+        with opened("ALE/Breakout-v5", vectorization, **kwargs) as stepper:
+            streams.append(record(stepper, steps, seed=10))
+    assert_same(*streams)
+    _, rewards, terminated, truncated, *_ = zip(*streams[0][1::3], strict=True)
+    assert (np.any(terminated), np.any(truncated), np.max(rewards)) == (
+        (False, True, 0.0) if limit else (True, False, 0.5)
+    )
+
+
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "Acrobot-v1", "Hopper-v5"])
+def test_a_pool_marks_its_reset_rows_and_keeps_the_final_observation(env_id: str) -> None:
+    pytest.importorskip("envpool")
+    with opened(env_id, "native", num_envs=3, max_episode_steps=5) as stepper, opened(env_id, num_envs=3) as sync:
+        sync.start()
+        history = record(stepper, 12)
+        assert (history[0].dtype, history[0].shape) == (sync.obs.dtype, sync.obs.shape)
+        assert len({row.tobytes() for row in history[0]}) == 3, "environments side by side must differ"
+        assert stepper.state_dict() == {}
+    clocks = np.zeros(3, dtype=int)
+    for (_, rewards, terminated, truncated, final_obs, _, valid, _), ended, is_first in zip(
+        history[1::3], history[2::3], history[3::3], strict=True
+    ):
+        done, resets = clocks == 5, np.zeros(3, bool) if valid is None else ~valid
+        assert resets.tolist() == is_first.tolist() == done.tolist()
+        assert not rewards[resets].any()
+        clocks = np.where(resets, 0, clocks + 1)
+        assert truncated.tolist() == (clocks == 5).tolist()
+        assert [episode.length for episode in ended] == [5] * int(truncated.sum())
+        assert final_obs is None
+        assert not terminated.any()
+
+
+def test_a_pool_plays_the_plain_environment() -> None:
+    pytest.importorskip("envpool")
+    with opened("Pendulum-v1", "native") as pool, opened("Pendulum-v1") as sync:
+        pool.start()
+        sync.start()
+        for env, (x, y, speed) in zip(sync.engine.envs, pool.obs, strict=True):  # type: ignore[attr-defined]
+            env.unwrapped.state = np.array([np.arctan2(y, x), speed], dtype=np.float64)
+        for actions in np.linspace(-1, 1, 40, dtype=np.float32).reshape(20, 2, 1):
+            one, other = pool.step(actions)[0], sync.step(actions)[0]
+            assert np.allclose(one.obs, other.obs, atol=1e-3)
+            assert np.allclose(one.rewards, other.rewards, atol=1e-3)
+
+
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +281,24 @@ def test_auto_prefers_vector_code_that_resumes_exactly() -> None:
     assert chosen("env_zoo:Walk", 8) == "sync"
     assert choose_vectorization("async", read_recipe("Pendulum-v1", {}), 2) == "async"
     with pytest.raises(UserError, match="has no vector implementation"):
-        choose_vectorization("native", read_recipe("Pendulum-v1", {}), 2)
+        choose_vectorization("native", read_recipe("env_zoo:Walk", {}), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"difficulty": 1}, "has no env_kwargs.difficulty"),
+        ({"wrappers": {}}, "needs atari"),
+        ({"wrappers": {"atari": {}, "frame_stack": 2}}, "has besides only clip_reward"),
+    ],
+)
+def test_native_atari_is_taken_only_on_request_and_where_it_fits(change: dict[str, Any], words: str) -> None:
+    pytest.importorskip("ale_py")
+    recipe = read_recipe("ALE/Pong-v5", ATARI_KWARGS)
+    assert choose_vectorization("auto", recipe, 8) == "sync"
+    assert choose_vectorization("native", recipe, 8) == "native"
+    with pytest.raises(UserError, match=words):
+        choose_vectorization("native", read_recipe("ALE/Pong-v5", {**ATARI_KWARGS, **change}), 8)
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -273,6 +343,29 @@ def test_atari_goes_on_exactly(before: int, tmp_path: Path) -> None:
     """At 5 steps inside the first, seeded, episode; at 30 in a later one, from the emulator's own state."""
     pytest.importorskip("ale_py")
     assert_continues("ALE/Breakout-v5", "sync", tmp_path, before, 20, **ATARI_KWARGS)
+
+
+def test_native_atari_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sticky actions and no-ops, after each emulator was seeded again, each at an end of its own."""
+    pytest.importorskip("ale_py")
+    monkeypatch.setattr("rl_training.envs.atari.SEED_EVERY", 20)
+    kwargs = {"frameskip": 1, "wrappers": {"atari": {"frame_stack": 3, "terminal_on_life_loss": True}}}
+    assert_continues("ALE/Breakout-v5", "native", tmp_path, 70, 30, **kwargs)
+    state = load_checkpoint(tmp_path / "state")["state"]["engine"]
+    assert state["seedings"].min() > 0
+    assert len(set(state["seeded_at"].tolist())) == 2
+    assert len(state["played"]) < 50
+
+
+def test_native_atari_refuses_a_state_with_an_unknown_action() -> None:
+    """In a thread of the emulators it would hang the run."""
+    pytest.importorskip("ale_py")
+    with opened("ALE/Breakout-v5", "native", **ATARI_KWARGS) as stepper:
+        record(stepper, 2)
+        state = stepper.state_dict()
+        state["engine"]["played"] = state["engine"]["played"] + np.uint8(99)
+        with pytest.raises(UserError, match="does not exist"):
+            stepper.load_state_dict(state)
 
 
 @pytest.mark.slow

@@ -232,6 +232,17 @@ def test_an_inexact_resume_says_so_everywhere(
         resume_training(halfway.checkpoint_path, console=False)
 
 
+@pytest.mark.parametrize("algo", ["ppo", "dqn"])
+def test_a_pool_says_that_it_cannot_be_resumed_exactly(algo: str, tmp_path: Path) -> None:
+    pytest.importorskip("envpool")
+    config = tiny(algo, tmp_path, env_id="Acrobot-v1", vectorization="native", num_envs=2, total_timesteps=300)
+    halfway = train(config, callbacks=[StopAt(100)], console=False)
+    messages = json.loads((halfway.run_dir / "manifest.json").read_text())["messages"]
+    assert "Acrobot-v1 is stepped by EnvPool" in " ".join(messages)
+    resumed = resume_training(halfway.checkpoint_path, console=False)
+    assert load_checkpoint(resumed.checkpoint_path)["run"]["step"] >= 300
+
+
 # ---- the full matrix -------------------------------------------------------------------------------------------------
 
 ATARI = {"frameskip": 1, "wrappers": {"atari": {"screen_size": 40, "frame_stack": 2}}}
@@ -242,6 +253,10 @@ CASES: dict[str, dict[str, Any]] = {
     "acrobot": {"env_id": "Acrobot-v1", "env_kwargs": {"max_episode_steps": 60}},
     "mujoco": {"env_id": "Hopper-v5"},
     "atari": {"env_id": "ALE/Breakout-v5", "env_kwargs": ATARI, "eval_episodes": 0, "total_timesteps": 96},
+    "atari-native": {
+        "env_id": "ALE/Breakout-v5", "env_kwargs": ATARI, "eval_episodes": 0, "total_timesteps": 96,
+        "vectorization": "native",
+    },
     "async": {"env_id": "Acrobot-v1", "vectorization": "async"},
     "lag": {"env_id": "CartPole-v1", "kwargs": {"policy_lag": 3}},
     "schedules": {

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 
@@ -28,24 +28,20 @@ class A2C(ActorCriticAlgorithm):
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
-        gamma: float = 0.99, gae_lambda: float = 1.0, normalize_advantages: bool = False,
-        max_grad_norm: float | None = 0.5, optimizer: str = "rmsprop_tf", optimizer_eps: float = 1e-5, **options: Any,
+        gae_lambda: float = 1.0, normalize_advantages: bool = False, optimizer: str = "rmsprop_tf",
+        max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        super().__init__(
+            policy=policy, gae_lambda=gae_lambda, optimizer=optimizer, max_grad_norm=max_grad_norm, **options
+        )
         self.normalize_advantages = normalize_advantages
-        self.numbers.update(
-            ent_coef=ent_coef, vf_coef=vf_coef,
-            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
-        self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
-            max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        self.numbers.update(learning_rate=learning_rate, ent_coef=ent_coef, vf_coef=vf_coef)
+        self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step on the whole rollout."""
         rows = self.rows(batch)
-        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         policy, backward = self.trace(rows)
         terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
         losses = a2c_loss(terms, self.ent_coef, self.vf_coef)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy
+from rl_training.algorithms.base import Batch
+from rl_training.algorithms.exploration import PolicyActing
 from rl_training.algorithms.ops.policy import approx_kl
 from rl_training.algorithms.ops.returns import gae
 from rl_training.algorithms.optimization import Backward, Optimizer
@@ -15,6 +16,8 @@ from rl_training.algorithms.optimization import Backward, Optimizer
 
 class RewardScale(nn.Module):
     """Rewards over the running deviation of the discounted return, clipped; nothing is subtracted."""
+
+    ranks: Any = None
 
     def __init__(self, gamma: float, clip: float = 10.0) -> None:
         super().__init__()
@@ -35,11 +38,14 @@ class RewardScale(nn.Module):
             running = returns[t] * keep[t]
         self.running = running.clone()
         rows = (returns if valid is None else returns[valid]).double().flatten()
+        new_mean, new_var, new = rows.mean(), rows.var(correction=0), len(rows)
+        if self.ranks is not None:
+            (new_mean, new_var), new = self.ranks.moments(new_mean, new_var), new * self.ranks.count
         count, mean, squares = self.moments
-        total = count + len(rows)
-        delta = rows.mean() - mean
-        squares = squares + rows.var(correction=0) * len(rows) + delta.square() * count * len(rows) / total
-        self.moments.copy_(torch.stack([total, mean + delta * len(rows) / total, squares]))
+        total = count + new
+        delta = new_mean - mean
+        squares = squares + new_var * new + delta.square() * count * new / total
+        self.moments.copy_(torch.stack([total, mean + delta * new / total, squares]))
         deviation = (squares / total).sqrt().to(rewards.dtype) + 1e-8
         return (rewards / deviation).clamp(-self.clip, self.clip)
 
@@ -52,38 +58,22 @@ class RewardScale(nn.Module):
         self.running = state["running"]
 
 
-class ActorCriticAlgorithm(Algorithm):
+class ActorCriticAlgorithm(PolicyActing):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
     optimizer: Optimizer
+    normalize_advantages: bool
     reads_logprobs = True  # of the policy that acted
     reads_values = True  # of the critic that acted, where the batch has them; else observations to value itself
 
     def __init__(
-        self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False
-    ) -> None:
-        super().__init__()
-        self.policy: Any = policy
+        self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False,
+        optimizer_eps: float = 1e-5, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(optimizer_eps=optimizer_eps, **options)
+        self.policy = policy
         self.numbers.update(gamma=gamma, gae_lambda=gae_lambda)
         self.reward_scale = RewardScale(gamma) if normalize_rewards else None
-
-    def acting(self) -> nn.Module:
-        """Policy and normaliser."""
-        return self.policy
-
-    def numpy_policy(self) -> NumpyPolicy | None:
-        """The policy's own, where it has one."""
-        make = getattr(self.policy, "numpy_policy", None)
-        return make() if make is not None else None
-
-    @torch.no_grad()
-    def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        action_masks: Tensor | None = None,
-    ) -> ActOutput:  # fmt: skip
-        """Actions, with the log-probabilities and values that a rollout stores with them."""
-        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
-        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
         """log-probabilities, values and entropy [B] of rows, and the way from a loss's slopes there to gradients."""
@@ -138,6 +128,10 @@ class ActorCriticAlgorithm(Algorithm):
         valid = batch.get("valid")
         return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
 
+    def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Advantages as the loss takes them: on request normalised, over all ranks."""
+        return normalize(advantages, weights, self.ranks) if self.normalize_advantages else advantages
+
     def move_normalizers(self, rows: Batch) -> None:
         """Fold the observations just learned from into the running statistics.
 
@@ -172,12 +166,12 @@ def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
     return {name: value.index_select(0, index) for name, value in rows.items()}
 
 
-def normalize(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Zero mean and unit deviation, over the rows whose weight is not 0; one row alone stays as it is."""
+def normalize(x: Tensor, weights: Tensor | None = None, ranks: Any = None) -> Tensor:
+    """Zero mean and unit deviation, over the rows whose weight is not 0 or those of all ranks; one alone stays."""
     if x.numel() < 2:
         return x
     if weights is None:
-        deviation, mean = torch.std_mean(x)
+        deviation, mean = torch.std_mean(x) if ranks is None else ranks.std_mean(x)
         return (x - mean) / (deviation + 1e-8)
     count = weights.sum().clamp(min=1.0)
     x = x - (x * weights).sum() / count

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import normalize, ratio_statistics
+from rl_training.algorithms.actor_critic import ratio_statistics
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
 from rl_training.algorithms.ops.losses import Losses, clipped_surrogate, means
@@ -77,9 +77,7 @@ class APPO(IMPALA):
             correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
             terms["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
             (kl,) = means(self._target_kl(rollout), weights=weights)
-        if self.normalize_advantages:
-            advantages = normalize(advantages, weights)
-        terms |= {"vtrace_targets": targets, "pg_advantages": advantages}
+        terms |= {"vtrace_targets": targets, "pg_advantages": self.scale_advantages(advantages, weights)}
         losses = appo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
         gradients = backward(*losses.slopes)
         if self.target is not None:
@@ -117,6 +115,6 @@ class APPO(IMPALA):
                 steps.append(self.minibatch_step(minibatch))
         metrics = dict(zip(METRICS, torch.stack(steps).mean(0).unbind(), strict=True))
         if self.target is not None and (self.num_updates + 1) % self.target_update_interval == 0:
-            self._copy_target(metrics["target_kl"])
+            self._copy_target(self.joint(metrics["target_kl"]))
         self.move_normalizers(flat_obs(batch))
         return UpdateResult(metrics, num_gradient_steps=len(steps))

@@ -54,15 +54,19 @@ class Algorithm(nn.Module):
     optimizers at every step. None is a number that is not set. The config says what they are, so no state holds them.
     """
 
+    ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
     synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
 
     def __new__(cls, *_: Any, **arguments: Any) -> Any:
         check_bounds(arguments)
         return super().__new__(cls)
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, optimizer: str = "adam", optimizer_eps: float = 1e-8, max_grad_norm: float | None = None
+    ) -> None:
         super().__init__()
-        self.numbers: MutableMapping[str, Any] = {}
+        self.numbers: MutableMapping[str, Any] = {"optimizer_eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        self.optimizer_kind = optimizer
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
         self.generator = torch.Generator()
@@ -90,8 +94,9 @@ class Algorithm(nn.Module):
         raise NotImplementedError
 
     def numpy_policy(self) -> NumpyPolicy | None:
-        """Acting on the same weights without torch, where the network is small enough to gain by it."""
-        return None
+        """Acting on the same weights without torch, where the network that acts is small enough to gain by it."""
+        make = getattr(self.acting(), "numpy_policy", None)
+        return None if make is None else make()
 
     def initial_carry(self, n: int) -> Carry:
         """Recurrent state of `n` environments at the start; None for a policy without memory."""
@@ -127,13 +132,19 @@ class Algorithm(nn.Module):
     ) -> Optimizer:
         """An optimizer that is part of the state; `name` is its place in the state and in error messages.
 
-        `learning_rate`, `eps` and `max_grad_norm` are names in `numbers` ("a|b" is a where that is set, else b), or
-        numbers that no schedule moves.
+        It is of the kind that the learner was made with, unless the options say another. `learning_rate`, `eps` and
+        `max_grad_norm` are names in `numbers` ("a|b" is a where that is set, else b), or numbers that no schedule
+        moves.
         """
+        options = {"kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"} | options
         optimizer = Optimizer(parameters, learning_rate=learning_rate, numbers=self.numbers, **options)
         self.add_module(name, optimizer)
         self._optimizers[name] = optimizer
         return optimizer
+
+    def joint(self, mean: Tensor) -> Tensor:
+        """A mean over a batch, over those of all ranks where there are several."""
+        return mean if self.ranks is None else self.ranks.mean_(mean.detach().clone())
 
     @property
     def device(self) -> torch.device:

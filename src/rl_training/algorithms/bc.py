@@ -6,6 +6,8 @@ Gaussian for continuous actions, whose deviation becomes what its mean cannot ex
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,19 +28,14 @@ class BC(ActorCriticAlgorithm):
     """
 
     def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0, optimizer: str = "adam",
-        optimizer_eps: float = 1e-8, max_grad_norm: float | None = None, gamma: float = 0.99,
+        self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0, optimizer_eps: float = 1e-8,
+        **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gamma=gamma)
-        self.numbers.update(
-            ent_coef=ent_coef, learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
+        super().__init__(policy=policy, optimizer_eps=optimizer_eps, **options)
+        self.numbers.update(learning_rate=learning_rate, ent_coef=ent_coef)
         self.heldout_loss: Tensor
         self.register_buffer("heldout_loss", torch.zeros(()))
-        self.optimizer = self.make_optimizer(
-            "optimizer", self.policy.actor_parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
-            max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        self.optimizer = self.make_optimizer("optimizer", self.policy.actor_parameters())
 
     def losses(self, obs: Tensor, actions: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """`bc_loss` of recorded rows [B], and the policy's own first choice there."""

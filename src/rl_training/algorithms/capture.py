@@ -19,9 +19,9 @@ class DeviceNumbers(UserDict[str, Any]):
     What is not set stays None, and the names in `plain` stay floats (what a kernel takes by value).
     """
 
-    def __init__(self, device: torch.device, plain: Collection[str] = ()) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, numbers: Mapping[str, Any], plain: Collection[str] = ()) -> None:
         self.device, self.plain = device, plain
+        super().__init__(numbers)
 
     def __setitem__(self, name: str, value: float | None) -> None:
         held = self.get(name)

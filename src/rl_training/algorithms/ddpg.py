@@ -50,22 +50,20 @@ class DDPG(GaussianExploration):
 
     def __init__(
         self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
-        exploration_noise: float = 0.1, action_gradient_clip: float | None = None, max_grad_norm: float | None = None,
-        optimizer: str = "adam", optimizer_eps: float = 1e-8, critic_learning_rate: float | None = None,
-        actor_learning_rate: float | None = None,
+        exploration_noise: float = 0.1, action_gradient_clip: float | None = None,
+        critic_learning_rate: float | None = None, actor_learning_rate: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(**options)
         self.model = model
         self.numbers.update(
             gamma=gamma, tau=tau, exploration_noise=exploration_noise, action_gradient_clip=action_gradient_clip,
             learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
-            actor_learning_rate=actor_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            actor_learning_rate=actor_learning_rate,
         )  # fmt: skip
-        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
         critics, actor = model.critics.parameters(), model.actor.parameters()
         rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0], **options)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1], **options)
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0])
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1])
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
         self.last_actor_loss: Tensor

@@ -76,9 +76,9 @@ class Dreamer(Algorithm):
         world_model_learning_rate: float | None = None, actor_learning_rate: float | None = None,
         critic_learning_rate: float | None = None, gamma: float = 0.997, gae_lambda: float = 0.95,
         imagination_horizon: int = 15, entropy_coef: float = 3e-4, free_nats: float = 1.0, tau: float = 0.02,
-        max_grad_norm: float | None = 100.0, optimizer: str = "adam", optimizer_eps: float = 1e-8, capture: bool = True,
+        max_grad_norm: float | None = 100.0, capture: bool = True, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(max_grad_norm=max_grad_norm, **options)
         self.world_model, self.actor, self.critic = world_model, actor, critic
         rates = {
             "learning_rate": learning_rate, "world_model_learning_rate": world_model_learning_rate,
@@ -87,19 +87,15 @@ class Dreamer(Algorithm):
         self._captured: CapturedStep | None = None
         if capture and self.device.type in CAPTURING:
             self._captured = CapturedStep(self.train_step)
-            by_value = ("optimizer_eps",) if optimizer == "adam" else ("optimizer_eps", *rates)
-            self.numbers = DeviceNumbers(self.device, plain=by_value)
+            by_value = ("optimizer_eps",) if self.optimizer_kind == "adam" else ("optimizer_eps", *rates)
+            self.numbers = DeviceNumbers(self.device, self.numbers, plain=by_value)
         self.numbers.update(
-            gamma=gamma, gae_lambda=gae_lambda, entropy_coef=entropy_coef, free_nats=free_nats, tau=tau,
-            optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm, **rates,
-        )  # fmt: skip
+            gamma=gamma, gae_lambda=gae_lambda, entropy_coef=entropy_coef, free_nats=free_nats, tau=tau, **rates
+        )
         self.imagination_horizon = imagination_horizon
-        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
         self.optimizers = {
-            name: self.make_optimizer(
-                f"{name}_optimizer", getattr(self, name).parameters(), f"{name}_learning_rate|learning_rate", **options
-            )
-            for name in ("world_model", "actor", "critic")
+            name: self.make_optimizer(f"{name}_optimizer", part.parameters(), f"{name}_learning_rate|learning_rate")
+            for name, part in (("world_model", world_model), ("actor", actor), ("critic", critic))
         }
         self._target = TargetNetwork(critic)
         self.slow_critic: Any = self._target.network

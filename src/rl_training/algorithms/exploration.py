@@ -1,11 +1,11 @@
-"""`GaussianExploration`: acting shared by the learners of a deterministic policy (DDPG and its children, NAF)."""
+"""Acting that learners share: of a deterministic policy (DDPG and its children, NAF), and of a policy that samples."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Carry, NumpyPolicy
 
@@ -29,3 +29,22 @@ class GaussianExploration(Algorithm):
         """The same in numpy, where the network that acts has such a form."""
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make(lambda: self.exploration_noise)
+
+
+class PolicyActing(Algorithm):
+    """A learner of a `policy` that samples (`act`) and values what it sees: the rollout family, GAIL."""
+
+    policy: Any
+
+    def acting(self) -> nn.Module:
+        """Policy and normaliser."""
+        return self.policy
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """Actions, with the log-probabilities and values that a rollout stores with them."""
+        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
+        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})

@@ -37,7 +37,7 @@ class FQF(QLearning):
         self.numbers.update(kappa=kappa, entropy_coef=entropy_coef, fraction_learning_rate=fraction_learning_rate)
         self.fraction_optimizer = self.make_optimizer(
             "fraction_optimizer", self.q_network.fraction_layer.parameters(), "fraction_learning_rate",
-            kind="rmsprop", decay=0.95, eps=1e-5,
+            kind="rmsprop", decay=0.95, eps=1e-5, max_grad_norm=None,
         )  # fmt: skip
         self.make_target()
 

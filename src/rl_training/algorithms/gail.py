@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import read_ends
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.algorithms.exploration import PolicyActing
+from rl_training.algorithms.optimization import PLAIN_ADAM
 from rl_training.errors import UserError
 
 # From the logit l of D: -log(1 - D), log D, and log D - log(1 - D).
@@ -68,7 +70,7 @@ class Pairs(NamedTuple):
         return self.obs.index_select(0, rows), self.actions.index_select(0, rows), index >= count
 
 
-class GAIL(Algorithm):
+class GAIL(PolicyActing):
     """The learner; the batch is a rollout [T, N] as PPO's, with expert_obs and expert_actions [E].
 
     With `absorbing_states` it also has `absorbing_steps` [T, N] and `expert_absorbing_steps` [E]: how many steps until
@@ -94,26 +96,13 @@ class GAIL(Algorithm):
         self.reward_form = reward_form
         self.absorbing_states = absorbing_states
         self.discriminator_optimizer = self.make_optimizer(
-            "discriminator_optimizer", discriminator.parameters(), "discriminator_learning_rate"
+            "discriminator_optimizer", discriminator.parameters(), "discriminator_learning_rate", **PLAIN_ADAM
         )
 
-    def acting(self) -> nn.Module:
-        """PPO's."""
-        return self.ppo.acting()
-
-    def numpy_policy(self) -> NumpyPolicy | None:
-        """PPO's."""
-        return self.ppo.numpy_policy()
-
-    @torch.no_grad()
-    def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        action_masks: Tensor | None = None,
-    ) -> ActOutput:  # fmt: skip
-        """As PPO does, with this learner's own generator."""
-        policy = self.ppo.policy
-        out = policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
-        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
+    @property
+    def policy(self) -> Any:
+        """PPO's, which acts here with this learner's own generator."""
+        return self.ppo.policy
 
     def learn(self, batch: Batch) -> UpdateResult:
         """Discriminator steps, its rewards in place of the environment's, then PPO's own `learn`."""

@@ -49,20 +49,16 @@ class IMPALA(ActorCriticAlgorithm):
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 6e-4, ent_coef: float = 0.01, vf_coef: float = 0.5,
-        gamma: float = 0.99, rho_clip: float = 1.0, c_clip: float = 1.0, pg_rho_clip: float = 1.0,
-        gae_lambda: float = 1.0, importance_correction: bool = True, max_grad_norm: float | None = 40.0,
-        optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
+        rho_clip: float = 1.0, c_clip: float = 1.0, pg_rho_clip: float = 1.0, gae_lambda: float = 1.0,
+        importance_correction: bool = True, max_grad_norm: float | None = 40.0, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        super().__init__(policy=policy, gae_lambda=gae_lambda, max_grad_norm=max_grad_norm, **options)
         self.numbers.update(
-            ent_coef=ent_coef, vf_coef=vf_coef, rho_clip=rho_clip, c_clip=c_clip, pg_rho_clip=pg_rho_clip,
-            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            learning_rate=learning_rate, ent_coef=ent_coef, vf_coef=vf_coef, rho_clip=rho_clip, c_clip=c_clip,
+            pg_rho_clip=pg_rho_clip,
         )  # fmt: skip
         self.importance_correction = importance_correction
-        self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
-            max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def trajectories(self, batch: Batch) -> dict[str, Tensor]:
         """The rollout [T, B] with what V-trace reads: rewards, discounts, cuts, weights, log-probabilities of mu."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.optimization import PLAIN_ADAM
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 
@@ -76,8 +77,9 @@ class MBPO(SAC):
         super().__init__(model=policy_model, learning_rate=policy_learning_rate, **options)
         self.dynamics_model: Any = dynamics_model
         self.numbers.update(model_learning_rate=model_learning_rate, model_weight_decay=model_weight_decay)
-        model = dynamics_model.parameters()
-        self.model_optimizer = self.make_optimizer("model_optimizer", model, "model_learning_rate")
+        self.model_optimizer = self.make_optimizer(
+            "model_optimizer", dynamics_model.parameters(), "model_learning_rate", **PLAIN_ADAM
+        )
         self.elites: Tensor
         self.last_disagreement: Tensor  # on held-out rows
         self.register_buffer("elites", torch.arange(elites, device=self.device))

@@ -33,17 +33,12 @@ class NAF(GaussianExploration):
 
     def __init__(
         self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
-        exploration_noise: float = 0.1, max_grad_norm: float | None = None, optimizer: str = "adam",
-        optimizer_eps: float = 1e-8,
+        exploration_noise: float = 0.1, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(**options)
         self.model = model
-        self.numbers.update(
-            gamma=gamma, tau=tau, exploration_noise=exploration_noise, learning_rate=learning_rate,
-            optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
-        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
-        self.optimizer = self.make_optimizer("optimizer", model.parameters(), "learning_rate", **options)
+        self.numbers.update(learning_rate=learning_rate, gamma=gamma, tau=tau, exploration_noise=exploration_noise)
+        self.optimizer = self.make_optimizer("optimizer", model.parameters())
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
 

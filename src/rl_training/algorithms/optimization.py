@@ -18,6 +18,7 @@ from rl_training.errors import UserError
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
+PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # whatever a learner's options are
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
 
 
@@ -67,6 +68,7 @@ class Optimizer(nn.Module):
     is set, else b.
     """
 
+    ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
     learning_rate = _number("learning_rate")
     eps = _number("eps")
     max_grad_norm = _number("max_grad_norm")
@@ -146,6 +148,8 @@ class Optimizer(nn.Module):
         if grad is None:
             pairs = zip(self._params, gradients, strict=True)
             grad = flatten([torch.zeros_like(p) if g is None else g for p, g in pairs])
+        if self.ranks is not None:
+            self.ranks.mean_(grad)
         norm, longest = torch.linalg.vector_norm(grad), self.max_grad_norm
         if longest is not None and (not norm.is_cpu or norm.item() > longest):  # looking is free there
             grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, ratio_statistics, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_statistics, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
@@ -34,27 +34,22 @@ class PPO(ActorCriticAlgorithm):
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
-        vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None, gamma: float = 0.99,
-        gae_lambda: float = 0.95, normalize_advantages: bool = True, clip_value_loss: bool = False,
-        target_kl: float | None = None,
-        max_grad_norm: float | None = 0.5, optimizer: str = "adam", optimizer_eps: float = 1e-5, **options: Any,
+        vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None,
+        normalize_advantages: bool = True, clip_value_loss: bool = False, target_kl: float | None = None,
+        max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        super().__init__(policy=policy, max_grad_norm=max_grad_norm, **options)
         self.numbers.update(
-            clip_coef=clip_coef, ent_coef=ent_coef, vf_coef=vf_coef, target_kl=target_kl,
-            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
+            learning_rate=learning_rate, clip_coef=clip_coef, ent_coef=ent_coef, vf_coef=vf_coef, target_kl=target_kl
+        )
         self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages, self.clip_value_loss = normalize_advantages, clip_value_loss
-        self.optimizer = self.make_optimizer(
-            "optimizer", policy.parameters(), "learning_rate", kind=optimizer, eps="optimizer_eps",
-            max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def minibatch_step(self, rows: Batch) -> Tensor:
         """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
         policy, backward = self.trace(rows)
-        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         terms = {
             "new_logprobs": policy.logprobs, "logprobs": rows["logprobs"], "values": policy.values,
             "entropy": policy.entropy, "advantages": advantages, "returns": rows["returns"],
@@ -83,8 +78,10 @@ class PPO(ActorCriticAlgorithm):
             before = len(steps)
             for minibatch in self.minibatches(rows):
                 steps.append(self.minibatch_step(minibatch))
-            if self.target_kl is not None and torch.stack(steps[before:])[:, 4].mean() > 1.5 * self.target_kl:
-                break
+            if self.target_kl is not None:
+                kl = self.joint(torch.stack(steps[before:])[:, 4].mean())
+                if kl > 1.5 * self.target_kl:
+                    break
         self.move_normalizers(rows)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
         metrics = dict(zip(names, torch.stack(steps).mean(0).unbind(), strict=True))

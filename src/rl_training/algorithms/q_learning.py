@@ -57,19 +57,13 @@ class QLearning(Algorithm):
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, gamma: float = 0.99,
         target_update_interval: int = 500, double_q: bool = False, tau: float = 1.0, epsilon: float = 0.0,
-        max_grad_norm: float | None = 10.0, optimizer: str = "adam", optimizer_eps: float = 1e-5,
+        max_grad_norm: float | None = 10.0, optimizer_eps: float = 1e-5, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(max_grad_norm=max_grad_norm, optimizer_eps=optimizer_eps, **options)
         self.q_network: Any = q_network
-        self.numbers.update(
-            gamma=gamma, tau=tau, epsilon=epsilon,
-            learning_rate=learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
-        )  # fmt: skip
+        self.numbers.update(learning_rate=learning_rate, gamma=gamma, tau=tau, epsilon=epsilon)
         self.double_q, self.target_update_interval = double_q, target_update_interval
-        self.optimizer = self.make_optimizer(
-            "optimizer", self.value_parameters(), "learning_rate",
-            kind=optimizer, eps="optimizer_eps", max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        self.optimizer = self.make_optimizer("optimizer", self.value_parameters())
         self.noisy = bool(getattr(q_network, "noise_dim", 0))
         self.last_td_errors: Tensor | None = None
 

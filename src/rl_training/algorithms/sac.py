@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, NumpyPolicy, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
 from rl_training.algorithms.ops.losses import critic_losses
 from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
 from rl_training.algorithms.target import TargetNetwork
@@ -55,26 +55,25 @@ class SAC(Algorithm):
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
-        tau: float = 0.005, target_entropy: float | None = None, max_grad_norm: float | None = None,
-        optimizer: str = "adam", optimizer_eps: float = 1e-8, critic_learning_rate: float | None = None,
+        tau: float = 0.005, target_entropy: float | None = None, critic_learning_rate: float | None = None,
         actor_learning_rate: float | None = None, initial_alpha: float = 1.0, backup_entropy: bool = True,
+        **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(**options)
         self.model: Any = model
         self.numbers.update(
             gamma=gamma, tau=tau, learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
-            actor_learning_rate=actor_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            actor_learning_rate=actor_learning_rate,
             target_entropy=-float(model.action_dim) if target_entropy is None else target_entropy,
         )  # fmt: skip
-        options: dict[str, Any] = {"kind": optimizer, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"}
         critics, actor = model.critics.parameters(), model.actor.parameters()
         rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0], **options)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1], **options)
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0])
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1])
         start = torch.tensor(math.log(initial_alpha), device=self.device)
         self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
-            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], **options)
+            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha])
         else:
             self.numbers["alpha"] = float(alpha)
         self.backup_entropy = backup_entropy
@@ -99,11 +98,6 @@ class SAC(Algorithm):
             return ActOutput(self.model.actor(obs))
         sampled = self.model.actor.sample(obs, self.draw_noise(obs))
         return ActOutput(sampled.actions, {"logprobs": sampled.logprobs})
-
-    def numpy_policy(self) -> NumpyPolicy | None:
-        """The same in numpy."""
-        make = getattr(self.model.actor, "numpy_policy", None)
-        return None if make is None else make()
 
     def draw_noise(self, obs: Tensor) -> Tensor:
         """Standard normal noise [B, A] for actions at these observations."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, normalize, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import squared_error
 from rl_training.algorithms.ops.policy import conjugate_gradient
@@ -44,23 +44,19 @@ class TRPO(ActorCriticAlgorithm):
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
         cg_damping: float = 0.1, line_search_steps: int = 10, line_search_shrink: float = 0.8, value_updates: int = 10,
-        value_minibatch_size: int | None = 128, gamma: float = 0.99, gae_lambda: float = 0.95,
-        normalize_advantages: bool = True, max_grad_norm: float | None = None, optimizer: str = "adam",
-        optimizer_eps: float = 1e-5, **options: Any,
+        value_minibatch_size: int | None = 128, normalize_advantages: bool = True, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gamma=gamma, gae_lambda=gae_lambda, **options)
+        super().__init__(policy=policy, **options)
         self.numbers.update(
-            max_kl=max_kl, cg_damping=cg_damping, line_search_shrink=line_search_shrink,
-            value_learning_rate=value_learning_rate, optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm,
+            value_learning_rate=value_learning_rate, max_kl=max_kl, cg_damping=cg_damping,
+            line_search_shrink=line_search_shrink,
         )  # fmt: skip
         self.cg_iterations, self.line_search_steps = cg_iterations, line_search_steps
         self.value_updates, self.value_minibatch_size = value_updates, value_minibatch_size
         self.normalize_advantages = normalize_advantages
         self._actor_params, self._actor_flat = flatten_parameters(self.policy.actor_parameters())
-        self.value_optimizer = self.make_optimizer(
-            "value_optimizer", self.policy.critic.parameters(), "value_learning_rate", kind=optimizer,
-            eps="optimizer_eps", max_grad_norm="max_grad_norm",
-        )  # fmt: skip
+        critic = self.policy.critic.parameters()
+        self.value_optimizer = self.make_optimizer("value_optimizer", critic, "value_learning_rate")
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
         """Gradient of a scalar with respect to the policy, flat [P]; the graph stays for the next."""
@@ -70,27 +66,27 @@ class TRPO(ActorCriticAlgorithm):
     def policy_step(self, rows: Batch) -> dict[str, Any]:
         """The trust-region step on all rows [B]."""
         obs, actions, masks = rows["obs"], rows["actions"], rows.get("action_masks")
-        advantages = normalize(rows["advantages"]) if self.normalize_advantages else rows["advantages"]
+        advantages = self.scale_advantages(rows["advantages"])
         policy = self.policy.distribution(obs, masks)
         gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
-        gradient = self._actor_gradient(gain)
+        gradient = self.joint(self._actor_gradient(gain))
         old = policy.detach()
         kl_gradient = self._actor_gradient(old.kl(policy).mean(), create_graph=True)
 
         def fisher(vector: Tensor) -> Tensor:
-            return self._actor_gradient(kl_gradient.dot(vector)).add_(vector, alpha=self.cg_damping)
+            return self.joint(self._actor_gradient(kl_gradient.dot(vector))).add_(vector, alpha=self.cg_damping)
 
         direction = conjugate_gradient(fisher, gradient, self.cg_iterations)
         curvature = direction.dot(fisher(direction)).clamp(min=1e-12)
         full_step = direction * (2.0 * self.max_kl / curvature).sqrt()
-        start, before = self._actor_flat.clone(), gain.detach()
+        start, before = self._actor_flat.clone(), self.joint(gain.detach())
         fraction, backtracks, accepted = 1.0, 0, False
         while not accepted and backtracks < self.line_search_steps:
             self._actor_flat.copy_(start + fraction * full_step)
             with torch.no_grad():
                 policy = self.policy.distribution(obs, masks)
-                gain = surrogate(policy.log_prob(actions), rows["logprobs"], advantages)
-                kl = old.kl(policy).mean()
+                gain = self.joint(surrogate(policy.log_prob(actions), rows["logprobs"], advantages))
+                kl = self.joint(old.kl(policy).mean())
             accepted = bool((kl <= self.max_kl) & (gain > before))
             if not accepted:
                 fraction, backtracks = fraction * self.line_search_shrink, backtracks + 1

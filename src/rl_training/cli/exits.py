@@ -36,10 +36,17 @@ def _report(error: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     code, sentence = describe(error)
+    if code == WRONG_INPUT and not is_first_rank():  # rank 0 says it
+        return code
     typer.echo(f"{typer.style('error:', fg='red', bold=True)} {sentence}", err=True)
     if code == FAILED and not debug:
         typer.echo("run with --debug for the traceback", err=True)
     return code
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for its run: of those that `torchrun` starts only rank 0 does."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
 def describe(error: Exception) -> tuple[int, str]:

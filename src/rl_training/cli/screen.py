@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_training.cli.exits import is_first_rank
 from rl_training.errors import counted
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ REASONS = {
 
 
 def make_console() -> Console:
-    """The console on stdout."""
-    console = Console(highlight=False)
+    """The console on stdout; other ranks than the first print nothing."""
+    console = Console(highlight=False, quiet=not is_first_rank())
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
@@ -77,10 +78,12 @@ def print_run(
         ("checkpoint", quote(result.checkpoint_path)),
         ("best", quote(best) if best.is_file() else ""),
     ])  # fmt: skip
+    from rl_training.runtime.ranks import join_ranks, resume_command
+
     given = f"--checkpoint {quote(result.checkpoint_path)}{names}"
     console.print("\nnext")
     console.print(f"  rl-training eval {given} --num-episodes 20", soft_wrap=True)
-    console.print(f"  rl-training resume {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
+    console.print(f"  {resume_command(join_ranks().count)} {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
 
 
 def repeat_names(env: str | None, modules: Iterable[str] | None) -> str:

@@ -25,6 +25,7 @@ class Behaviour:
         self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
         self.device = algorithm.device
         self.memory = algorithm.initial_carry(num_envs)
+        self.held: Array | None = None  # the last actions at random
         self._numpy_policy: NumpyPolicy | None = None
         self._asked_for_policy = False
 
@@ -45,6 +46,16 @@ class Behaviour:
     def _ask_for_policy(self) -> NumpyPolicy | None:
         self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True
         return self._numpy_policy
+
+    def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
+        """Uniform actions, each held for `hold` steps in the mean; with masks always new and legal ones."""
+        actions = self.spaces.random_actions(self.rng, count, masks)
+        if hold > 1 and masks is None:
+            if self.held is not None:
+                kept = self.rng.random(count) >= 1 / hold
+                actions[kept] = self.held[kept]
+            self.held = actions.copy()
+        return actions
 
     def add_logprobs(self, experience: Experience) -> None:
         """After acting in numpy: the log-probabilities of all actions in one pass, where the learner reads them."""
@@ -90,10 +101,12 @@ class Behaviour:
         self.algorithm.num_updates = int(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory of a policy that has one."""
-        return {} if self.memory is None else {"carry": self.memory.clone()}
+        """The memory of a policy that has one, and the actions that are held."""
+        memory = {} if self.memory is None else {"carry": self.memory.clone()}
+        return memory if self.held is None else memory | {"held": self.held.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
         if self.memory is not None:
             self.memory.copy_(state["carry"])
+        self.held = state.get("held")

@@ -16,11 +16,20 @@ from rl_training.errors import UserError
 
 
 class Request(NamedTuple):
-    """How much to collect: at least so many rows and real transitions, the first `random` transitions at random."""
+    """How much to collect: at least so many rows and real transitions.
+
+    The first `random` transitions are taken at random, each action held for `hold` rows in the mean.
+    """
 
     steps: int = 0
     transitions: int = 0
     random: int = 0
+    hold: float = 1.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is asked for."""
+        return not self.steps and not self.transitions
 
 
 class Collector(Protocol):
@@ -100,7 +109,7 @@ class LocalCollector:
         actor, stepper = self.actor, self.stepper
         experience.clear()
         experience.version = actor.version
-        if not any(request):
+        if request.is_empty:
             return
         stepper.start()
         if experience.valid is not None:
@@ -117,7 +126,7 @@ class LocalCollector:
             if all_masks is not None:
                 all_masks[t] = masks
             if taken < request.random:
-                actions, extras = actor.spaces.random_actions(actor.rng, count, masks), {}
+                actions, extras = actor.act_randomly(count, masks, request.hold), {}
             else:
                 actions, extras = actor.act(obs, masks, stepper.is_first)
             all_actions[t] = actions

@@ -129,10 +129,10 @@ class WorkerCollector:
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
         """What the workers did with the weights of the turn before; they are asked for more."""
-        if not any(request):
+        if request.is_empty:
             return NOTHING
         rows = max(request.steps, -(-request.transitions // self.num_envs))
-        request = Request(steps=rows, random=request.random)
+        request = request._replace(steps=rows, transitions=0)
         flight = self._flight
         if flight is None:
             flight = self._flight = self._prepare(behaviour, 0, request)

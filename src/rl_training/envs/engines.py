@@ -6,13 +6,14 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
 
 from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
-from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.factory import EnvRecipe, make_env, register_on_demand
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.workers import Workers
@@ -45,7 +46,7 @@ class Engine(Protocol):
     """Steps N environments with actions of the environment's own kind."""
 
     resets_next_step: bool  # the row after an end holds the final observation, and its step only resets
-    state_format: str  # engines with the same format read each other's states
+    state_format: str  # engines with the same format read each other's states; empty: it cannot be saved
 
     def reset(self) -> tuple[Array, Array | None]: ...
 
@@ -257,23 +258,32 @@ def _make_replayable(recipe: EnvRecipe, seed: int, index: int) -> ReplayableEpis
     return ReplayableEpisodes(make_env(recipe), seed, index)
 
 
-def has_native_engine(recipe: EnvRecipe) -> bool:
-    """Whether a vectorised implementation exists whose state can be saved and restored exactly."""
+def is_cartpole(recipe: EnvRecipe) -> bool:
+    """Whether this is the CartPole that Gymnasium has vector code for."""
     spec = gym.registry.get(recipe.env_id)
     entry = getattr(spec, "vector_entry_point", None) if recipe.is_plain and spec is not None else None
     return entry == "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 
 
+def _vector_code(recipe: EnvRecipe) -> ModuleType:
+    """The module that says whether it steps an environment that is not CartPole, and makes the engine."""
+    from rl_training.envs import atari, pool
+
+    if recipe.maker is not None:
+        return pool
+    register_on_demand(recipe.env_id)
+    spec = gym.registry.get(recipe.env_id)
+    return atari if spec is not None and spec.entry_point == "ale_py.env:AtariEnv" else pool
+
+
 def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """`auto` by rule: for several environments their own vector code where it resumes exactly, else sync."""
-    if wanted == "native" and not has_native_engine(recipe):
-        raise UserError(
-            f"vectorization is 'native', but {recipe.env_id} has no vector implementation that can be saved and "
-            "restored exactly; use auto, sync or async."
-        )
+    """`auto` by rule: native for several CartPoles, else sync; threads (ALE, EnvPool) and processes on request."""
+    obstacle = _vector_code(recipe).find_obstacle(recipe) if wanted == "native" and not is_cartpole(recipe) else None
+    if obstacle:
+        raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
     if wanted != "auto":
         return wanted
-    return "native" if num_envs > 1 and has_native_engine(recipe) else "sync"
+    return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
 
 
 def make_engine(
@@ -282,9 +292,13 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments of a run, from `first` on."""
     if vectorization == "native":
+        own_seed = episode_seed(seed, first, 0) if first else seed
+        if not is_cartpole(recipe):
+            engine: Engine = _vector_code(recipe).make_native_engine(recipe, spaces, num_envs, own_seed)
+            return engine
         limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
         vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
-        return CartPoleEngine(vector.unwrapped, episode_seed(seed, first, 0) if first else seed)
+        return CartPoleEngine(vector.unwrapped, own_seed)
     makers = [partial(_make_replayable, recipe, seed, index) for index in range(first, first + num_envs)]
     if vectorization == "async":
         return AsyncEngine(makers, spaces, worker_timeout)

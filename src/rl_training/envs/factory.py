@@ -64,6 +64,11 @@ class WrapperOptions(StrictModel):
         False, description="true for [-1, 1], or [low, high]; not in evaluation."
     )
 
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """The lowest and the highest reward, or None: rewards stay as they are."""
+        return (-1.0, 1.0) if self.clip_reward is True else self.clip_reward or None
+
 
 @dataclass(frozen=True)
 class EnvRecipe:
@@ -131,9 +136,8 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
             env = gym.wrappers.FlattenObservation(env)
         if options.frame_stack > 1:
             env = _stack_frames(env, options.frame_stack)
-        if options.clip_reward and not evaluation:
-            low, high = options.clip_reward if isinstance(options.clip_reward, tuple) else (-1.0, 1.0)
-            env = gym.wrappers.ClipReward(env, low, high)
+        if options.clip_range and not evaluation:
+            env = gym.wrappers.ClipReward(env, *options.clip_range)
     except Exception as error:
         raise UserError(f"env_kwargs.wrappers do not fit {recipe.env_id}: {_first_line(error)}.") from error
     return env
@@ -146,7 +150,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
         if maker is None and _looks_like_entry_point(recipe.env_id):
             maker = _import_entry_point(recipe.env_id, recipe.named_by_user)
         if maker is None:
-            _register_on_demand(recipe.env_id)
+            register_on_demand(recipe.env_id)
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
             if not isinstance(spec, str):
                 spec.order_enforce = False  # a layer around every step, for an order that is kept here anyway
@@ -168,7 +172,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
 
 
-def _register_on_demand(env_id: str) -> None:
+def register_on_demand(env_id: str) -> None:
     """Atari and MinAtar are registered by importing their packages, which Gymnasium does not do by itself."""
     extra = "results" if env_id.startswith("MinAtar/") else "atari"
     if env_id in gym.registry or not (env_id.startswith(("MinAtar/", "ALE/")) or "NoFrameskip" in env_id):

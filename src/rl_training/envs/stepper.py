@@ -86,8 +86,11 @@ class Stepper:
                 raise EnvironmentFailure.not_finite(self.spaces.env_id, what)
 
     def state_dict(self, engine: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Everything needed to go on exactly here, the engine's state as it is or as given; empty before the start."""
-        if not self.started:
+        """Everything needed to go on exactly here, the engine's state as it is or as given.
+
+        Empty before the start, and where nothing can be saved.
+        """
+        if not self.started or not self.engine.state_format:
             return {}
         engine = self.engine.state_dict() if engine is None else engine
         return {

@@ -165,6 +165,23 @@ def _start_line(stream: TextIO, total: int) -> Progress:
     return line
 
 
+class SilentLogger(RunLogger):
+    """For a process whose run is written down by another one."""
+
+    progress_due = False
+
+    def __init__(self) -> None:
+        pass
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+    progress = message = log
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def format_duration(seconds: float) -> str:
     """`h:mm:ss`, or dashes when the duration is not known."""
     if not math.isfinite(seconds):

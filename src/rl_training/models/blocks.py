@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
 
-Array = NDArray[Any]
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU,
 }  # fmt: skip
@@ -85,6 +82,8 @@ def encoded_dim(obs_dim: int, encoder: nn.Module | None) -> int:
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; moved only by `update`, so it is frozen wherever nobody learns."""
 
+    ranks: Any = None  # of learners whose rows count too (runtime/ranks.py)
+
     def __init__(self, size: int, clip: float = 10.0) -> None:
         super().__init__()
         self.clip = clip
@@ -105,6 +104,8 @@ class ObservationNorm(nn.Module):
         if len(obs) == 0:
             return
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
+        if self.ranks is not None:
+            (mean, var), rows = self.ranks.moments(mean, var), rows * self.ranks.count
         total = self.count + rows
         delta = mean - self.mean
         share = (rows / total).to(delta.dtype)
@@ -133,47 +134,3 @@ class ObservationInput(nn.Module):
         """Fold observations into the running statistics, where there are any."""
         if self.norm is not None:
             self.norm.update(obs.float())
-
-
-NUMPY_ACTIVATIONS: dict[type[nn.Module], Callable[[Array], Array]] = {
-    nn.Tanh: lambda x: np.tanh(x, out=x), nn.ReLU: lambda x: np.maximum(x, 0.0, out=x),
-}  # fmt: skip
-
-
-def numpy_forward(network: nn.Sequential) -> Callable[[Array], Array] | None:
-    """The forward pass of a small MLP in numpy on the same memory, or None where that is not possible or not faster.
-
-    At 8 rows a numpy layer costs a third of a torch layer; the arrays are views, so an in-place update is seen at once.
-    """
-    steps: list[tuple[Array, Array] | Callable[[Array], Array]] = []
-    for layer in network:
-        if isinstance(layer, nn.Linear):
-            if layer.weight.device.type != "cpu" or layer.weight.numel() > 256 * 256:
-                return None
-            steps.append((layer.weight.detach().numpy().T, layer.bias.detach().numpy()))
-        elif type(layer) in NUMPY_ACTIVATIONS:
-            steps.append(NUMPY_ACTIVATIONS[type(layer)])
-        else:
-            return None
-
-    def forward(x: Array) -> Array:
-        for step in steps:
-            if isinstance(step, tuple):
-                x = x @ step[0]
-                x += step[1]
-            else:
-                x = step(x)
-        return x
-
-    return forward
-
-
-def numpy_input(layer: ObservationInput) -> Callable[[Array], Array] | None:
-    """`ObservationInput` in numpy on the same memory; None for images."""
-    if layer.image_scale is not None:
-        return None
-    if layer.norm is None:
-        return lambda obs: obs
-    norm = layer.norm
-    mean, var, clip = norm.mean.numpy(), norm.var.numpy(), norm.clip
-    return lambda obs: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encoded_dim, mlp, numpy_forward, numpy_input
+from rl_training.models.blocks import ObservationInput, encoded_dim, mlp
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
+from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
 from rl_training.models.passes import Backward, WrittenOut
-
-Array = NDArray[Any]
 
 
 class PolicyOutput(NamedTuple):

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_training.algorithms.ops.policy import gaussian_log_prob
 from rl_training.errors import UserError
-from rl_training.models.blocks import ObservationInput
-from rl_training.models.ensemble import CriticEnsemble
-from rl_training.models.mlp_ddpg import DeterministicActor
+from rl_training.models.mlp_ddpg import ActorAndCritics, DeterministicActor
 from rl_training.models.mlp_sac import SampledActions
 
 
-class MLPD4PGModel(nn.Module):
+class MLPD4PGModel(ActorAndCritics):
     """`actor(obs)`, `distribution_logits(obs, actions)` [B, num_atoms] on `support`, `q_values` [B], its mean."""
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
-        v_min: float = -150.0, v_max: float = 150.0, num_atoms: int = 51,
-        observation_input: ObservationInput | None = None,
+        self, *, obs_dim: int, action_dim: int, v_min: float = -150.0, v_max: float = 150.0, num_atoms: int = 51,
+        **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
         if not v_min < v_max or num_atoms < 2:
             raise UserError(f"a support of {num_atoms} atoms from {v_min} to {v_max} is not possible.")
-        self.action_dim = action_dim
-        self.actor = DeterministicActor(
-            obs_dim=obs_dim, action_dim=action_dim, hidden_sizes=hidden_sizes, activation=activation,
-            observation_input=observation_input,
-        )  # fmt: skip
-        self.critics = CriticEnsemble(
-            num_critics=1, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes, outputs=num_atoms,
-            activation=activation,
-        )  # fmt: skip
+        super().__init__(
+            DeterministicActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=1, outputs=num_atoms, **options
+        )
         self.support: Tensor
         self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))
 
     def distribution_logits(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Logits of the return's distribution [B, num_atoms]."""
-        return self.critics(self.actor.observation_input(obs), actions)[0]
+        return self.ensemble_values(obs, actions)[0]
 
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Expected returns [B]."""

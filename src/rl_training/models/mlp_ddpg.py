@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.blocks import ObservationInput, mlp
 from rl_training.models.ensemble import CriticEnsemble
+from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
 from rl_training.models.passes import WrittenOut
 
 # obs [N, ...], masks (never any here), generator, deterministic -> actions [N, A]
@@ -55,24 +57,21 @@ def noisy_policy(forward: Callable[[Array], Array], deviation: Callable[[], floa
     return act
 
 
-class MLPDDPGModel(nn.Module):
-    """`actor(obs)` [B, A] and `q_values(obs, actions)` [B]; the two share nothing but the observation's input layer."""
+class ActorAndCritics(nn.Module):
+    """An `actor` of the given kind and `critics`, which share nothing but the observation's input layer.
 
-    num_critics = 1
+    `critic_options` are those of `CriticEnsemble`.
+    """
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
-        observation_input: ObservationInput | None = None,
+        self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
+        activation: str = "relu", observation_input: ObservationInput | None = None, **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.action_dim = action_dim
-        self.actor = DeterministicActor(
-            obs_dim=obs_dim, action_dim=action_dim, hidden_sizes=hidden_sizes, activation=activation,
-            observation_input=observation_input,
-        )  # fmt: skip
-        self.critics = CriticEnsemble(
-            num_critics=self.num_critics, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes, activation=activation
-        )
+        shape: dict[str, Any] = {"hidden_sizes": hidden_sizes, "activation": activation}
+        self.actor: Any = actor(obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, **shape)
+        self.critics = CriticEnsemble(inputs=obs_dim + action_dim, **shape, **critic_options)
 
     def features(self, obs: Tensor) -> Tensor:
         """What the critics read."""
@@ -81,6 +80,17 @@ class MLPDDPGModel(nn.Module):
     def ensemble_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Values of every critic [E, B]."""
         return self.critics(self.features(obs), actions)
+
+
+class MLPDDPGModel(ActorAndCritics):
+    """`actor(obs)` [B, A] and `q_values(obs, actions)` [B]; options as in `ActorAndCritics`."""
+
+    num_critics = 1
+
+    def __init__(self, *, obs_dim: int, action_dim: int, **options: Any) -> None:
+        super().__init__(
+            DeterministicActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=self.num_critics, **options
+        )
 
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Values [B] of the critic that the actor climbs, the first; the others are not computed."""

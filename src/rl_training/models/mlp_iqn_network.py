@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encoded_dim, linear, numpy_input
+from rl_training.models.blocks import ObservationInput, encoded_dim, linear
 from rl_training.models.mlp_q_network import DuelingHead, hidden_layers
-from rl_training.models.noisy import NoisyNetwork, make_layer, numpy_step
+from rl_training.models.noisy import NoisyNetwork, make_layer
+from rl_training.models.numpy_forms import numpy_input, numpy_step
 from rl_training.models.passes import WrittenOut, runs_written_out
 
 Array = NDArray[Any]

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, mlp, numpy_forward, numpy_input
+from rl_training.models.blocks import ObservationInput, mlp
 from rl_training.models.mlp_ddpg import NumpyPolicy, noisy_policy
+from rl_training.models.numpy_forms import numpy_forward, numpy_input
 from rl_training.models.passes import WrittenOut
 
 LOG_DIAGONAL_RANGE = (-10.0, 5.0)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, activation_layer, encoded_dim, numpy_input
-from rl_training.models.noisy import NoisyNetwork, NumpyStep, make_layer, numpy_chain, numpy_step
+from rl_training.models.blocks import ObservationInput, activation_layer, encoded_dim
+from rl_training.models.noisy import NoisyNetwork, make_layer
+from rl_training.models.numpy_forms import Array, NumpyStep, numpy_chain, numpy_input, numpy_step
 from rl_training.models.passes import Backward, WrittenOut
 
-Array = NDArray[Any]
 # obs [N, D] and a generator for noise (None: mean weights) -> what `forward` gives, without torch
 NumpyNetwork = Callable[[Array, "np.random.Generator | None"], Array]
 

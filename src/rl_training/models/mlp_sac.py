@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.ops.policy import tanh_log_det
-from rl_training.models.blocks import Array, ObservationInput, mlp, numpy_forward, numpy_input
-from rl_training.models.ensemble import CriticEnsemble
-from rl_training.models.mlp_ddpg import NumpyPolicy
+from rl_training.models.blocks import ObservationInput, mlp
+from rl_training.models.mlp_ddpg import ActorAndCritics, NumpyPolicy
+from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
 from rl_training.models.passes import WrittenOut
 
 LOG_STD_RANGE = (-20.0, 2.0)
@@ -75,33 +75,21 @@ class SquashedGaussianActor(nn.Module):
         return act
 
 
-class MLPSACModel(nn.Module):
+class MLPSACModel(ActorAndCritics):
     """`actor`, `critics`, and `sample_actions(obs)` -> actions, logprobs; `q_values(obs, actions)` is [E, B]."""
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
-        num_critics: int = 2, critic_layer_norm: bool = False, observation_input: ObservationInput | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.action_dim, self.num_critics = action_dim, num_critics
-        self.actor = SquashedGaussianActor(
-            obs_dim=obs_dim, action_dim=action_dim, hidden_sizes=hidden_sizes, activation=activation,
-            observation_input=observation_input,
+        self, *, obs_dim: int, action_dim: int, num_critics: int = 2, critic_layer_norm: bool = False, **options: Any
+    ) -> None:
+        super().__init__(
+            SquashedGaussianActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=num_critics,
+            layer_norm=critic_layer_norm, **options,
         )  # fmt: skip
-        self.critics = CriticEnsemble(
-            num_critics=num_critics, inputs=obs_dim + action_dim, hidden_sizes=hidden_sizes, activation=activation,
-            layer_norm=critic_layer_norm,
-        )  # fmt: skip
-
-    def features(self, obs: Tensor) -> Tensor:
-        """What the critics read."""
-        return self.actor.observation_input(obs)
+        self.num_critics = num_critics
 
     def sample_actions(self, obs: Tensor, generator: torch.Generator | None = None) -> SampledActions:
         """Draw actions and give their log-probabilities."""
         noise = torch.randn(len(obs), self.action_dim, generator=generator, device=obs.device)
         return self.actor.sample(obs, noise)
 
-    def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Values of every critic [E, B]."""
-        return self.critics(self.features(obs), actions)
+    q_values = ActorAndCritics.ensemble_values

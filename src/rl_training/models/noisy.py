@@ -8,20 +8,14 @@ in the checkpoint and a captured function takes its noise as an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import NUMPY_ACTIVATIONS, linear
-
-Array = NDArray[Any]
-NumpyStep = Callable[[Array, "np.random.Generator | None"], Array]  # x [N, D] and a generator, None for mean weights
-MOST_NUMPY_WEIGHTS = 2 * 256 * 256  # above this a torch layer is as fast
+from rl_training.models.blocks import linear
+from rl_training.models.numpy_forms import Array, NumpyStep, linear_step
 
 
 class NoisyLinear(nn.Module):
@@ -44,6 +38,23 @@ class NoisyLinear(nn.Module):
         noise_in, noise_out = self.noise
         weight = torch.addcmul(self.weight, self.weight_sigma, torch.outer(noise_out, noise_in))
         return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, noise_out))
+
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy, with noise drawn anew at every call."""
+        plain, inputs = linear_step(self), self.inputs
+        if plain is None:
+            return None
+        weight_sigma, bias_sigma = self.weight_sigma.detach().numpy().T, self.bias_sigma.detach().numpy()
+
+        def forward(x: Array, rng: np.random.Generator | None) -> Array:
+            y = plain(x, None)
+            if rng is not None:
+                noise = rng.standard_normal(sum(weight_sigma.shape), dtype=np.float32)
+                noise = np.copysign(np.sqrt(np.abs(noise)), noise)
+                y += ((x * noise[:inputs]) @ weight_sigma + bias_sigma) * noise[inputs:]
+            return y
+
+        return forward
 
 
 class NoisyNetwork(nn.Module):
@@ -84,52 +95,3 @@ class NoisyNetwork(nn.Module):
 def make_layer(inputs: int, outputs: int, *, noisy: bool, gain: float = math.sqrt(2.0)) -> nn.Module:
     """A linear layer, plain with orthogonal weights or noisy."""
     return NoisyLinear(inputs, outputs) if noisy else linear(inputs, outputs, gain)
-
-
-def numpy_step(layer: nn.Module) -> NumpyStep | None:
-    """A layer in numpy on the same memory, or None where that is not possible or not faster."""
-    if isinstance(layer, nn.Sequential):
-        return numpy_chain([numpy_step(part) for part in layer])
-    if type(layer) in NUMPY_ACTIVATIONS:
-        activation = NUMPY_ACTIVATIONS[type(layer)]
-        return lambda x, rng: activation(x)
-    if not isinstance(layer, (nn.Linear, NoisyLinear)):
-        make = getattr(layer, "numpy_step", None)
-        return make() if make is not None else None
-    if layer.weight.device.type != "cpu" or layer.weight.numel() > MOST_NUMPY_WEIGHTS:
-        return None
-    weight, bias = layer.weight.detach().numpy().T, layer.bias.detach().numpy()
-
-    def plain(x: Array, rng: np.random.Generator | None) -> Array:
-        x = x @ weight
-        x += bias
-        return x
-
-    if isinstance(layer, nn.Linear):
-        return plain
-    inputs, outputs = layer.inputs, layer.outputs
-    weight_sigma, bias_sigma = layer.weight_sigma.detach().numpy().T, layer.bias_sigma.detach().numpy()
-
-    def noisy(x: Array, rng: np.random.Generator | None) -> Array:
-        y = plain(x, None)
-        if rng is not None:
-            noise = rng.standard_normal(inputs + outputs, dtype=np.float32)
-            noise = np.copysign(np.sqrt(np.abs(noise)), noise)
-            y += ((x * noise[:inputs]) @ weight_sigma + bias_sigma) * noise[inputs:]
-        return y
-
-    return noisy
-
-
-def numpy_chain(steps: list[NumpyStep | None]) -> NumpyStep | None:
-    """Steps one after the other; None when one of them is missing."""
-    known = [step for step in steps if step is not None]
-    if len(known) < len(steps):
-        return None
-
-    def forward(x: Array, rng: np.random.Generator | None) -> Array:
-        for step in known:
-            x = step(x, rng)
-        return x
-
-    return forward

@@ -11,9 +11,9 @@ def run_loop(session: Session, run: Run) -> None:
     algorithm, store = session.algorithm, session.store
     while not run.finished():
         run.apply_schedules()
-        experience = session.collector.collect(session.behaviour, store.request(run.step))
-        run.count_steps(store.add(experience, run.step), experience.episodes)
-        for phase, batch in store.batches(algorithm, run.step):
+        experience = session.collector.collect(session.behaviour, store.request(run.own_step))
+        run.count_steps(store.add(experience, run.own_step), experience.episodes)
+        for phase, batch in store.batches(algorithm, run.own_step):
             result = algorithm.update(batch, phase=phase, global_step=run.step, sync=False)
             store.feedback(batch, result)
             run.count_update(result)

@@ -44,7 +44,7 @@ def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
 
 def build_on_policy(learner: type[Learner], params: Params, spaces: EnvSpaces) -> Learner:
     """A rollout learner with a fresh policy."""
-    scale = {"normalize_rewards": spaces.normalize_rewards}
+    scale: dict[str, Any] = {"normalize_rewards": spaces.normalize_rewards}
     return learner(policy=make_policy(params, spaces), **scale, **params.arguments_of(learner))  # type: ignore[call-arg]
 
 

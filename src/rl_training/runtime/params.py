@@ -115,14 +115,16 @@ class Params(StrictModel):
         return {}
 
     def arguments_of(self, learner: type) -> dict[str, Any]:
-        """The hyper-parameters that the learner's constructor takes, by name."""
-        accepted = {name for part in learner.__mro__ for name in _keywords(part)}
+        """The hyper-parameters that the learner's constructor takes, or passes on to the next, by name."""
+        accepted: set[str] = set()
+        for part in learner.__mro__:
+            own = part.__dict__.get("__init__")
+            if inspect.isfunction(own):
+                arguments = inspect.signature(own).parameters
+                accepted.update(arguments)
+                if all(argument.kind != argument.VAR_KEYWORD for argument in arguments.values()):
+                    break
         return {name: getattr(self, name) for name in type(self).model_fields if name in accepted}
-
-
-def _keywords(part: type) -> list[str]:
-    own = part.__dict__.get("__init__")
-    return list(inspect.signature(own).parameters) if inspect.isfunction(own) else []
 
 
 AnyParams = TypeVar("AnyParams", bound=Params)

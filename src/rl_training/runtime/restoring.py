@@ -11,11 +11,12 @@ import torch
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
+from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import change_params, dump_params, read_params
 from rl_training.runtime.random_play import compare_restored
+from rl_training.runtime.ranks import Ranks, resume_command
 from rl_training.runtime.run import SCHEMA, RunState
 from rl_training.runtime.run_folder import run_dir_of
 from rl_training.runtime.session import (
@@ -137,10 +138,10 @@ def first_difference(stored: Any, built: Any, name: str) -> str | None:
 
 
 def restore_session(
-    path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None
+    path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None, ranks: Ranks
 ) -> tuple[Session, RunState, list[str]]:
     """The parts of a run as a checkpoint has them, and sentences on what changed or did not come back exactly."""
-    tree = read_checkpoint(path)
+    tree = part_of_rank(path, read_checkpoint(path), ranks)
     stored = validate(TrainConfig, tree["config"], str(path))
     state = validate(RunState, tree["run"], f"{path}, run")
     config, notes = change_config(stored, wanted, force=force)
@@ -159,14 +160,30 @@ def restore_session(
             "it counts from the start of the run."
         )
     read_spaces(path, tree["spaces"])
-    session = open_session(config, env=env, restored=tree)
+    session = open_session(config, env=env, restored=tree, ranks=ranks)
     with closed_on_error(session):
         load_weights(path, session.algorithm, tree["algorithm"])
         sentences = load_source(path, session, tree["source"])
     if state.abandoned:
         sentences.append("it was saved in the middle of a turn: episodes start over, so this resume is not exact.")
     sentences += machine_changes(tree.get("machine"), session.config)
-    return session, state, notes + [f"warning: {sentence}" for sentence in sentences]
+    return session, state, notes + [f"warning: {sentence}" for sentence in dict.fromkeys(ranks.union(sentences))]
+
+
+def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """The checkpoint as this rank has to see it: with its own experience, and what it does not share of the learner."""
+    others = tree.get("ranks", [])
+    if not isinstance(others, list):
+        raise UserError(f"{path} is not a training checkpoint: its ranks are not a list.")
+    if (count := 1 + len(others)) != ranks.count:
+        found = f"{path} is of a run with {counted(count, 'learner')}, and here are {ranks.count}"
+        raise UserError(f"{found}; go on with {resume_command(count)}.")
+    if ranks.rank == 0:
+        return tree
+    own = others[ranks.rank - 1]
+    if not isinstance(own, dict) or not all(isinstance(own.get(part), dict) for part in ("algorithm", "source")):
+        raise UserError(f"{path} is not a training checkpoint: its part of rank {ranks.rank} is not whole.")
+    return {**tree, "algorithm": {**tree["algorithm"], **own["algorithm"]}, "source": own["source"]}
 
 
 def machine_changes(stored: Any, config: TrainConfig) -> list[str]:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -20,9 +21,10 @@ from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.envs.stepper import Episode
 from rl_training.errors import EnvironmentFailure, TrainingFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
-from rl_training.experiment.logging import RunLogger
-from rl_training.runtime.evaluation import Evaluator
+from rl_training.experiment.logging import RunLogger, SilentLogger
+from rl_training.runtime.evaluation import EvaluationResult, Evaluator
 from rl_training.runtime.params import Schedule
+from rl_training.runtime.ranks import resume_command
 from rl_training.runtime.run_folder import write_run_files
 from rl_training.runtime.session import Session, describe_machine
 from rl_training.validation import StrictModel
@@ -31,6 +33,8 @@ CHECKPOINT_SECONDS = 60.0
 MOST_SAVING = 19  # seconds of training per second of writing checkpoints, at least
 STOP_SECONDS = 10.0  # that the first signal leaves to the turn under way
 SCHEMA = 1
+# Why a run stops; where ranks differ, the last of them is what all say
+REASONS = (None, "total_timesteps", "max_updates", "max_seconds", "early_stopping", "callback", "SIGINT", "SIGTERM")
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 
@@ -83,7 +87,7 @@ class Run:
         self, session: Session, run_dir: Path, *, callbacks: Iterable[Callback] = (), console: bool = False,
         restored: RunState | None = None, messages: Iterable[str] = (),
     ) -> None:  # fmt: skip
-        self.session, self.run_dir = session, run_dir
+        self.session, self.run_dir, self.ranks = session, run_dir, session.ranks
         self.config, self.params = session.config, session.params
         self.schedules: dict[str, Schedule] = {**session.params.built_in_schedules(), **session.params.schedules}
         self.callbacks, self.messages = list(callbacks), list(messages)
@@ -104,7 +108,7 @@ class Run:
         if restored is not None:
             self._restore(restored)
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints", keep=self.config.checkpoint_keep)
-        self.logger = RunLogger(
+        self.logger = SilentLogger() if self.ranks.rank else RunLogger(
             run_dir, console=console, total_steps=self.config.total_timesteps, append=restored is not None,
             resume_step=self.step,
         )  # fmt: skip
@@ -128,7 +132,7 @@ class Run:
         """Write the first checkpoint, so that a kill at any later moment finds one."""
         for message in self.messages:
             self.logger.message(message)
-        write_run_files(self.run_dir, self.config, self.messages)
+        self.ranks.first(partial(write_run_files, self.run_dir, self.config, self.messages))
         self.save_checkpoint()
         self._tell("on_start")
         self._evaluate_when_due()  # a signal ended the run in this evaluation
@@ -145,7 +149,15 @@ class Run:
                 self.stop_reason = signal.Signals(self._signal).name
             elif self.config.max_seconds is not None and self._trained_seconds() >= self.config.max_seconds:
                 self.stop_reason = "max_seconds"
+        if self.ranks.count > 1:
+            known = self.stop_reason if self.stop_reason in REASONS else "callback"  # which may say what it likes
+            self.stop_reason = REASONS[int(self.ranks.largest(REASONS.index(known)))]
         return self.stop_reason is not None
+
+    @property
+    def own_step(self) -> int:
+        """Steps of this rank's environments."""
+        return self.step // self.ranks.count
 
     def scheduled_values(self) -> dict[str, float]:
         """Every scheduled number at this step."""
@@ -163,8 +175,8 @@ class Run:
                 setattr(store, name, value)
 
     def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
-        """Count real transitions and finished episodes."""
-        self.step += steps
+        """Count real transitions, as many of every rank, and finished episodes."""
+        self.step += steps * self.ranks.count
         self.episodes.extend(episodes)
         self.collected_metrics = self.session.store.metrics
 
@@ -174,9 +186,10 @@ class Run:
         self.latest = result.metrics
         if self._checks_every_update:
             value = result.metrics.get(result.watch, 0.0)
-            if not math.isfinite(value.item() if isinstance(value, Tensor) else value):
+            value = value.item() if isinstance(value, Tensor) else value
+            if not math.isfinite(value if self.ranks.count == 1 else self.ranks.average([value])[0]):
                 self._fail(result.watch)
-        if self._interruption is not None:
+        if self._interruption is not None and self.ranks.count == 1:  # else all collect again, and tell the others
             raise self._interruption
 
     def tick(self) -> None:
@@ -208,7 +221,7 @@ class Run:
 
     def log_row(self, *, last: bool = False) -> None:
         """One row of metrics, checked for NaN; `last` when it is there only because the run ends."""
-        metrics = read_metrics(self.latest)
+        metrics = self.read_latest()
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(name)
@@ -218,6 +231,11 @@ class Run:
         self._logged_update = self.updates
         if self.logger.progress_due:
             self._show_progress(metrics)
+
+    def read_latest(self) -> dict[str, float]:
+        """Metrics of the last update, over all ranks."""
+        metrics = read_metrics(self.latest)
+        return dict(zip(metrics, self.ranks.average(list(metrics.values())), strict=True))
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
         mean = self.progress_metrics().get("episode_return_mean")
@@ -264,8 +282,7 @@ class Run:
         self._evaluating = True
         try:
             with self.pause():
-                self._check_signal()
-                result = self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
+                result = self.ranks.first(self._play_evaluation)
         except Interruption:
             return {}
         finally:
@@ -275,11 +292,15 @@ class Run:
             self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
             self._evaluated_step = self.step
             if not last:
-                self._watch_early_stopping({**self.progress_metrics(), **read_metrics(self.latest), **metrics})
+                self._watch_early_stopping({**self.progress_metrics(), **self.read_latest(), **metrics})
             if metrics["eval_return_mean"] > self.best_return:
                 self._save_best(metrics["eval_return_mean"])
         self._tell("on_evaluation", metrics)
         return metrics
+
+    def _play_evaluation(self) -> EvaluationResult:
+        self._check_signal()
+        return self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
 
     def _check_signal(self) -> None:
         if self._signal is not None:
@@ -289,7 +310,7 @@ class Run:
         self._check_parameters()
         before, self.best_return = self.best_return, best_return
         try:
-            self.checkpoints.save("best", self.checkpoint_tree(replay=False))
+            self._write_checkpoint("best")
         except OSError as error:
             self.best_return = before
             self.logger.message(f"warning: {self.checkpoints.best} could not be written ({error.strerror or error})")
@@ -309,9 +330,10 @@ class Run:
     def _checkpoint_due(self) -> bool:
         if self.config.checkpoint_interval:
             return self.step >= self.next_checkpoint
-        return time.perf_counter() - self._last_save >= max(
+        due = time.perf_counter() - self._last_save >= max(
             CHECKPOINT_SECONDS, MOST_SAVING * self._save_seconds  # a large buffer must not stall training for long
         )
+        return bool(self.ranks.largest(due))
 
     def save_checkpoint(self, *, keep_step: bool = False) -> None:
         """Write `latest`, and `step_<n>` when asked."""
@@ -322,12 +344,10 @@ class Run:
         try:
             with self.pause():
                 self._check_parameters()
-                if not (self.run_dir / "config.yaml").is_file():  # somebody deleted the folder
-                    write_run_files(self.run_dir, self.config, self.messages)
-                self.checkpoints.save("latest", self.checkpoint_tree(replay=self.config.replay_in_checkpoint))
+                self._write_checkpoint("latest", replay=self.config.replay_in_checkpoint)
                 self._saved = self._progress()
                 if keep_step:
-                    self.checkpoints.save(f"step_{self.step}", self.checkpoint_tree(replay=False))
+                    self._write_checkpoint(f"step_{self.step}")
         except OSError as error:
             newest = f"the newest is of step {self._saved[0]:.0f}" if self._saved else "there is none yet"
             where = f"{self.checkpoints.folder} ({error.strerror or error})"
@@ -336,12 +356,22 @@ class Run:
             self._last_save = self._resumed_at
             self._save_seconds = self._last_save - begun
 
+    def _write_checkpoint(self, name: str, *, replay: bool = False) -> None:
+        tree = self.checkpoint_tree(replay=replay)
+
+        def write() -> None:
+            if not (self.run_dir / "config.yaml").is_file():  # somebody deleted the folder
+                write_run_files(self.run_dir, self.config, self.messages)
+            self.checkpoints.save(name, tree)
+
+        self.ranks.first(write)
+
     def _progress(self) -> tuple[float, ...]:
         """What a checkpoint that is worth writing differs in from the one before."""
         return self.step, self.updates, self.best_return
 
     def checkpoint_tree(self, *, replay: bool) -> dict[str, Any]:
-        """Everything that resuming, evaluating and predicting need."""
+        """Everything that resuming, evaluating and predicting need; whole in rank 0."""
         session = self.session
         try:
             source = session.source_state()
@@ -353,19 +383,23 @@ class Run:
             source = session.source_state()
         if not replay:
             source.pop("replay", None)
+        self.abandoned = bool(self.ranks.largest(self.abandoned))
+        algorithm = dict(session.algorithm.state_dict())
+        others = self.ranks.gather(algorithm, source)
         return {
             "schema": SCHEMA,
             "config": self.config.model_dump(mode="json"),
             "spaces": session.spaces.to_dict(),
-            "algorithm": dict(session.algorithm.state_dict()),
+            "algorithm": algorithm,
             "source": source,
             "run": self._state(),
             "machine": self._machine,
+            **({"ranks": others} if others else {}),
         }
 
     def _state(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in RunState.model_fields}
-        return state | {"episodes": [list(e) for e in self.episodes], "latest": read_metrics(self.latest)}
+        return state | {"episodes": [list(e) for e in self.episodes], "latest": self.read_latest()}
 
     def _restore(self, state: RunState) -> None:
         for name in RunState.model_fields:
@@ -411,8 +445,9 @@ class Run:
             "global_step": self.step,
             **self.progress_metrics(),
             **self.last_evaluation,
-            **self.collected_metrics, **self.session.collector.metrics(),
-            **read_metrics(self.latest),
+            **self.collected_metrics,
+            **self.session.collector.metrics(),
+            **self.read_latest(),
             **self.scheduled_values(),  # over what the last update says of one, such as SAC's alpha
             "train_seconds": self.train_seconds,
             "stop_reason": self.stop_reason,
@@ -482,16 +517,25 @@ class Run:
 
     @contextmanager
     def abandonment(self) -> Iterator[None]:
-        """Leave the loop in the middle of a turn once a signal has asked for the end, whatever breaks the turn then."""
+        """Leave the loop in the middle of a turn once a signal has asked for the end, whatever breaks the turn then.
+
+        Where all ranks have the failure, they have the signal too.
+        """
         try:
             yield
         except (Exception, Interruption) as error:
-            if self._signal is None or not self._in_turn or not can_save_after(error):
+            if self.ranks.knows(error):
+                self._signal = int(self.ranks.largest(self._signal or 0)) or None
+            if self._signal is None or not self._in_turn or not self._can_save_after(error):
                 raise
             self._abandon_turn()
             if not isinstance(error, Interruption):
                 self.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
             self.stop_reason = signal.Signals(self._signal).name
+
+    def _can_save_after(self, error: BaseException) -> bool:
+        """Whether every rank can; where not all have the error, another may wait for something else."""
+        return self.ranks.knows(error) and not self.ranks.largest(not can_save_after(error))
 
     def _abandon_turn(self) -> None:
         """Give up what the turn under way collected and did not store, and the environments' episodes."""
@@ -510,7 +554,7 @@ class Run:
         except TrainingFailure:  # which keeps the last good checkpoint and says where it is
             raise
         except BaseException as error:
-            if self._progress() != self._saved and not self._at_once and can_save_after(error):
+            if self._progress() != self._saved and not self._at_once and self._can_save_after(error):
                 try:
                     if self._in_turn:
                         self._abandon_turn()
@@ -519,7 +563,7 @@ class Run:
                     self.logger.message(f"warning: step {self.step} could not be saved: {failure}")
             if self._saved is not None and self._saved[0]:
                 latest = self.checkpoints.latest
-                note = f"step {self._saved[0]:,.0f} is saved: rl-training resume --checkpoint {latest}"
+                note = f"step {self._saved[0]:,.0f} is saved: {resume_command(self.ranks.count)} --checkpoint {latest}"
                 self.logger.message(note)
                 if isinstance(error, Exception) and hasattr(error, "add_note"):
                     error.add_note(note)

@@ -6,9 +6,9 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -21,7 +21,7 @@ from rl_training.collect.local import Collector, LocalCollector, NoCollector
 from rl_training.collect.worker import WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
-from rl_training.envs.engines import choose_vectorization, make_engine
+from rl_training.envs.engines import choose_vectorization, is_cartpole, make_engine
 from rl_training.envs.factory import EnvRecipe, UserEnv, probe_spaces, read_recipe
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
@@ -29,13 +29,16 @@ from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
+from rl_training.runtime.ranks import RankCollector, Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
 
+LANES_OF_RANKS = ("rollout", "replay")
 WIDEST_ON_CPU, MOST_MEMBERS_ON_CPU = 256, 2
 SMALL_NETWORKS = (
     f"device auto is the CPU: layers of at most {WIDEST_ON_CPU} units on vectors learn faster there than on the GPU "
     "(device: cuda takes it)"
 )
+UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Session:
     behaviour: Behaviour
     collector: Collector
     store: Store
+    ranks: Ranks = field(default_factory=Ranks)
     notes: tuple[str, ...] = ()  # on what was decided, for the start of a run
 
     def source_state(self) -> dict[str, Any]:
@@ -70,10 +74,13 @@ class Session:
 
 
 def open_session(
-    config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None
-) -> Session:
+    config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+) -> Session:  # fmt: skip
     """Check the config against algorithm and environment and build both; `restored` is a checkpoint to go on from."""
-    spec = get_algorithm_spec(config.algo)
+    spec, ranks = get_algorithm_spec(config.algo), ranks or Ranks()
+    if ranks.count > 1:
+        config = fit_ranks(config, spec.lane)
     params = read_params(spec.params, config.algo_kwargs)
     named = (*config.named, *(env or ())) if env is None or isinstance(env, tuple) else env
     recipe = read_recipe(config.env_id, config.env_kwargs, named)
@@ -85,24 +92,28 @@ def open_session(
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     params = params.settle(recipe, spaces, config.seed)
-    asked, config = config, resolve(config, params, recipe, spaces)
+    asked, config = config, resolve(config, params, recipe, spaces, ranks)
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
     algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])
+    ranks.join(algorithm)
+    seed = ranks.seed(config.seed)
+    if ranks.rank:
+        algorithm.seed(seed)
     is_remote, stepper = config.execution_backend == "local_async", None
     if is_remote and not spec.steps_environments:
         raise UserError(f"execution_backend is 'local_async', but {spec.name} steps no environments; use local_sync.")
     if getattr(params, "epsilon_ladder", 0.0) and not is_remote:
         raise UserError("epsilon_ladder needs workers; set execution_backend to local_async, or epsilon_ladder to 0.")
     if spec.steps_environments and not is_remote:
-        where = config.num_envs, config.seed, config.vectorization, config.worker_timeout
+        where = config.num_envs, seed, config.vectorization, config.worker_timeout
         stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
     with closed_on_error(stepper):
-        rng = np.random.default_rng(np.random.SeedSequence([config.seed, 1]))
+        rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
         resets = config.vectorization == "native"
-        context = StoreContext(params, spaces, config.num_envs, config.seed, config.device, recipe, rng, resets)
+        context = StoreContext(params, spaces, config.num_envs, seed, config.device, recipe, rng, resets)
         try:
             store = spec.store(context)
             check_schedules(spec.name, params, algorithm, store)
@@ -117,9 +128,13 @@ def open_session(
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
+        if ranks.count > 1:
+            collector = cast(Collector, RankCollector(collector, ranks))
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
-    notes = (SMALL_NETWORKS,) if passes_over_gpu else ()
-    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, notes)
+    notes = [SMALL_NETWORKS] if passes_over_gpu else []
+    if stepper is not None and not stepper.engine.state_format:
+        notes.append(UNSAVED.format(config.env_id))
+    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
 
 
 def open_workers(
@@ -127,6 +142,10 @@ def open_workers(
     ladder: float, make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
     """Worker processes, each with a learner of its own on the CPU, of which only the acting part is used."""
+    if config.vectorization == "native" and not is_cartpole(recipe):
+        raise UserError(
+            f"vectorization is 'native', but workers cannot restore {config.env_id} so; use sync with local_async."
+        )
     spaces = behaviour.spaces
     plan = WorkerPlan(
         partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
@@ -176,9 +195,26 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
         raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
 
 
-def resolve(config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None) -> TrainConfig:
+def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
+    """The config for several learners, which have to learn from as many rows each; what they cannot run is refused."""
+    several = "with several learners (torchrun) it must be"
+    if lane not in LANES_OF_RANKS:
+        lanes = " or ".join(LANES_OF_RANKS)
+        raise UserError(f"algo is {config.algo!r}, an algorithm of the {lane} lane; {several} of the {lanes} lane.")
+    if config.execution_backend != "local_sync":
+        raise UserError(f"execution_backend is {config.execution_backend!r}; {several} local_sync.")
+    if config.vectorization == "native":  # its reset rows are no transitions, and each rank has others
+        raise UserError(f"vectorization is 'native'; {several} auto, sync or async.")
+    return config.model_copy(update={"vectorization": "sync"}) if config.vectorization == "auto" else config
+
+
+def resolve(
+    config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None, ranks: Ranks | None = None
+) -> TrainConfig:
     """The config with every `auto` decided (some only where the spaces are known) and every default spelled out."""
     device = choose_device(params, spaces) if config.device == "auto" and spaces is not None else config.device
+    if device.startswith("cuda") and ranks is not None and ranks.count > 1:
+        device = f"cuda:{ranks.local_rank}"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():

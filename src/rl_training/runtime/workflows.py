@@ -21,6 +21,7 @@ from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.runtime.acting import ActingSession, acting_lock
 from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.loop import run_loop
+from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
 from rl_training.runtime.run import Callback, Run, RunState
 from rl_training.runtime.run_folder import branch_run_dir, is_newest, locked, make_run_dir, run_dir_of
@@ -105,11 +106,12 @@ def train(
 ) -> TrainResult:  # fmt: skip
     """One run from the start; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
     told = read_callbacks(callbacks)
-    session = open_session(read_config(config, env), env=env)
+    ranks = join_ranks()
+    session = open_session(read_config(config, env), env=env, ranks=ranks)
     with ExitStack() as held:
         with closed_on_error(session):
-            run_dir = make_run_dir(session.config, run_suffix)
-            held.enter_context(locked(run_dir))
+            run_dir = ranks.first(lambda: make_run_dir(session.config, run_suffix))
+            ranks.first(lambda: held.enter_context(locked(run_dir)))
         return execute(session, run_dir, told, console)
 
 
@@ -161,7 +163,8 @@ def execute(
     where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.execution_backend == "local_async" else ""
     messages = [
         f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
-        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept})",
+        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept}"
+        + (f", each of {session.ranks.count} learners)" if session.ranks.count > 1 else ")"),
         *warnings,
         *session.notes,
         *notes,
@@ -233,10 +236,11 @@ def resume_training(
         wanted["output_dir"] = str(output_dir)
     begun_in = run_dir_of(Path(path))
     in_place = begun_in if begun_in is not None and "output_dir" not in wanted and is_newest(Path(path)) else None
+    ranks = join_ranks()
     with ExitStack() as held:
         if in_place is not None:  # before reading: nobody else goes on from what is read
-            held.enter_context(locked(in_place))
-        session, state, notes = restore_session(path, wanted, force=force, env=env)
+            ranks.first(lambda: held.enter_context(locked(in_place)))
+        session, state, notes = restore_session(path, wanted, force=force, env=env, ranks=ranks)
         if in_place is None and "output_dir" not in wanted:  # a checkpoint does not say where to write
             home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
             session.config = session.config.model_copy(update={"output_dir": home})
@@ -244,7 +248,7 @@ def resume_training(
                 branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
                 notes.append(branch)
         with closed_on_error(session):
-            run_dir = in_place or branch_run_dir(session.config, begun_in)
+            run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))
             if in_place is None:
-                held.enter_context(locked(run_dir))
+                ranks.first(lambda: held.enter_context(locked(run_dir)))
         return execute(session, run_dir, told, console, restored=state, notes=notes)

@@ -42,6 +42,9 @@ class ReplayParams(OffPolicyParams):
 
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
+    random_action_hold: float = Field(
+        8.0, ge=1, le=10**6, description="Mean steps for which such a random action is held, unless there are masks."
+    )
     train_frequency: int = Field(1, ge=1, description="Environment steps, summed over environments, per training turn.")
     gradient_updates_per_step: int = Field(1, ge=1, le=10_000, description="Updates per training turn.")
     n_step: int = Field(1, ge=1, le=1_000, description="Steps of reward before bootstrapping.")
@@ -67,7 +70,9 @@ class ReplayParams(OffPolicyParams):
         """What is stored with the rows, and the ends of a built-in schedule."""
         stored = dict.fromkeys(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it")
         ends = ("prioritized_beta_start", "prioritized_beta_end")
-        return super().fixed_numbers() | stored | dict.fromkeys(ends, "it is a part of prioritized_beta's own schedule")
+        built_in = dict.fromkeys(ends, "it is a part of prioritized_beta's own schedule")
+        warm_up = {"random_action_hold": "it is read before learning starts only"}
+        return super().fixed_numbers() | stored | built_in | warm_up
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """The importance weights grow to full strength over the budget."""
@@ -206,7 +211,8 @@ class ReplayStore(BufferStore):
 
     def request(self, step: int) -> Request:
         """About `train_frequency` environment steps, at random until `learning_starts`."""
-        return Request(transitions=self.params.train_frequency, random=self.random_steps(step))
+        params = self.params
+        return Request(0, params.train_frequency, random=self.random_steps(step), hold=params.random_action_hold)
 
     def add(self, experience: Experience, step: int) -> int:
         """Into the buffer; every step from `learning_starts` on is worth one of credit."""
