@@ -90,6 +90,18 @@ def test_a_packed_behaviour_acts_as_the_learner_does(algo: str, tmp_path: Path) 
         assert np.array_equal(copy.act(obs, None, first)[0], original.act(obs, None, first)[0])
 
 
+def test_workers_hold_random_actions_from_turn_to_turn(tmp_path: Path) -> None:
+    kwargs = {"random_action_hold": 10**6, "learning_starts": 100}
+    session = open_session(workers("td3", tmp_path, kwargs=kwargs))
+    try:
+        request = session.store.request(0)
+        turns = [session.collector.collect(session.behaviour, request).actions.copy() for _ in range(3)]
+    finally:
+        session.close()
+    for actions in turns:
+        assert np.array_equal(actions, np.broadcast_to(turns[0][0], actions.shape))
+
+
 def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
     session = open_session(tiny("dqn", tmp_path, num_envs=4))
     session.close()
