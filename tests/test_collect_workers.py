@@ -167,12 +167,11 @@ def test_every_algorithm_that_steps_environments_trains_and_resumes_exactly(
 
 @pytest.mark.slow
 def test_fifty_kills_change_nothing(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"total_timesteps": 60 * 24}
+    fields: dict[str, Any] = {"total_timesteps": 80 * 24}
     whole = train(workers("a2c", tmp_path / "whole", **fields), console=False)
-    killer = Killer(range(2, 52))
+    killer = Killer(range(2, 72))  # some hit a process that is dead already
     killed = train(workers("a2c", tmp_path / "killed", **fields), callbacks=[killer], console=False)
-    assert len(killer.pids) == 50
-    assert killed.metrics["worker_restarts"] == 50
+    assert killed.metrics["worker_restarts"] == len(set(killer.pids)) >= 50
     assert_same_end(whole, killed)
 
 
