@@ -90,6 +90,14 @@ def test_a_packed_behaviour_acts_as_the_learner_does(algo: str, tmp_path: Path) 
         assert np.array_equal(copy.act(obs, None, first)[0], original.act(obs, None, first)[0])
 
 
+def test_auto_leaves_one_core_to_the_learner_and_is_decided_once(tmp_path: Path, monkeypatch: Any) -> None:
+    for cores, count in ((1, 1), (3, 2), (64, 3)):
+        monkeypatch.setattr("rl_training.runtime.session.os.cpu_count", lambda cores=cores: cores)
+        session = open_session(workers("a2c", tmp_path, "auto"))  # type: ignore[arg-type]  # of three environments
+        session.close()
+        assert len(session.collector.records) == session.config.num_workers == count  # type: ignore[attr-defined]
+
+
 def test_workers_hold_random_actions_from_turn_to_turn(tmp_path: Path) -> None:
     kwargs = {"random_action_hold": 10**6, "learning_starts": 100}
     session = open_session(workers("td3", tmp_path, kwargs=kwargs))

@@ -62,7 +62,6 @@ class Lag:
     """Packed behaviours of the last turns; the oldest acts."""
 
     def __init__(self, turns: int) -> None:
-        self.turns = turns
         self.packed: deque[Array] = deque(maxlen=turns + 1)
 
     def follow(self, behaviour: Behaviour) -> Array:
@@ -70,10 +69,9 @@ class Lag:
         self.packed.append(behaviour.pack())
         return self.packed[0]
 
-    def restore(self, packed: list[Any], behaviour: Behaviour) -> None:
-        """Go on with stored ones, which must be of this behaviour's layout."""
-        size = behaviour.pack().shape
-        if not all(isinstance(array, np.ndarray) and array.shape == size for array in packed):
+    def restore(self, packed: list[Any], size: int) -> None:
+        """Go on with stored ones, each of which must have as many bytes."""
+        if not all(isinstance(array, np.ndarray) and array.shape == (size,) for array in packed):
             raise UserError("it holds weights of an acting policy in another layout, as earlier versions wrote them.")
         self.packed.extend(packed)
 
@@ -182,7 +180,7 @@ class LocalCollector:
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`."""
         if self.lag is not None:
-            self.lag.restore(state["weights"], self.actor)
+            self.lag.restore(state["weights"], len(self.actor.pack()))
         self.actor.load_state_dict(state)
         return self.stepper.load_state_dict(state["stepper"])
 

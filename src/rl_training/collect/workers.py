@@ -269,7 +269,7 @@ class WorkerCollector:
             return []
         if len(states) != len(self.records) or len(flight["packed"]) != len(self._packed[0]):
             raise UserError("it was saved with another number of workers, or with other networks.")
-        self.lag.packed.extend(state["weights"])
+        self.lag.restore(state["weights"], len(self._packed[0]))
         self._flight = Flight(**{**flight, "request": Request(*flight["request"])})
         self._packed[self._flight.number % MEMORIES][:] = flight["packed"]
         self.started = True

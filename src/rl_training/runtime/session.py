@@ -225,7 +225,10 @@ def resolve(
         wrappers = {**env_kwargs["wrappers"], "normalize_observation": spaces.normalize_observations}
         env_kwargs = {**env_kwargs, "wrappers": wrappers}
     vectorization = choose_vectorization(config.vectorization, recipe, config.num_envs)
-    decided = {"device": device, "threads": threads, "vectorization": vectorization, "accelerate": "none"}
+    decided = {
+        "device": device, "threads": threads, "vectorization": vectorization, "accelerate": "none",
+        "num_workers": choose_workers(config),
+    }  # fmt: skip
     return config.model_copy(update={**decided, "algo_kwargs": dump_params(params), "env_kwargs": env_kwargs})
 
 
@@ -242,11 +245,11 @@ def choose_device(params: Params, spaces: EnvSpaces) -> str:
     return "cuda"
 
 
-def choose_workers(config: TrainConfig) -> int:
-    """Processes for local_async: one core is left to the learner."""
-    if config.num_workers != "auto":
+def choose_workers(config: TrainConfig) -> int | str:
+    """Processes for local_async: one core is left to the learner. Nobody reads it elsewhere, so it stays as it is."""
+    if config.num_workers != "auto" or config.execution_backend != "local_async":
         return config.num_workers
-    return min(max(1, (os.cpu_count() or 1) - 1), config.num_envs) if config.execution_backend == "local_async" else 1
+    return min(max(1, (os.cpu_count() or 1) - 1), config.num_envs)
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
