@@ -2,7 +2,8 @@
 
 `python scripts/run_gates.py [--only NAME] [--seeds 0,1] [--jobs 2]` trains what is missing, `--list` says what is
 recorded, `--check` runs nothing and exits 1 when a recorded gate does not meet its rule. A record counts as long as the
-preset, spelled out with every default, is the one it was made with; otherwise the job is stale and runs again.
+preset, spelled out with every default, is the one it was made with; otherwise the job is stale and runs again. With
+`--runs FOLDER` a job that was stopped goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import math
 import multiprocessing
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +35,7 @@ from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.config import TrainConfig, load_config, read_yaml
 from rl_training.experiment.logging import read_metrics
 from rl_training.runtime.run import Callback
+from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.validation import StrictModel, validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +132,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def gate_config(gate: Gate, seed: int, output_dir: str = "runs") -> TrainConfig:
+def gate_config(gate: Gate, seed: int, output_dir: str | Path = "runs") -> TrainConfig:
     """The config of one job: the preset with the gate's overrides."""
     data = merge(read_yaml(gate.preset), gate.overrides)
     config = load_config({**data, "seed": seed, "output_dir": output_dir})
@@ -148,6 +152,7 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     from rl_training.runtime.spec import get_algorithm_spec
 
     plain = config.model_dump(mode="json", exclude=UNHASHED)
+    plain["device"] = "auto"  # the record names the device
     if config.execution_backend == "local_sync":
         del plain["num_workers"]  # nobody reads it
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
@@ -184,14 +189,32 @@ def write_record(path: Path, record: Record) -> None:
 # one job -------------------------------------------------------------------------------------------------------------
 
 
-def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1) -> Record:
-    """Train one (gate, seed), evaluate its final weights, and write the record."""
-    from rl_training.runtime.workflows import evaluate_checkpoint, train
+@contextmanager
+def run_folder(runs: Path | None, gate: Gate, seed: int) -> Iterator[Path]:
+    """Where a job's run is written: under `runs`, where it stays until it has ended, or a temporary folder."""
+    if runs is None:
+        with tempfile.TemporaryDirectory(prefix="gate-") as folder:
+            yield Path(folder)
+    else:
+        kept = runs / gate.name / f"seed_{seed}"
+        yield kept
+        shutil.rmtree(kept)
 
+
+def train_or_go_on(gate: Gate, seed: int, folder: Path, callbacks: Sequence[Callback]) -> TrainResult:
+    """Train, from the checkpoint of a run that was stopped in this folder if there is one."""
+    stopped = next(folder.glob("*/checkpoints/latest.ckpt"), None)
+    if stopped is not None:
+        return resume_training(stopped, callbacks=callbacks, console=False)
+    return train(gate_config(gate, seed, folder), callbacks=callbacks, console=False)
+
+
+def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1, runs: Path | None = None) -> Record:
+    """Train one (gate, seed), evaluate its final weights, and write the record."""
     begun = time.perf_counter()
     recent: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="gate-") as folder:
-        run = train(gate_config(gate, seed, folder), callbacks=[LastReturns(recent)], console=False)
+    with run_folder(runs, gate, seed) as folder:
+        run = train_or_go_on(gate, seed, folder, [LastReturns(recent)])
         if run.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
         evaluation = evaluate_checkpoint(run.checkpoint_path, num_episodes=gate.eval_episodes)
@@ -374,10 +397,10 @@ def due_jobs(gates: Iterable[Gate], results: Path, seeds: Sequence[int] | None) 
                 yield gate, seed
 
 
-def run_jobs(jobs: Sequence[Job], results: Path, processes: int) -> int:
+def run_jobs(jobs: Sequence[Job], results: Path, processes: int, runs: Path | None) -> int:
     """Run the jobs and print a line for each; returns how many failed."""
     failed = 0
-    for name, outcome in outcomes(jobs, results, processes):
+    for name, outcome in outcomes(jobs, results, processes, runs):
         if isinstance(outcome, Exception):
             failed += 1
             print(f"{name}: {type(outcome).__name__}: {outcome}", flush=True)
@@ -387,17 +410,19 @@ def run_jobs(jobs: Sequence[Job], results: Path, processes: int) -> int:
     return failed
 
 
-def outcomes(jobs: Sequence[Job], results: Path, processes: int) -> Iterator[tuple[str, Record | Exception]]:
+def outcomes(
+    jobs: Sequence[Job], results: Path, processes: int, runs: Path | None
+) -> Iterator[tuple[str, Record | Exception]]:
     """Each job's name with its record or its error, as they finish; one process works in this one."""
     if processes == 1:
         for gate, seed in jobs:
             try:
-                yield f"{gate.name} seed {seed}", run_job(gate, seed, results)
+                yield f"{gate.name} seed {seed}", run_job(gate, seed, results, runs=runs)
             except Exception as error:
                 yield f"{gate.name} seed {seed}", error
         return
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(run_job, *job, results, processes): f"{job[0].name} seed {job[1]}" for job in jobs}
+        running = {pool.submit(run_job, *job, results, processes, runs): f"{job[0].name} seed {job[1]}" for job in jobs}
         for future in as_completed(running):
             problem = future.exception()  # result() raises what is no Exception, such as an interrupt
             yield running[future], problem if isinstance(problem, Exception) else future.result()
@@ -421,6 +446,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")
     parser.add_argument("--gates", type=Path, default=GATES, help="another gates.yaml")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another folder of records")
+    parser.add_argument("--runs", type=Path, help="keep the runs here; one that was stopped goes on")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="run nothing; say what is recorded")
     what.add_argument("--check", action="store_true", help="run nothing; exit 1 if a recorded gate misses its rule")
@@ -446,7 +472,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1 if bad and arguments.check else 0
         jobs = list(due_jobs(selected, arguments.results, arguments.seeds))
         print(f"{len(jobs)} jobs to run, {max(1, arguments.jobs)} side by side", flush=True)
-        failed = run_jobs(jobs, arguments.results, max(1, arguments.jobs))
+        failed = run_jobs(jobs, arguments.results, max(1, arguments.jobs), arguments.runs)
         print_verdicts(selected, gates, arguments.results, arguments.seeds)
         return 1 if failed else 0
     except UserError as error:
