@@ -1,4 +1,4 @@
-"""Worker processes against one process, on an environment that sleeps: `python benchmarks/bench_workers.py`.
+"""Worker processes against one process, on an environment that sleeps or that of a preset (`--config`).
 
 One run of each `--workers` (0 is `local_sync`) with as many environments, in steps per second after the first updates.
 """
@@ -6,6 +6,7 @@ One run of each `--workers` (0 is `local_sync`) with as many environments, in st
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rl_training.experiment.config import read_yaml
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.workflows import train
 
@@ -42,13 +44,17 @@ class Sleepy(gym.Env[Any, Any]):
 
 
 class Stopwatch(Callback):
-    """Steps and seconds from one update to the last."""
+    """Steps and seconds from one update to the last, which comes after so many seconds at most."""
 
-    def on_update(self, run: Run) -> None:
-        """Remember the first and the newest time."""
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.first = seconds, np.zeros(2)
+
+    def on_update(self, run: Run) -> bool:
+        """Remember the first and the newest time; False ends the run."""
         self.last = np.array([run.step, time.perf_counter()])
-        if run.updates == FIRST:
+        if run.updates <= FIRST:
             self.first = self.last
+        return bool(self.last[1] - self.first[1] < self.seconds)
 
     def rate(self) -> float:
         """Steps per second between them."""
@@ -60,25 +66,27 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="0,1,2,4,8", help="numbers of processes, by comma")
-    parser.add_argument("--algo", default="impala")
+    parser.add_argument("--config", help="a preset, such as impala/breakout_atari, in place of the environment that sleeps")
     parser.add_argument("--num-envs", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=16_000)
+    parser.add_argument("--steps", type=int, default=16_000, help="at most so many of each run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most so long, after the first updates")
     arguments = parser.parse_args()
-    print("| workers | steps/s | against one process | learner waited |")
+    sleepy = {"algo": "impala", "env_id": "bench_workers:Sleepy", "log_interval": 100}
+    config = {
+        **(read_yaml(arguments.config) if arguments.config else sleepy), "vectorization": "sync",
+        "num_envs": arguments.num_envs, "total_timesteps": arguments.steps, "eval_episodes": 0,
+    }  # fmt: skip
+    print("| workers | steps/s | against the first | learner waited |")
     print("| --: | --: | --: | --: |")
     first = 0.0
     for workers in map(int, arguments.workers.split(",")):
         where = {"execution_backend": "local_async", "num_workers": workers} if workers else {}
         with tempfile.TemporaryDirectory() as folder:
-            metrics = train(
-                {"algo": arguments.algo, "env_id": "bench_workers:Sleepy", "num_envs": arguments.num_envs,
-                 "total_timesteps": arguments.steps, "eval_episodes": 0, "log_interval": 100, "output_dir": folder,
-                 **where},
-                console=False, callbacks=[watch := Stopwatch()],
-            ).metrics  # fmt: skip
+            watch = Stopwatch(arguments.seconds)
+            run = train({**config, **where, "output_dir": folder}, console=False, callbacks=[watch])
         rate = watch.rate()
         first = first or rate
-        waited = f"{metrics['learner_waiting']:.0%}" if workers else "–"
+        waited = f"{run.metrics['learner_waiting']:.0%}" if workers else "–"
         print(f"| {workers or 'one process'} | {rate:,.0f} | {rate / first:.1f}× | {waited} |", flush=True)
 
 
