@@ -152,7 +152,8 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     from rl_training.runtime.spec import get_algorithm_spec
 
     plain = config.model_dump(mode="json", exclude=UNHASHED)
-    plain["device"] = "auto"  # the record names the device
+    if plain["device"] == "cuda":
+        plain["device"] = "auto"  # which the preset says; the record names the device
     if config.execution_backend == "local_sync":
         del plain["num_workers"]  # nobody reads it
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
