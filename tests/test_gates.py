@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,28 @@ def test_a_job_is_recorded_once_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert "| `ppo/cartpole` | CartPole-v1 | 100 |" in page.read_text()
     assert page.read_text().endswith("after\n")
     assert (tmp_path / "images" / "tiny.png").stat().st_size > 1000
+
+
+def test_a_job_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = run_gates.load_gates(write_gates(tmp_path, tiny={"threshold": 1}))["tiny"]
+    undisturbed = run_gates.run_job(gate, 0, tmp_path / "undisturbed")
+    steps: list[int] = []
+
+    class Stops(run_gates.LastReturns):
+        def on_update(self, run: Any) -> None:
+            steps.append(run.step)
+            if len(steps) == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(run_gates, "LastReturns", Stops)
+    with pytest.raises(KeyboardInterrupt):
+        run_gates.run_job(gate, 0, tmp_path / "results", runs=tmp_path / "runs")
+    record = run_gates.run_job(gate, 0, tmp_path / "results", runs=tmp_path / "runs")
+    assert len(steps) == 4  # nothing twice
+    assert record["eval"] == undisturbed["eval"]
+    assert not list((tmp_path / "runs").rglob("*.ckpt"))
 
 
 def test_a_run_folder_gets_its_curve(tmp_path: Path) -> None:
