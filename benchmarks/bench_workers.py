@@ -18,8 +18,6 @@ from rl_training.experiment.config import read_yaml
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.workflows import train
 
-FIRST = 5  # updates that are not measured: first calls are slow
-
 
 class Sleepy(gym.Env[Any, Any]):
     """Random observations, each after a nap."""
@@ -46,13 +44,13 @@ class Sleepy(gym.Env[Any, Any]):
 class Stopwatch(Callback):
     """Steps and seconds from one update to the last, which comes after so many seconds at most."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.first = seconds, np.zeros(2)
+    def __init__(self, skip: int, seconds: float) -> None:
+        self.skip, self.seconds, self.first = skip, seconds, np.zeros(2)
 
     def on_update(self, run: Run) -> bool:
         """Remember the first and the newest time; False ends the run."""
         self.last = np.array([run.step, time.perf_counter()])
-        if run.updates <= FIRST:
+        if run.updates <= self.skip:
             self.first = self.last
         return bool(self.last[1] - self.first[1] < self.seconds)
 
@@ -69,6 +67,7 @@ def main() -> None:
     parser.add_argument("--config", help="a preset, such as impala/breakout_atari, in place of the environment that sleeps")
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16_000, help="at most so many of each run")
+    parser.add_argument("--skip", type=int, default=5, help="updates before measuring: first calls are slow")
     parser.add_argument("--seconds", type=float, default=math.inf, help="at most so long, after the first updates")
     arguments = parser.parse_args()
     sleepy = {"algo": "impala", "env_id": "bench_workers:Sleepy", "log_interval": 100}
@@ -82,7 +81,7 @@ def main() -> None:
     for workers in map(int, arguments.workers.split(",")):
         where = {"execution_backend": "local_async", "num_workers": workers} if workers else {}
         with tempfile.TemporaryDirectory() as folder:
-            watch = Stopwatch(arguments.seconds)
+            watch = Stopwatch(arguments.skip, arguments.seconds)
             run = train({**config, **where, "output_dir": folder}, console=False, callbacks=[watch])
         rate = watch.rate()
         first = first or rate
