@@ -64,7 +64,7 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="0,1,2,4,8", help="numbers of processes, by comma")
-    parser.add_argument("--config", help="a preset, such as impala/breakout_atari, in place of the environment that sleeps")
+    parser.add_argument("--config", help="a preset in place of the environment that sleeps: impala/breakout_atari")
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16_000, help="at most so many of each run")
     parser.add_argument("--skip", type=int, default=5, help="updates before measuring: first calls are slow")
