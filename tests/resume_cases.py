@@ -52,7 +52,7 @@ def tiny(algo: str, output_dir: Path, *, kwargs: dict[str, Any] | None = None, *
 def take_steps(session: Session, step: int) -> int:
     """The first half of a turn of the loop: collect and keep; returns the timesteps that it counts as."""
     store = session.store
-    return store.add(session.collector.collect(session.behaviour, store.request(step)), step)
+    return store.add(session.collect(store.request(step)), step)
 
 
 class StopAt(Callback):

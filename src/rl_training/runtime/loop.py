@@ -11,7 +11,7 @@ def run_loop(session: Session, run: Run) -> None:
     algorithm, store = session.algorithm, session.store
     while not run.finished():
         run.apply_schedules()
-        experience = session.collector.collect(session.behaviour, store.request(run.own_step))
+        experience = session.collect(store.request(run.own_step))
         run.count_steps(store.add(experience, run.own_step), experience.episodes)
         for phase, batch in store.batches(algorithm, run.own_step):
             result = algorithm.update(batch, phase=phase, global_step=run.step, sync=False)

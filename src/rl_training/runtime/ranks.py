@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import Collector, Request
 from rl_training.data.experience import Experience
 from rl_training.errors import EnvironmentFailure
 from rl_training.experiment.checkpointing import pack_tree, unpack_tree
@@ -66,6 +64,10 @@ class Ranks:
     def tell(self, error: BaseException) -> None:
         """Raise an error in the other ranks, which wait in `union`."""
 
+    def settle(self, collect: Callable[[], Experience]) -> Experience:
+        """This rank's experience with the episodes of all; a failure is every rank's, before anything is kept."""
+        return collect()
+
     def knows(self, error: BaseException) -> bool:
         """Whether every rank has this error, so that they can go on together."""
         return True
@@ -73,27 +75,6 @@ class Ranks:
     def gather(self, algorithm: Mapping[str, Any], source: Mapping[str, Any]) -> list[dict[str, Any]]:
         """In rank 0 what the other ranks have of their own: experience, and what a learner does not share."""
         return []
-
-
-class RankCollector:
-    """A collector that settles with the other ranks how collecting went, before anything of it is kept."""
-
-    def __init__(self, collector: Collector, ranks: Ranks) -> None:
-        self._collector, self._ranks = collector, ranks
-
-    def collect(self, behaviour: Behaviour, request: Request) -> Experience:
-        """This rank's experience with the episodes of all; a failure is every rank's."""
-        try:
-            experience = self._collector.collect(behaviour, request)
-        except BaseException as error:
-            if type(error) is not KeyboardInterrupt:  # a second signal: the others hear no more
-                self._ranks.tell(error)
-            raise
-        experience.episodes = self._ranks.union(experience.episodes)
-        return experience
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._collector, name)
 
 
 class TorchRanks(Ranks):
@@ -207,6 +188,17 @@ class TorchRanks(Ranks):
         self.largest(FAILED)
         self._exchange(self._portable(error))
         self._known = error
+
+    def settle(self, collect: Callable[[], Experience]) -> Experience:
+        """Every rank's episodes, or its failure; a second signal alone ends a rank without a word."""
+        try:
+            experience = collect()
+        except BaseException as error:
+            if type(error) is not KeyboardInterrupt:
+                self.tell(error)
+            raise
+        experience.episodes = self.union(experience.episodes)
+        return experience
 
     def _exchange(self, own: Any) -> list[Any]:
         every: list[Any] = [None] * self.count

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import Collector, LocalCollector, NoCollector
+from rl_training.collect.local import Collector, LocalCollector, NoCollector, Request
 from rl_training.collect.worker import WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
@@ -29,7 +29,7 @@ from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
-from rl_training.runtime.ranks import RankCollector, Ranks
+from rl_training.runtime.ranks import Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
 
 LANES_OF_RANKS = ("rollout", "replay")
@@ -56,6 +56,10 @@ class Session:
     store: Store
     ranks: Ranks = field(default_factory=Ranks)
     notes: tuple[str, ...] = ()  # on what was decided, for the start of a run
+
+    def collect(self, request: Request) -> Experience:
+        """What the environments did next, settled with the other ranks."""
+        return self.ranks.settle(lambda: self.collector.collect(self.behaviour, request))
 
     def source_state(self) -> dict[str, Any]:
         """Where experience comes from, and what is kept of it, for a checkpoint."""
@@ -128,8 +132,6 @@ def open_session(
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
-        if ranks.count > 1:
-            collector = cast(Collector, RankCollector(collector, ranks))
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = [SMALL_NETWORKS] if passes_over_gpu else []
     if stepper is not None and not stepper.engine.state_format:

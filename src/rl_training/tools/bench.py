@@ -123,7 +123,7 @@ class Turn(NamedTuple):
 def take_turn(session: Session, step: int) -> Turn:
     """One turn of the loop at `step`, outside of any run."""
     store, algorithm = session.store, session.algorithm
-    steps = store.add(session.collector.collect(session.behaviour, store.request(step)), step)
+    steps = store.add(session.collect(store.request(step)), step)
     updates = 0
     for phase, batch in store.batches(algorithm, step + steps):
         store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step + steps, sync=False))
