@@ -21,7 +21,7 @@ from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, s
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import Request
 from rl_training.collect.worker import CollectingWorker, WorkerPlan
-from rl_training.collect.workers import WorkerRecord
+from rl_training.collect.workers import WorkerCollector, WorkerRecord
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
@@ -65,9 +65,10 @@ class Killer(Callback):
 
 
 def test_a_run_whose_worker_is_killed_and_that_is_resumed_is_the_undisturbed_run(tmp_path: Path) -> None:
-    whole = train(workers("ppo", tmp_path / "whole"), console=False)
-    assert whole.metrics["policy_lag"] == 1
-    killed = train(workers("ppo", tmp_path / "parts"), callbacks=[Killer([1]), StopAt(50)], console=False)
+    fields: dict[str, Any] = {"kwargs": {"policy_lag": 2}, "log_interval": 2}  # it stops between two rows
+    whole = train(workers("ppo", tmp_path / "whole", **fields), console=False)
+    assert whole.metrics["policy_lag"] == 3
+    killed = train(workers("ppo", tmp_path / "parts", **fields), callbacks=[Killer([1]), StopAt(50)], console=False)
     assert (killed.metrics["stop_reason"], killed.metrics["worker_restarts"]) == ("callback", 1)
     assert_same_end(whole, resume_training(killed.checkpoint_path, console=False))
 
@@ -202,9 +203,10 @@ def test_a_worker_that_stands_still_holds_up_nobody(tmp_path: Path) -> None:
             assert np.array_equal(older.obs[-1], newer.obs[0])  # one went on where the other ended
             assert np.array_equal(experience.obs[:, :2], older.obs)
             assert np.array_equal(experience.obs[:, 2:], newer.obs)
+        session.collector.metrics()
         while 2 not in take_turn(session)[1]:  # it comes back
             pass
-        assert session.collector.metrics()["policy_lag"] >= 3
+        assert session.collector.metrics()["policy_lag_max"] >= 3
         with pytest.raises(UserError, match="another number or order of workers"):
             session.collector.load_state_dict({"workers": [{}, {}], "flight": {"number": 1}, "weights": []})
 
@@ -244,6 +246,40 @@ def test_a_run_that_takes_whoever_is_ready_says_so_and_resumes(tmp_path: Path, c
     assert capfd.readouterr().err.count("this run is not a function of its seed") == 1
     done = resume_training(part.checkpoint_path, console=False)
     assert done.metrics["stop_reason"] == "total_timesteps"
+
+
+# ---- max_policy_lag --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def delivered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of every answer that the learner has taken."""
+    steps: list[int] = []
+    take = WorkerCollector._take
+
+    def count(collector: Any, index: int, answer: dict[str, Any], *more: Any) -> Experience:
+        steps.append(answer["transitions"])
+        return take(collector, index, answer, *more)
+
+    monkeypatch.setattr(WorkerCollector, "_take", count)
+    return steps
+
+
+def test_what_is_delivered_is_learned_from_or_dropped(tmp_path: Path, delivered: list[int]) -> None:
+    fields: dict[str, Any] = {"max_policy_lag": 0, "total_timesteps": 240, "log_interval": 3}
+    result = train(workers("dqn", tmp_path / "whole", **fields), console=False)
+    dropped = result.metrics["worker_dropped"]
+    assert 0 < dropped < sum(delivered) == result.metrics["global_step"] + dropped
+    assert result.metrics["policy_lag_max"] == 0
+    assert_same_end(result, stop_and_resume(workers("dqn", tmp_path / "parts", **fields), 100))
+
+
+def test_nothing_is_dropped_unless_asked_for(tmp_path: Path, delivered: list[int]) -> None:
+    result = train(workers("ppo", tmp_path, kwargs={"policy_lag": 2}, log_interval=10**6), console=False)
+    assert sum(delivered) == result.metrics["global_step"]
+    lags = [result.metrics[f"policy_lag{end}"] for end in ("_min", "", "_max")]
+    assert lags == [0.0, (0 + 1 + 2 + 3 + 3 + 3) / 6, 3.0]
+    assert result.metrics["worker_dropped"] == 0
 
 
 # ---- long ------------------------------------------------------------------------------------------------------------

@@ -96,9 +96,10 @@ class WorkerCollector:
     """
 
     def __init__(
-        self, plan: WorkerPlan, spaces: EnvSpaces, *, lag: int | None, timeout: float, max_restarts: int
-    ) -> None:
-        self.spaces, self.timeout, self.max_restarts = spaces, timeout, max_restarts
+        self, plan: WorkerPlan, spaces: EnvSpaces, *, lag: int | None, timeout: float, max_restarts: int,
+        max_lag: int | None = None,
+    ) -> None:  # fmt: skip
+        self.spaces, self.timeout, self.max_restarts, self.max_lag = spaces, timeout, max_restarts, max_lag
         self.num_envs = plan.layout.num_envs
         # in the order `first` answers are copied together: those of one turn do not lie next to each other
         self.joined = None if plan.order == FIXED else Experience(plan.layout)
@@ -122,10 +123,11 @@ class WorkerCollector:
         self._seen, self._moved = self._counts.copy(), np.zeros(plan.num_workers)  # steps, and when there were more
         self._interruption: BaseException | None = None
         self._tries = [0] * plan.num_workers
-        self._restarts = 0
+        self._restarts = self._dropped = 0
         self._begun = time.perf_counter()
         self._waited = self._acted = 0.0
-        self._lag_now = 0
+        self._told = [1, 0, 0, 0]
+        self._lags: list[int] = []  # count, sum, least and most of the answers since the last row of metrics
 
     @property
     def experience(self) -> Experience:
@@ -143,12 +145,12 @@ class WorkerCollector:
         if not self._flights:
             self._ask_all(self._prepare(behaviour, 0, request))
         later = request._replace(random=max(0, request.random - rows * self.num_envs))
-        following = self._prepare(behaviour, self._next_number(), later)
         self.started = True
         self._answers.clear()
-        experience = self._wait(following)
-        self._lag_now = behaviour.version - min(answer["version"] for _, answer in self._answers.values())
-        return self._join(experience)
+        while len(self._answers) < len(self.records):  # again where what came was too old: nothing is learned meanwhile
+            following = self._prepare(behaviour, self._next_number(), later)
+            experience = self._wait(following, behaviour.version)
+        return self._join(self.joined or experience)
 
     def _next_number(self) -> int:
         """After the last; in the order `first` one whose memory no worker may be reading."""
@@ -174,20 +176,21 @@ class WorkerCollector:
         except WorkerFailure as failure:
             self._restart(index, failure, flight)
 
-    def _wait(self, following: Flight) -> Experience:
-        """Take an answer for every place in the batch, and ask each who has given one for the following; returns the
-        experience that they are in."""
+    def _wait(self, following: Flight, version: int) -> Experience:
+        """Take as many answers as there are workers, fewer where that fills the batch, and ask each who has given one
+        for the following; returns the experience in which the last one is."""
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
         if self.joined is None:  # what the learner does in between is not their time
             self._moved[:] = time.monotonic()
-        while len(self._answers) < len(self.records):
+        left = len(self.records)
+        while left and len(self._answers) < len(self.records):
             if self._interruption is not None:
                 raise self._interruption
             ready = self.pool.ready(owing, LOOK_EVERY)
             if not ready or self.joined is not None:  # nobody waits for one that stalls there
                 self._restart_stalled(owing - set(ready))
-            free = len(self.records) - len(self._answers)
+            free = min(left, len(self.records) - len(self._answers))
             for index in sorted(ready, key=lambda index: (self._flights[index].version, index))[:free]:
                 flight = self._flights[index]
                 try:
@@ -196,12 +199,11 @@ class WorkerCollector:
                     self._restart(index, failure, flight)
                     continue
                 self._tries[index] = 0
-                experience = self._take(index, answer, flight)
+                left -= 1
                 if self.joined is None:
                     owing.discard(index)
-                    self._answers[index] = index, answer
-                else:
-                    experience = self._copy(index, answer, experience)
+                experience = self._take(index, answer, flight)
+                self._keep(index, answer, experience, version - answer["version"])
                 self._ask(index, following)
         self._waited += time.perf_counter() - begun
         return experience
@@ -214,15 +216,22 @@ class WorkerCollector:
                 self._restart(index, self.pool.failure(index, self.timeout), self._flights[index])
                 self._moved[index] = time.monotonic()
 
-    def _copy(self, index: int, answer: dict[str, Any], experience: Experience) -> Experience:
-        """Put an answer into its worker's own columns of the batch, or where they are taken into others."""
-        assert self.joined is not None
+    def _keep(self, index: int, answer: dict[str, Any], experience: Experience, lag: int) -> None:
+        """Give an answer that is not too old a place in the batch: in the order `first` its worker's own columns, or
+        others where they are taken."""
+        if self.max_lag is not None and lag > self.max_lag:
+            self._dropped += answer["transitions"]
+            return
+        number, total, least, most = self._lags or (0, 0, lag, lag)
+        self._lags = [number + 1, total + lag, min(least, lag), max(most, lag)]
+        if self.joined is None:
+            self._answers[index] = index, answer
+            return
         place = min(set(range(len(self.records))) - set(self._answers), key=lambda free: (free != index, free))
         self._answers[place] = index, answer
         there, here = (self._columns(whole, which) for whole, which in ((experience, index), (self.joined, place)))
         for name, array in here.arrays.items():
             array[:] = there.arrays[name]
-        return self.joined
 
     def _columns(self, experience: Experience, index: int) -> Experience:
         return experience.columns(self.records[index].first, self.records[index].stop)
@@ -284,13 +293,17 @@ class WorkerCollector:
 
     # a run's questions ------------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
-        """How old the experience was, who waited, and what was lost: nothing."""
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
+        """How old the experience was, who waited, and what was dropped: nothing unless `max_policy_lag` asks for it."""
         lived = max(time.perf_counter() - self._begun, 1e-9)
+        number, total, least, most = self._lags or self._told
+        if not last:
+            self._told, self._lags = [number, total, least, most], []
         return {
-            "policy_lag": float(self._lag_now), "learner_waiting": self._waited / lived,
+            "policy_lag_min": float(least), "policy_lag": total / number, "policy_lag_max": float(most),
+            "learner_waiting": self._waited / lived,
             "worker_waiting": max(0.0, 1.0 - self._acted / lived / len(self.records)),
-            "worker_restarts": float(self._restarts),
+            "worker_restarts": float(self._restarts), "worker_dropped": float(self._dropped),
         }  # fmt: skip
 
     def interrupt(self, error: BaseException) -> None:
@@ -308,11 +321,14 @@ class WorkerCollector:
         flight = self._flights[0] if self._flights and self.joined is None else None
         asked = {} if flight is None else {**flight._asdict(), "request": list(flight.request)}
         states = [record.whole_state() for record in self.records] if self.started else []
-        return {"workers": states, "flight": asked, "weights": list(self.lag.packed)}
+        counted = {"lags": list(self._lags), "dropped": self._dropped}
+        state = {"workers": states, "flight": asked, "weights": list(self.lag.packed)}
+        return state | {name: value for name, value in counted.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Bring every worker back, and ask again what they were asked; in the order `first` with the next turn."""
         flight, states = state["flight"], state["workers"]
+        self._lags, self._dropped = [int(number) for number in state.get("lags", [])], int(state.get("dropped", 0))
         if not states:
             return []
         size = len(self._packed[0])

@@ -37,6 +37,9 @@ class TrainConfig(StrictModel):
     worker_order: Literal["fixed", "first"] = Field(
         "fixed", description="Whose experience local_async learns from: every worker's in turn, or who is ready first."
     )
+    max_policy_lag: int | None = Field(
+        None, ge=0, description="Updates after which experience of local_async is too old and dropped; null never is."
+    )
     max_worker_restarts: int = Field(
         100, ge=0, description="How often processes of local_async may be started again after they ended or stalled."
     )

@@ -225,7 +225,7 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(name)
-        collected = self.collected_metrics | self.session.collector.metrics()
+        collected = self.collected_metrics | self.session.collector.metrics(last=last)
         row = self.progress_metrics() | collected | metrics | self.scheduled_values()
         self.logger.log(self.step, row | {"steps_per_second": self.steps_per_second()}, last=last)
         self._logged_update = self.updates
@@ -446,7 +446,7 @@ class Run:
             **self.progress_metrics(),
             **self.last_evaluation,
             **self.collected_metrics,
-            **self.session.collector.metrics(),
+            **self.session.collector.metrics(last=True),
             **self.read_latest(),
             **self.scheduled_values(),  # over what the last update says of one, such as SAC's alpha
             "train_seconds": self.train_seconds,

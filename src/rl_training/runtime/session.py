@@ -159,8 +159,9 @@ def open_workers(
         config.worker_order,
     )  # fmt: skip
     return WorkerCollector(
-        plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts
-    )
+        plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
+        max_lag=config.max_policy_lag,
+    )  # fmt: skip
 
 
 @contextmanager
