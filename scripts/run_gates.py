@@ -156,6 +156,9 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
         plain["device"] = "auto"  # which the preset says; the record names the device
     if config.execution_backend == "local_sync":
         del plain["num_workers"]  # nobody reads it
+    for name, before in (("worker_order", "fixed"), ("max_policy_lag", None)):  # as it was before they came
+        if plain[name] == before:
+            del plain[name]
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
     added = {**ADDED_LATER, **ADDED_TO.get(config.algo, {})}
     always = ALWAYS_THERE.get(config.algo, ())

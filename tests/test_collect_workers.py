@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,13 @@ from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, s
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import Request
 from rl_training.collect.worker import CollectingWorker, WorkerPlan
-from rl_training.collect.workers import WorkerRecord
+from rl_training.collect.workers import WorkerCollector, WorkerRecord
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.runtime.run import Callback, Run
-from rl_training.runtime.session import build_algorithm, open_session
+from rl_training.experiment.logging import RunLogger
+from rl_training.runtime.run import Callback, Run, describe_workers
+from rl_training.runtime.session import Session, build_algorithm, choose_workers, open_session
 from rl_training.runtime.workflows import TrainResult, resume_training, train
 
 STEPPING = [name for name, spec in SPECS.items() if spec.steps_environments]
@@ -63,9 +67,10 @@ class Killer(Callback):
 
 
 def test_a_run_whose_worker_is_killed_and_that_is_resumed_is_the_undisturbed_run(tmp_path: Path) -> None:
-    whole = train(workers("ppo", tmp_path / "whole"), console=False)
-    assert whole.metrics["policy_lag"] == 1
-    killed = train(workers("ppo", tmp_path / "parts"), callbacks=[Killer([1]), StopAt(50)], console=False)
+    fields: dict[str, Any] = {"kwargs": {"policy_lag": 2}, "log_interval": 2}  # it stops between two rows
+    whole = train(workers("ppo", tmp_path / "whole", **fields), console=False)
+    assert whole.metrics["policy_lag"] == 3
+    killed = train(workers("ppo", tmp_path / "parts", **fields), callbacks=[Killer([1]), StopAt(50)], console=False)
     assert (killed.metrics["stop_reason"], killed.metrics["worker_restarts"]) == ("callback", 1)
     assert_same_end(whole, resume_training(killed.checkpoint_path, console=False))
 
@@ -91,11 +96,14 @@ def test_a_packed_behaviour_acts_as_the_learner_does(algo: str, tmp_path: Path) 
 
 
 def test_auto_leaves_one_core_to_the_learner_and_is_decided_once(tmp_path: Path, monkeypatch: Any) -> None:
-    for cores, count in ((1, 1), (3, 2), (64, 3)):
+    three: Any = workers("a2c", tmp_path, "auto")  # type: ignore[arg-type]  # environments
+    even = three.model_copy(update={"num_envs": 9, "worker_order": "first"})
+    for config, cores, count in ((three, 1, 1), (three, 64, 3), (even, 8, 3), (three, 3, 2)):
         monkeypatch.setattr("rl_training.runtime.session.os.cpu_count", lambda cores=cores: cores)
-        session = open_session(workers("a2c", tmp_path, "auto"))  # type: ignore[arg-type]  # of three environments
-        session.close()
-        assert len(session.collector.records) == session.config.num_workers == count  # type: ignore[attr-defined]
+        assert choose_workers(config) == count
+    session = open_session(three)
+    session.close()
+    assert len(session.collector.records) == session.config.num_workers == 2  # type: ignore[attr-defined]
 
 
 def test_workers_hold_random_actions_from_turn_to_turn(tmp_path: Path) -> None:
@@ -152,12 +160,142 @@ def test_a_record_knows_the_actions_since_every_last_reset() -> None:
         ("dqn", {"execution_backend": "local_sync", "kwargs": {"epsilon_ladder": 7}}, "epsilon_ladder needs workers"),
         ("ppo", {"num_workers": 4}, "num_workers is 4; it must be auto or from 1 to num_envs .3."),
         ("ppo", {"vectorization": "async"}, "vectorization is 'async'; with local_async it must be"),
+        ("ppo", {"num_workers": 2, "worker_order": "first"}, "num_workers is 2; with worker_order 'first' it must div"),
     ],
 )
 def test_what_workers_cannot_do_is_refused(algo: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
     plain = {"num_envs": 3, "execution_backend": "local_async"}
     with pytest.raises(UserError, match=said):
         open_session(tiny(algo, tmp_path, **{**plain, **fields}))
+
+
+# ---- worker_order: first ---------------------------------------------------------------------------------------------
+
+
+def take_turn(session: Session) -> tuple[Experience, list[int]]:
+    """A turn of the loop, and of which environments its parts were."""
+    experience = session.collector.collect(session.behaviour, session.store.request(0))
+    session.store.add(experience, 0)
+    for phase, batch in session.store.batches(session.algorithm, 0):
+        session.algorithm.update(batch, phase=phase, global_step=0)
+    return experience, [int(envs[0]) for envs, _ in experience.parts]
+
+
+@contextmanager
+def stopped(session: Session, index: int) -> Iterator[None]:
+    """A worker stands still."""
+    process = session.collector.pool._workers[index].process  # type: ignore[attr-defined]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def test_a_worker_that_stands_still_holds_up_nobody(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"num_envs": 4, "worker_order": "first", "env_id": "env_zoo:Walk"}
+    session = open_session(workers("impala", tmp_path, **fields))
+    with closing(session):
+        take_turn(session)
+        with stopped(session, 1):
+            turns = [take_turn(session) for _ in range(5)]
+            assert [parts for _, parts in turns][2:] == [[0, 0]] * 3  # one answer of it may have been under way
+            experience = turns[-1][0]
+            older, newer = (part for _, part in experience.parts)
+            assert np.array_equal(older.obs[-1], newer.obs[0])  # one went on where the other ended
+            assert np.array_equal(experience.obs[:, :2], older.obs)
+            assert np.array_equal(experience.obs[:, 2:], newer.obs)
+        session.collector.metrics()
+        while 2 not in take_turn(session)[1]:  # it comes back
+            pass
+        assert session.collector.metrics()["policy_lag_max"] >= 3
+        with pytest.raises(UserError, match="another number or order of workers"):
+            session.collector.load_state_dict({"workers": [{}, {}], "flight": {"number": 1}, "weights": []})
+
+
+@pytest.mark.parametrize("algo", ["dqn", pytest.param("dreamer", marks=pytest.mark.slow)])
+def test_replay_and_sequences_stay_whole_when_workers_answer_out_of_turn(algo: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"num_envs": 4, "worker_order": "first", "env_id": "env_zoo:Walk"}
+    session = open_session(workers(algo, tmp_path, kwargs={"learning_starts": 10**6}, **fields))
+    with closing(session):
+        take_turn(session)
+        with stopped(session, 0):
+            for _ in range(12):
+                take_turn(session)
+        while 0 not in take_turn(session)[1]:
+            pass
+        for _ in range(3):
+            take_turn(session)
+        store: Any = session.store
+        assert len(set(store.buffer._sizes.tolist())) > 1
+    if algo == "dqn":
+        rows = store.buffer.transitions()
+        going = ~(rows["terminated"] | rows["truncated"])[:-1]
+        assert np.array_equal(rows["rewards"], rows["next_obs"][:, 0])  # a walk says where it is, and when
+        assert np.array_equal(rows["next_obs"][:, 1], rows["obs"][:, 1] + 1)
+        assert np.array_equal(rows["next_obs"][:-1][going], rows["obs"][1:][going])
+        assert (rows["obs"][1:][~going][:, 1] != 0).sum() == 0  # no episode is cut but at its newest row
+    else:
+        windows = {name: value.numpy() for name, value in store.buffer.sample(64, np.random.default_rng(0)).items()}
+        times, first = windows["obs"][..., 1], windows["is_first"]
+        assert np.array_equal(times[:, 1:], np.where(first[:, 1:], 0, times[:, :-1] + 1))
+        assert np.array_equal(windows["rewards"], np.where(first, 0, windows["obs"][..., 0]))
+
+
+def test_a_run_that_takes_whoever_is_ready_says_so_and_resumes(tmp_path: Path, capfd: Any) -> None:
+    config = workers("ppo", tmp_path, num_envs=4, worker_order="first")
+    part = train(config, callbacks=[StopAt(60)], console=True)
+    assert capfd.readouterr().err.count("this run is not a function of its seed") == 1
+    done = resume_training(part.checkpoint_path, console=False)
+    assert done.metrics["stop_reason"] == "total_timesteps"
+
+
+# ---- max_policy_lag --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def delivered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of every answer that the learner has taken."""
+    steps: list[int] = []
+    take = WorkerCollector._take
+
+    def count(collector: Any, index: int, answer: dict[str, Any], *more: Any) -> Experience:
+        steps.append(answer["transitions"])
+        return take(collector, index, answer, *more)
+
+    monkeypatch.setattr(WorkerCollector, "_take", count)
+    return steps
+
+
+def test_what_is_delivered_is_learned_from_or_dropped(tmp_path: Path, delivered: list[int]) -> None:
+    fields: dict[str, Any] = {"max_policy_lag": 0, "total_timesteps": 240, "log_interval": 3}
+    result = train(workers("dqn", tmp_path / "whole", **fields), console=False)
+    dropped = result.metrics["worker_dropped"]
+    assert 0 < dropped < sum(delivered) == result.metrics["global_step"] + dropped
+    assert result.metrics["policy_lag_max"] == 0
+    assert_same_end(result, stop_and_resume(workers("dqn", tmp_path / "parts", **fields), 100))
+
+
+def test_nothing_is_dropped_unless_asked_for(tmp_path: Path, delivered: list[int]) -> None:
+    result = train(workers("ppo", tmp_path, kwargs={"policy_lag": 2}, log_interval=10**6), console=False)
+    assert sum(delivered) == result.metrics["global_step"]
+    lags = [result.metrics[f"policy_lag{end}"] for end in ("_min", "", "_max")]
+    assert lags == [0.0, (0 + 1 + 2 + 3 + 3 + 3) / 6, 3.0]
+    assert result.metrics["worker_dropped"] == 0
+
+
+def test_the_progress_line_says_how_the_workers_do(tmp_path: Path) -> None:
+    plain = {"policy_lag_min": 1.0, "policy_lag": 1.0, "policy_lag_max": 1.0, "learner_waiting": 0.124,
+             "worker_waiting": 0.03, "worker_restarts": 0.0, "worker_dropped": 0.0}  # fmt: skip
+    odd = {"policy_lag_min": 0.0, "policy_lag": 1.234, "policy_lag_max": 5.0, "worker_restarts": 2.0,
+           "worker_dropped": 4800.0}  # fmt: skip
+    said = ["lag 1", "learner waits 12%", "workers wait 3%"]
+    assert (describe_workers({}), describe_workers(plain)) == ([], said)
+    assert describe_workers(plain | odd) == ["lag 1.23 (0 to 5)", *said[1:], "2 restarts", "4,800 dropped"]
+    stream = io.StringIO()
+    with RunLogger(tmp_path, total_steps=100, stream=stream, tensorboard=False) as logger:
+        logger.progress(50, 10.0, 1.0, {"loss": 0.5}, said)
+    assert stream.getvalue().endswith("return 1  lag 1  learner waits 12%  workers wait 3%  loss 0.5\n")
 
 
 # ---- long ------------------------------------------------------------------------------------------------------------
@@ -194,6 +332,20 @@ def test_a_worker_that_stalls_is_started_again(tmp_path: Path) -> None:
     stalled = train(workers("a2c", tmp_path / "stalled", worker_timeout=20), callbacks=[Stop([])], console=False)
     assert stalled.metrics["worker_restarts"] == 1
     assert_same_end(whole, stalled)
+
+
+@pytest.mark.slow
+def test_a_worker_that_stalls_is_noticed_though_nobody_waits_for_it(tmp_path: Path) -> None:
+    session = open_session(workers("a2c", tmp_path, num_envs=4, worker_order="first"))
+    with closing(session):
+        take_turn(session)
+        collector: Any = session.collector
+        with stopped(session, 1):
+            while not collector._restarts:
+                take_turn(session)
+                collector._moved[1] -= collector.timeout / 4  # time flies
+        while 2 not in take_turn(session)[1]:
+            pass
 
 
 @pytest.mark.slow

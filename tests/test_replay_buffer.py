@@ -145,6 +145,24 @@ def test_every_row_equals_a_plain_list_of_transitions(n_step: int, num_envs: int
     assert buffer._finals._used <= buffer.capacity  # slots of dropped rows are used again
 
 
+@pytest.mark.parametrize("next_step_resets", [False, True])
+@pytest.mark.parametrize("stack", [0, 3])
+def test_environments_that_are_not_in_step_keep_their_rows_apart(stack: int, next_step_resets: bool) -> None:
+    shape, rng = (1, 3, 3) if stack else (3,), np.random.default_rng(5)
+    kwargs = {"obs_shape": (3, 3, 3), "obs_dtype": "uint8", "frame_stack": 3} if stack else {}
+    buffer = make(4, n_step=3, **kwargs)
+    parts = [(envs, Episodes(2, seed=envs[0], shape=shape, image_stack=stack)) for envs in ([2, 0], [1, 3])]
+    parts[1][1].obs = np.stack([parts[1][1].advance(env) for env in range(2)])  # inside an episode
+    lists: list[list[Recorded]] = [[] for _ in range(4)]
+    for t in range(150):
+        envs, world = parts[int(rng.random() < 0.7)]
+        step = world.step(next_step_resets=next_step_resets)
+        record([lists[env] for env in envs], step)
+        buffer.add(**step, envs=np.array(envs))
+        if t % 7 == 0 or t < 5:
+            check_all_rows(buffer, lists)
+
+
 def test_another_gamma_holds_for_the_rows_stored_before() -> None:
     moved, direct, world = make(n_step=3, gamma=0.5), make(n_step=3, gamma=0.9), Episodes(1, seed=4)
     for _ in range(40):

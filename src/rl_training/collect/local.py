@@ -42,7 +42,8 @@ class Collector(Protocol):
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
         """The experience asked for, valid until the next call."""
 
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
+        """Of the time since the last call that was not `last`: one more look, which a resumed run does not take."""
 
     def interrupt(self, error: BaseException) -> None:
         """Raise this instead of the next step."""
@@ -160,7 +161,7 @@ class LocalCollector:
             if result.final_masks is not None and experience.final_masks is not None:
                 experience.final_masks[t, rows] = result.final_masks[rows]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
         """None: nobody waits."""
         return {}
 
@@ -198,7 +199,7 @@ class NoCollector:
         """Nothing."""
         return NOTHING
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
         """None."""
         return {}
 

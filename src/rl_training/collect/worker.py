@@ -21,6 +21,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 
 MEMORIES = 2  # workers fill one while the learner reads the other
+FIXED, FIRST = "fixed", "first"  # whose answers a turn takes: everybody's, or those of whoever is ready
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,17 @@ class WorkerPlan:
     packed_size: int  # bytes of a packed behaviour
     num_workers: int
     epsilon_ladder: float = 0.0  # Ape-X's alpha (Horgan et al. 2018, arXiv:1803.00933)
+    order: str = FIXED
+
+    @property
+    def behaviours(self) -> int:
+        """Memories for packed behaviours: where each worker may be asked with another one, one more is free."""
+        return MEMORIES if self.order == FIXED else self.num_workers + 1
 
     def share(self, descriptor: int | None = None) -> tuple[list[Experience], list[Array], Array, int]:
-        """Memory that all processes see: experience and a packed behaviour, twice each, and a count of each worker's
-        steps."""
+        """Memory that all processes see: experiences, packed behaviours, and a count of each worker's steps."""
         arrays = self.layout.arrays()
-        layout = [*list(arrays.values()) * MEMORIES, *[((self.packed_size,), np.uint8)] * MEMORIES]
+        layout = [*list(arrays.values()) * MEMORIES, *[((self.packed_size,), np.uint8)] * self.behaviours]
         shared, descriptor = share_arrays([*layout, ((self.num_workers,), np.int64)], descriptor)
         size = len(arrays)
         parts = [dict(zip(arrays, shared[i * size :], strict=False)) for i in range(MEMORIES)]
@@ -89,7 +95,7 @@ class CollectingWorker:
         """Fill the experience of that turn with the behaviour that lies next to it."""
         begun = time.perf_counter()
         experience = self.experiences[number % MEMORIES]
-        self.collector.actor.unpack(self.packed[number % MEMORIES])
+        self.collector.actor.unpack(self.packed[number % len(self.packed)])
         numbers = self.collector.actor.algorithm.numbers
         if "epsilon" in numbers:
             numbers["epsilon"] **= self.epsilon_power

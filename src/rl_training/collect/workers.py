@@ -1,4 +1,7 @@
-"""Collecting in worker processes: the learner learns while they act, and a run stays a function of its seed."""
+"""Collecting in worker processes: the learner learns while they act.
+
+In a fixed order of workers a run stays a function of its seed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 import warnings
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +18,7 @@ import numpy as np
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import NOTHING, Lag, Request
-from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
+from rl_training.collect.worker import FIXED, MEMORIES, CollectingWorker, WorkerPlan
 from rl_training.data.experience import Experience
 from rl_training.envs.engines import REPLAY_SECONDS
 from rl_training.envs.spaces import EnvSpaces
@@ -28,7 +31,7 @@ PACK_EVERY = 1024  # parts of an episode's actions that are joined into one
 
 
 class Flight(NamedTuple):
-    """What all workers are asked in one turn; `packed` is the behaviour that acts."""
+    """What workers are asked in one turn; `packed` is the behaviour that acts."""
 
     number: int
     request: Request
@@ -87,15 +90,19 @@ class WorkerCollector:
     """Environments in `num_workers` processes, each with its columns of an experience in shared memory.
 
     A turn takes the answers to what was asked in the turn before and, as each arrives, asks that worker again, with
-    the weights of now. So every experience is one turn old, whoever is fast. A worker that ends or stalls is started
-    again from its state after its last answer, and asked the same.
+    the weights of now. So every experience is one turn old, whoever is fast. In the order `first` a turn takes as many
+    answers, whoever gives them. A worker that ends or stalls is started again from its state after its last answer,
+    and asked the same.
     """
 
     def __init__(
-        self, plan: WorkerPlan, spaces: EnvSpaces, *, lag: int | None, timeout: float, max_restarts: int
-    ) -> None:
-        self.spaces, self.timeout, self.max_restarts = spaces, timeout, max_restarts
+        self, plan: WorkerPlan, spaces: EnvSpaces, *, lag: int | None, timeout: float, max_restarts: int,
+        max_lag: int | None = None,
+    ) -> None:  # fmt: skip
+        self.spaces, self.timeout, self.max_restarts, self.max_lag = spaces, timeout, max_restarts, max_lag
         self.num_envs = plan.layout.num_envs
+        # in the order `first` answers are copied together: those of one turn do not lie next to each other
+        self.joined = None if plan.order == FIXED else Experience(plan.layout)
         self.experiences, self._packed, self._counts, descriptor = plan.share()
         self._descriptor = descriptor
         edges = [self.num_envs * index // plan.num_workers for index in range(plan.num_workers + 1)]
@@ -111,14 +118,16 @@ class WorkerCollector:
             raise
         self.lag = Lag(lag or 0)
         self.started = False
-        self._flight: Flight | None = None
-        self._answers: dict[int, dict[str, Any]] = {}  # to the flight
+        self._flights: list[Flight] = []  # what each worker is asked
+        self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by their places in the batch, with the worker
+        self._seen, self._moved = self._counts.copy(), np.zeros(plan.num_workers)  # steps, and when there were more
         self._interruption: BaseException | None = None
         self._tries = [0] * plan.num_workers
-        self._restarts = 0
+        self._restarts = self._dropped = 0
         self._begun = time.perf_counter()
         self._waited = self._acted = 0.0
-        self._lag_now = 0
+        self._told = [1, 0, 0, 0]
+        self._lags: list[int] = []  # count, sum, least and most of the answers since the last row of metrics
 
     @property
     def experience(self) -> Experience:
@@ -133,61 +142,102 @@ class WorkerCollector:
             return NOTHING
         rows = max(request.steps, -(-request.transitions // self.num_envs))
         request = request._replace(steps=rows, transitions=0)
-        flight = self._flight
-        if flight is None:
-            flight = self._flight = self._prepare(behaviour, 0, request)
-            for index in range(len(self.records)):
-                self._ask(index, flight)
+        if not self._flights:
+            self._ask_all(self._prepare(behaviour, 0, request))
         later = request._replace(random=max(0, request.random - rows * self.num_envs))
-        following = self._prepare(behaviour, flight.number + 1, later)
         self.started = True
-        self._wait(flight, following)
-        self._flight = following
-        self._lag_now = behaviour.version - flight.version
-        return self._join(flight)
+        self._answers.clear()
+        while len(self._answers) < len(self.records):  # again where what came was too old: nothing is learned meanwhile
+            following = self._prepare(behaviour, self._next_number(), later)
+            experience = self._wait(following, behaviour.version)
+        return self._join(self.joined or experience)
+
+    def _next_number(self) -> int:
+        """After the last; in the order `first` one whose memory no worker may be reading."""
+        held = {flight.number for flight in self._flights}
+        if self.joined is None:
+            return max(held) + 1
+        return next(number for number in count() if number not in held)
 
     def _prepare(self, behaviour: Behaviour, number: int, request: Request) -> Flight:
         packed = self.lag.follow(behaviour)
-        self._packed[number % MEMORIES][:] = packed
+        self._packed[number % len(self._packed)][:] = packed
         return Flight(number, request, packed, behaviour.version)
 
+    def _ask_all(self, flight: Flight) -> None:
+        self._flights = [flight] * len(self.records)
+        for index in range(len(self.records)):
+            self._ask(index, flight)
+
     def _ask(self, index: int, flight: Flight) -> None:
+        self._flights[index], self._moved[index] = flight, time.monotonic()
         try:
             self.pool.ask(index, "collect", flight.number, flight.request)
         except WorkerFailure as failure:
             self._restart(index, failure, flight)
 
-    def _wait(self, flight: Flight, following: Flight) -> None:
-        """Take every answer to the flight, and ask each who has given one for the following."""
+    def _wait(self, following: Flight, version: int) -> Experience:
+        """Take as many answers as there are workers, fewer where that fills the batch, and ask each who has given one
+        for the following; returns the experience in which the last one is."""
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
-        self._answers.clear()
-        counts, moved = self._counts.copy(), np.full(len(self.records), time.monotonic())
-        while owing:
+        if self.joined is None:  # what the learner does in between is not their time
+            self._moved[:] = time.monotonic()
+        left = len(self.records)
+        while left and len(self._answers) < len(self.records):
             if self._interruption is not None:
                 raise self._interruption
             ready = self.pool.ready(owing, LOOK_EVERY)
-            for index in sorted(ready):
+            if not ready or self.joined is not None:  # nobody waits for one that stalls there
+                self._restart_stalled(owing - set(ready))
+            free = min(left, len(self.records) - len(self._answers))
+            for index in sorted(ready, key=lambda index: (self._flights[index].version, index))[:free]:
+                flight = self._flights[index]
                 try:
                     answer = self.pool.get(index)
                 except WorkerFailure as failure:
                     self._restart(index, failure, flight)
                     continue
-                owing.discard(index)
                 self._tries[index] = 0
-                self._take(index, answer, flight)
+                left -= 1
+                if self.joined is None:
+                    owing.discard(index)
+                experience = self._take(index, answer, flight)
+                self._keep(index, answer, experience, version - answer["version"])
                 self._ask(index, following)
-            if not ready:
-                moved[counts != self._counts] = time.monotonic()
-                counts = self._counts.copy()
-                for index in sorted(owing):
-                    if self.pool.has_ended(index) or time.monotonic() - moved[index] > self.timeout:
-                        self._restart(index, self.pool.failure(index, self.timeout), flight)
-                        moved[index] = time.monotonic()
         self._waited += time.perf_counter() - begun
+        return experience
 
-    def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> None:
-        self._answers[index] = answer
+    def _restart_stalled(self, owing: set[int]) -> None:
+        self._moved[self._seen != self._counts] = time.monotonic()
+        self._seen[:] = self._counts
+        for index in sorted(owing):
+            if self.pool.has_ended(index) or time.monotonic() - self._moved[index] > self.timeout:
+                self._restart(index, self.pool.failure(index, self.timeout), self._flights[index])
+                self._moved[index] = time.monotonic()
+
+    def _keep(self, index: int, answer: dict[str, Any], experience: Experience, lag: int) -> None:
+        """Give an answer that is not too old a place in the batch: in the order `first` its worker's own columns, or
+        others where they are taken."""
+        if self.max_lag is not None and lag > self.max_lag:
+            self._dropped += answer["transitions"]
+            return
+        number, total, least, most = self._lags or (0, 0, lag, lag)
+        self._lags = [number + 1, total + lag, min(least, lag), max(most, lag)]
+        if self.joined is None:
+            self._answers[index] = index, answer
+            return
+        place = min(set(range(len(self.records))) - set(self._answers), key=lambda free: (free != index, free))
+        self._answers[place] = index, answer
+        there, here = (self._columns(whole, which) for whole, which in ((experience, index), (self.joined, place)))
+        for name, array in here.arrays.items():
+            array[:] = there.arrays[name]
+
+    def _columns(self, experience: Experience, index: int) -> Experience:
+        return experience.columns(self.records[index].first, self.records[index].stop)
+
+    def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> Experience:
+        """Note where the worker stands now; returns the experience in which its columns are."""
         self._acted += answer["seconds"]
         experience, steps = self.experiences[flight.number % MEMORIES], answer["steps"]
         experience.steps = steps
@@ -197,18 +247,24 @@ class WorkerCollector:
         mapped = np.empty((steps, self.num_envs, *flat.shape[1:]), flat.dtype)
         mapped[:, record.first : record.stop] = flat.reshape(*taken.shape[:2], *flat.shape[1:])
         record.follow(answer["state"], experience, mapped)
+        return experience
 
-    def _join(self, flight: Flight) -> Experience:
-        experience, answers = self.experiences[flight.number % MEMORIES], self._answers
+    def _join(self, experience: Experience) -> Experience:
+        answers = {place: answer for place, (_, answer) in self._answers.items()}
         experience.clear()
-        experience.version = flight.version
+        experience.version = min(answer["version"] for answer in answers.values())
         experience.steps = answers[0]["steps"]
         experience.transitions = sum(answer["transitions"] for answer in answers.values())
         experience.has_resets = any(answer["has_resets"] for answer in answers.values())
-        episodes = {index: iter(answer["episodes"]) for index, answer in answers.items()}
-        worker_of = np.repeat(range(len(self.records)), [record.stop - record.first for record in self.records])
+        if self.joined is not None:
+            experience.parts = [
+                (np.arange(self.records[index].first, self.records[index].stop), self._columns(experience, place))
+                for place, (index, _) in self._answers.items()
+            ]
+        episodes = {place: iter(answer["episodes"]) for place, answer in answers.items()}
+        place_of = np.repeat(range(len(self.records)), [record.stop - record.first for record in self.records])
         ends = experience.terminated[: experience.steps] | experience.truncated[: experience.steps]
-        experience.episodes = [next(episodes[worker_of[env]]) for _, env in np.argwhere(ends)]
+        experience.episodes = [next(episodes[place_of[env]]) for _, env in np.argwhere(ends)]
         return experience
 
     def _restart(self, index: int, failure: WorkerFailure, flight: Flight) -> None:
@@ -237,13 +293,17 @@ class WorkerCollector:
 
     # a run's questions ------------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
-        """How old the experience was, who waited, and what was lost: nothing."""
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
+        """How old the experience was, who waited, and what was dropped: nothing unless `max_policy_lag` asks for it."""
         lived = max(time.perf_counter() - self._begun, 1e-9)
+        number, total, least, most = self._lags or self._told
+        if not last:
+            self._told, self._lags = [number, total, least, most], []
         return {
-            "policy_lag": float(self._lag_now), "learner_waiting": self._waited / lived,
+            "policy_lag_min": float(least), "policy_lag": total / number, "policy_lag_max": float(most),
+            "learner_waiting": self._waited / lived,
             "worker_waiting": max(0.0, 1.0 - self._acted / lived / len(self.records)),
-            "worker_restarts": float(self._restarts),
+            "worker_restarts": float(self._restarts), "worker_dropped": float(self._dropped),
         }  # fmt: skip
 
     def interrupt(self, error: BaseException) -> None:
@@ -252,26 +312,31 @@ class WorkerCollector:
 
     def abandon(self) -> None:
         """Give up the episodes under way."""
-        self.started, self._flight = False, None
+        self.started, self._flights = False, []
         self.records = [WorkerRecord(record.first, record.stop) for record in self.records]
 
     def state_dict(self) -> dict[str, Any]:
-        """Every worker's state after its last answer, and what they are asked now."""
-        flight = self._flight
+        """Every worker's state after its last answer, and what all are asked now; in the order `first`, each other
+        things."""
+        flight = self._flights[0] if self._flights and self.joined is None else None
         asked = {} if flight is None else {**flight._asdict(), "request": list(flight.request)}
         states = [record.whole_state() for record in self.records] if self.started else []
-        return {"workers": states, "flight": asked, "weights": list(self.lag.packed)}
+        counted = {"lags": list(self._lags), "dropped": self._dropped}
+        state = {"workers": states, "flight": asked, "weights": list(self.lag.packed)}
+        return state | {name: value for name, value in counted.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Bring every worker back, and ask again what they were asked."""
+        """Bring every worker back, and ask again what they were asked; in the order `first` with the next turn."""
         flight, states = state["flight"], state["workers"]
-        if not flight:
+        self._lags, self._dropped = [int(number) for number in state.get("lags", [])], int(state.get("dropped", 0))
+        if not states:
             return []
-        if len(states) != len(self.records) or len(flight["packed"]) != len(self._packed[0]):
-            raise UserError("it was saved with another number of workers, or with other networks.")
-        self.lag.restore(state["weights"], len(self._packed[0]))
-        self._flight = Flight(**{**flight, "request": Request(*flight["request"])})
-        self._packed[self._flight.number % MEMORIES][:] = flight["packed"]
+        size = len(self._packed[0])
+        if len(states) != len(self.records) or bool(flight) != (self.joined is None):
+            raise UserError("it was saved with another number or order of workers.")
+        if flight and len(flight["packed"]) != size:
+            raise UserError("it was saved with other networks.")
+        self.lag.restore(state["weights"], size)
         self.started = True
         sentences: list[str] = []
         for index, record in enumerate(self.records):
@@ -279,7 +344,10 @@ class WorkerCollector:
             self.pool.ask(index, "restore", states[index])
         for index, record in enumerate(self.records):
             sentences += self.pool.get(index, self.timeout + record.replay_seconds())
-            self._ask(index, self._flight)
+        if flight:
+            asked = Flight(**{**flight, "request": Request(*flight["request"])})
+            self._packed[asked.number % len(self._packed)][:] = asked.packed
+            self._ask_all(asked)
         return list(dict.fromkeys(sentences))
 
     def close(self) -> None:

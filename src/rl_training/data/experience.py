@@ -49,7 +49,8 @@ class Experience:
 
     `final_obs` and `final_masks` are true in the rows where an episode ended; `valid`, while `has_resets`, is false in
     the rows that only reset; `values` are there while `has_values`. `episodes` stand in the order of the rows that end
-    them. `version` is the turn whose weights acted.
+    them. `version` is the turn whose weights acted. `parts` are there where columns are not the environments in order:
+    which environments some columns are of, and the columns, one's older steps first.
     """
 
     def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Array] | None = None) -> None:
@@ -68,6 +69,7 @@ class Experience:
         """Empty, to be filled again."""
         self.steps = self.transitions = self.version = 0
         self.episodes: list[Any] = []
+        self.parts: list[tuple[Array, Experience]] = []
         self.has_values = self.has_resets = False
 
     def columns(self, start: int, stop: int) -> Experience:
@@ -76,7 +78,10 @@ class Experience:
 
     def rows(self) -> Iterator[dict[str, Array | None]]:
         """Step by step, what `add` of a replay buffer takes."""
-        for t in range(self.steps):
+        for envs, part in self.parts:
+            part.steps, part.has_resets = self.steps, self.has_resets
+            yield from ({**row, "envs": envs} for row in part.rows())
+        for t in range(0 if self.parts else self.steps):
             row: dict[str, Array | None] = {
                 "obs": self.obs[t], "actions": self.actions[t], "rewards": self.rewards[t],
                 "terminated": self.terminated[t], "truncated": self.truncated[t], "next_obs": self.obs[t + 1],

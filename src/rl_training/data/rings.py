@@ -116,7 +116,7 @@ class TransitionRings(EnvRings):
     def add(
         self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
         final_obs: Array | None = None, valid: Array | None = None, masks: Array | None = None,
-        next_masks: Array | None = None, final_masks: Array | None = None,
+        next_masks: Array | None = None, final_masks: Array | None = None, envs: Array | None = None,
     ) -> None:  # fmt: skip
         """Store one step of N environments, everything [N, ...]; the new rows can be sampled at once.
 
@@ -124,31 +124,31 @@ class TransitionRings(EnvRings):
         observation; without it `next_obs` is taken for that (next-step autoreset, or plain tuples of a data set).
         Rows with `valid` false only reset: nothing is stored for them. When `obs` is not the last `next_obs`, the
         environment was moved by others: its open episode ends there as a truncation. `masks` are the legal actions
-        [N, A] in `obs`, `next_masks` in `next_obs`, `final_masks` in `final_obs` (all legal when None).
+        [N, A] in `obs`, `next_masks` in `next_obs`, `final_masks` in `final_obs` (all legal when None). `envs` are the
+        environments that the N rows are of (None: all).
         """
         done = np.logical_or(terminated, truncated)
         if self.frame_stack > 1 and self._steps_checked < _STACK_CHECKS:
             self._check_stacks(obs, next_obs, done, final_obs is not None, valid)
-        self._meet(obs, masks)
-        envs: Any = None  # None: all of them
+        self._lockstep = self._lockstep and envs is None
+        of = self._env if envs is None else envs
+        self._meet(obs, masks, of)
+        pick: Any = slice(None)  # of the rows given
         if valid is not None and not valid.all():
             self._lockstep = False
-            envs = np.flatnonzero(valid)
-            idle = np.flatnonzero(~valid)
-            self._write_current(idle, next_obs[idle], None if next_masks is None else next_masks[idle], 0)
-        if not self._lockstep and envs is None:
-            envs = self._env
+            pick, idle = np.flatnonzero(valid), np.flatnonzero(~valid)
+            self._write_current(of[idle], next_obs[idle], None if next_masks is None else next_masks[idle], 0)
+        envs = None if self._lockstep else of[pick]
         rows = self._rows_at(0, envs)
         self._drop_oldest(envs)
-        pick = slice(None) if envs is None else envs
         self._actions[rows], self._rewards[rows] = actions[pick], rewards[pick]
         self._terminated[rows], self._truncated[rows] = terminated[pick], truncated[pick]
         if done.any():
             ended = np.flatnonzero(done if valid is None else done & valid)
             finals, legal = (next_obs, next_masks) if final_obs is None else (final_obs, final_masks)
             frames = self._newest_frames(finals[ended])
-            self._keep_finals(self._rows_at(0, ended), frames, None if legal is None else legal[ended])
-        self._advance(pick)
+            self._keep_finals(self._rows_at(0, of[ended]), frames, None if legal is None else legal[ended])
+        self._advance(envs)
         ages = 0 if self._ages is None else np.where(done[pick], 0, self._ages[rows] + 1)
         self._write_current(envs, next_obs[pick], None if next_masks is None else next_masks[pick], ages)
         self._added(rows)
@@ -170,33 +170,34 @@ class TransitionRings(EnvRings):
     def _newest_frames(self, obs: Array) -> Array:
         return obs[:, -self._channels :] if self._channels else obs
 
-    def _meet(self, obs: Array, masks: Array | None) -> None:
+    def _meet(self, obs: Array, masks: Array | None, of: Array) -> None:
         """Make `obs` the current observation: nearly always it is already, bit for bit."""
-        rows = self._rows_at(0, None if self._lockstep else self._env)
-        if not self._started:
+        envs = None if self._lockstep else of
+        rows = self._rows_at(0, envs)
+        if not self._started or (len(of) < self.num_envs and not self._sizes[of].any()):
             self._started = True
-            self._write_current(None, obs, masks, self._write_history(obs))
+            self._write_current(envs, obs, masks, self._write_history(obs, envs))
             return
         frames = self._newest_frames(np.asarray(obs)).astype(self._obs.dtype, copy=False)
         stored = self._obs[rows]
         if stored.tobytes() == frames.tobytes():
             return
-        moved = np.flatnonzero((stored != frames).reshape(self.num_envs, -1).any(axis=1))
-        is_open = (self._sizes[moved] > 0) & (self._final_slots[self._rows_at(-1, moved)] < 0)
-        newest = self._rows_at(-1, moved[is_open])
+        moved = np.flatnonzero((stored != frames).reshape(len(of), -1).any(axis=1))
+        is_open = (self._sizes[of[moved]] > 0) & (self._final_slots[self._rows_at(-1, of[moved])] < 0)
+        newest = self._rows_at(-1, of[moved[is_open]])
         self._truncated[newest] = True
         legal = None if self._masks is None else self._masks[rows][moved[is_open]]
         self._keep_finals(newest, stored[moved[is_open]], legal)
-        self._write_current(moved, obs[moved], None if masks is None else masks[moved], 0)
+        self._write_current(of[moved], obs[moved], None if masks is None else masks[moved], 0)
 
-    def _write_history(self, obs: Array) -> int | Array:
+    def _write_history(self, obs: Array, envs: Array | None) -> int | Array:
         """Store the older frames of the very first observations, which may lie inside an episode (a resumed run);
         returns how many of them count."""
         if self._ages is None:
             return 0
-        frames = np.asarray(obs).reshape(self.num_envs, self.frame_stack, *self._obs.shape[1:])
+        frames = np.asarray(obs).reshape(len(obs), self.frame_stack, *self._obs.shape[1:])
         for back in range(1, self.frame_stack):
-            self._obs[self._rows_at(-back, None)] = frames[:, -1 - back]
+            self._obs[self._rows_at(-back, envs)] = frames[:, -1 - back]
         repeated = (frames == frames[:, -1:]).all(axis=tuple(range(1, frames.ndim)))
         return np.where(repeated, 0, self.frame_stack - 1)
 
@@ -223,17 +224,17 @@ class TransitionRings(EnvRings):
         if len(frames):
             self._final_slots[rows] = self._finals.put(frames, masks)
 
-    def _advance(self, pick: slice | Array) -> None:
-        if self._lockstep:  # plain numbers cost less than arrays of one
+    def _advance(self, envs: Array | None) -> None:
+        if envs is None:  # plain numbers cost less than arrays of one
             head = int(self._heads[0]) + 1
             self._wrapped = self._wrapped or head == self._slots
             self._heads.fill(head % self._slots)
             self._sizes.fill(min(int(self._sizes[0]) + 1, self.rows_per_env))
             return
-        heads = self._heads[pick] + 1
+        heads = self._heads[envs] + 1
         self._wrapped = self._wrapped or bool((heads == self._slots).any())
-        self._heads[pick] = heads % self._slots
-        self._sizes[pick] = np.minimum(self._sizes[pick] + 1, self.rows_per_env)
+        self._heads[envs] = heads % self._slots
+        self._sizes[envs] = np.minimum(self._sizes[envs] + 1, self.rows_per_env)
 
     def _check_stacks(self, obs: Array, next_obs: Array, done: Array, has_finals: bool, valid: Array | None) -> None:
         """Refuse observations that frames stored once could not rebuild."""

@@ -46,32 +46,33 @@ class RecurrentReplayBuffer(EnvRings):
 
     def add(
         self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
-        final_obs: Array | None = None, valid: Array | None = None,
+        final_obs: Array | None = None, valid: Array | None = None, envs: Array | None = None,
     ) -> None:  # fmt: skip
         """Store one step of N environments, everything [N, ...], with the arguments of `ReplayBuffer.add`."""
-        self._meet(obs)
+        of = self._env if envs is None else envs
+        self._meet(obs, of)
         done = np.logical_or(terminated, truncated)
         arrivals = next_obs
         if final_obs is not None and done.any():
             arrivals = np.where(done.reshape(-1, *[1] * (next_obs.ndim - 1)), final_obs, next_obs)
-        live = self._env if valid is None else np.flatnonzero(valid)
+        live = np.arange(len(of)) if valid is None else np.flatnonzero(valid)
         self._append(
-            live, obs=arrivals[live], actions=actions[live], rewards=rewards[live], terminated=terminated[live],
+            of[live], obs=arrivals[live], actions=actions[live], rewards=rewards[live], terminated=terminated[live],
             truncated=truncated[live], is_first=False,
         )  # fmt: skip
         resets = np.zeros_like(done) if valid is None else ~valid
-        self._begin(np.flatnonzero(resets | done if final_obs is not None else resets), next_obs)
+        self._begin(of, np.flatnonzero(resets | done if final_obs is not None else resets), next_obs)
 
-    def _meet(self, obs: Array) -> None:
+    def _meet(self, obs: Array, of: Array) -> None:
         """Begin an episode wherever `obs` is not the observation that arrived last (a start, or moved by others)."""
         stored = self._flat["obs"]
-        newest = stored[(self._heads - 1) % self.rows_per_env * self.num_envs + self._env]
+        newest = stored[(self._heads[of] - 1) % self.rows_per_env * self.num_envs + of]
         given = np.asarray(obs).astype(stored.dtype, copy=False)
-        if self._sizes.all() and newest.tobytes() == given.tobytes():
+        if self._sizes[of].all() and newest.tobytes() == given.tobytes():
             return
-        moved = (newest != given).reshape(self.num_envs, -1).any(axis=1) | (self._sizes == 0)
-        self._cut(np.flatnonzero(moved))
-        self._begin(np.flatnonzero(moved), given)
+        moved = np.flatnonzero((newest != given).reshape(len(of), -1).any(axis=1) | (self._sizes[of] == 0))
+        self._cut(of[moved])
+        self._begin(of, moved, given)
 
     def _cut(self, envs: Array) -> None:
         """An episode that is followed by another one's first row was truncated if it had not ended."""
@@ -79,9 +80,10 @@ class RecurrentReplayBuffer(EnvRings):
         rows = (self._heads[envs] - 1) % self.rows_per_env * self.num_envs + envs
         self._flat["truncated"][rows] |= ~self._flat["terminated"][rows]
 
-    def _begin(self, envs: Array, obs: Array) -> None:
-        if len(envs):
-            self._append(envs, obs=obs[envs], actions=0, rewards=0.0, terminated=False, truncated=False, is_first=True)
+    def _begin(self, of: Array, rows: Array, obs: Array) -> None:
+        if len(rows):
+            start = {"actions": 0, "rewards": 0.0, "terminated": False, "truncated": False, "is_first": True}
+            self._append(of[rows], obs=obs[rows], **start)
 
     def _append(self, envs: Array, **values: Any) -> None:
         rows = self._heads[envs] * self.num_envs + envs

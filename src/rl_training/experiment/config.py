@@ -34,6 +34,12 @@ class TrainConfig(StrictModel):
     num_workers: int | Literal["auto"] = Field(
         "auto", description="Processes of local_async, which share the environments; auto is all cores but one."
     )
+    worker_order: Literal["fixed", "first"] = Field(
+        "fixed", description="Whose experience local_async learns from: every worker's in turn, or who is ready first."
+    )
+    max_policy_lag: int | None = Field(
+        None, ge=0, description="Updates after which experience of local_async is too old and dropped; null never is."
+    )
     max_worker_restarts: int = Field(
         100, ge=0, description="How often processes of local_async may be started again after they ended or stalled."
     )
@@ -95,6 +101,10 @@ class TrainConfig(StrictModel):
         most = min(self.num_envs, MOST_PROCESSES)
         if self.num_workers != "auto" and not 1 <= self.num_workers <= most:
             raise ValueError(f"num_workers is {self.num_workers}; it must be auto or from 1 to num_envs ({most})")
+        uneven = self.num_workers != "auto" and self.num_envs % self.num_workers
+        if uneven and self.worker_order == "first" and self.execution_backend != "local_sync":
+            wanted = f"with worker_order 'first' it must divide num_envs ({self.num_envs})"
+            raise ValueError(f"num_workers is {self.num_workers}; {wanted}")
         if self.execution_backend == "local_async" and self.vectorization == "async":
             raise ValueError("vectorization is 'async'; with local_async it must be auto, native or sync")
         if self.accelerate not in ("auto", "none"):

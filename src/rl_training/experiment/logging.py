@@ -11,7 +11,7 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -94,14 +94,15 @@ class RunLogger:
         return self._clock() >= self._due
 
     def progress(
-        self, step: int, steps_per_second: float, return_mean: float | None, losses: Mapping[str, Any] | None = None
-    ) -> None:
+        self, step: int, steps_per_second: float, return_mean: float | None, losses: Mapping[str, Any] | None = None,
+        workers: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds."""
         now = self._clock()
         if now < self._due or self._stream is None:
             return
         self._due = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS)
-        self._print(self._describe(step, steps_per_second, return_mean, losses or {}), step)
+        self._print(self._describe(step, steps_per_second, return_mean, losses or {}, workers), step)
 
     def message(self, text: str) -> None:
         """Print a line of its own above the live line; without a terminal, `warning: ...` becomes Python's own kind."""
@@ -119,12 +120,15 @@ class RunLogger:
                 self._line.stop()
         self._line, self._stream, self._due = None, None, math.inf
 
-    def _describe(self, step: int, rate: float, return_mean: float | None, losses: Mapping[str, Any]) -> str:
+    def _describe(
+        self, step: int, rate: float, return_mean: float | None, losses: Mapping[str, Any], workers: Sequence[str]
+    ) -> str:
         left = (self._total - step) / rate if rate > 0 else math.inf
         share = min(1.0, step / self._total) if self._total > 0 else 1.0
         parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", f"{rate:,.0f} steps/s"]
         parts += [f"eta {format_duration(left)}"]
         parts += [] if return_mean is None else [f"return {float(return_mean):.4g}"]
+        parts += [*workers]
         parts += [f"{name} {float(value):.3g}" for name, value in itertools.islice(losses.items(), 3)]
         return "  ".join(parts)
 

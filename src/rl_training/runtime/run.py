@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -225,7 +225,7 @@ class Run:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._fail(name)
-        collected = self.collected_metrics | self.session.collector.metrics()
+        collected = self.collected_metrics | self.session.collector.metrics(last=last)
         row = self.progress_metrics() | collected | metrics | self.scheduled_values()
         self.logger.log(self.step, row | {"steps_per_second": self.steps_per_second()}, last=last)
         self._logged_update = self.updates
@@ -240,7 +240,8 @@ class Run:
     def _show_progress(self, metrics: dict[str, float]) -> None:
         mean = self.progress_metrics().get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
-        self.logger.progress(self.step, self.steps_per_second(), mean, losses)
+        workers = describe_workers(self.session.collector.metrics(last=True))
+        self.logger.progress(self.step, self.steps_per_second(), mean, losses, workers)
 
     def steps_per_second(self) -> float:
         """Steps of this process over its training time."""
@@ -446,7 +447,7 @@ class Run:
             **self.progress_metrics(),
             **self.last_evaluation,
             **self.collected_metrics,
-            **self.session.collector.metrics(),
+            **self.session.collector.metrics(last=True),
             **self.read_latest(),
             **self.scheduled_values(),  # over what the last update says of one, such as SAC's alpha
             "train_seconds": self.train_seconds,
@@ -568,6 +569,17 @@ class Run:
                 if isinstance(error, Exception) and hasattr(error, "add_note"):
                     error.add_note(note)
             raise
+
+
+def describe_workers(metrics: Mapping[str, float]) -> list[str]:
+    """Such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and what went wrong; nothing without workers."""
+    if not metrics:
+        return []
+    least, mean, most = (metrics[f"policy_lag{end}"] for end in ("_min", "", "_max"))
+    spread = "" if least == most else f" ({least:g} to {most:g})"
+    waits = [f"learner waits {metrics['learner_waiting']:.0%}", f"workers wait {metrics['worker_waiting']:.0%}"]
+    counts = {name: int(metrics[f"worker_{name}"]) for name in ("restarts", "dropped")}
+    return [f"lag {mean:.3g}{spread}", *waits, *(f"{n:,} {name}" for name, n in counts.items() if n)]
 
 
 def can_leave(frame: FrameType | None) -> bool:

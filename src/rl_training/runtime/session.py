@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import Collector, LocalCollector, NoCollector, Request
-from rl_training.collect.worker import WorkerPlan
+from rl_training.collect.worker import FIRST, WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.engines import choose_vectorization, is_cartpole, make_engine
@@ -37,6 +37,10 @@ WIDEST_ON_CPU, MOST_MEMBERS_ON_CPU = 256, 2
 SMALL_NETWORKS = (
     f"device auto is the CPU: layers of at most {WIDEST_ON_CPU} units on vectors learn faster there than on the GPU "
     "(device: cuda takes it)"
+)
+ANY_ORDER = (
+    "worker_order is first: who is ready decides what is learned when, so this run is not a function of its seed, "
+    "and a resume of it is not exact"
 )
 UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
@@ -136,6 +140,8 @@ def open_session(
     notes = [SMALL_NETWORKS] if passes_over_gpu else []
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
+    if is_remote and config.worker_order == FIRST:
+        notes.append(ANY_ORDER)
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
 
 
@@ -152,10 +158,12 @@ def open_workers(
     plan = WorkerPlan(
         partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
         config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), ladder,
+        config.worker_order,
     )  # fmt: skip
     return WorkerCollector(
-        plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts
-    )
+        plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
+        max_lag=config.max_policy_lag,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -248,10 +256,14 @@ def choose_device(params: Params, spaces: EnvSpaces) -> str:
 
 
 def choose_workers(config: TrainConfig) -> int | str:
-    """Processes for local_async: one core is left to the learner. Nobody reads it elsewhere, so it stays as it is."""
+    """Processes for local_async: one core is left to the learner. Nobody reads it elsewhere, so it stays as it is.
+
+    In the order `first` all have as many environments.
+    """
     if config.num_workers != "auto" or config.execution_backend != "local_async":
         return config.num_workers
-    return min(max(1, (os.cpu_count() or 1) - 1), config.num_envs)
+    most = min(max(1, (os.cpu_count() or 1) - 1), config.num_envs)
+    return most if config.worker_order != FIRST else max(n for n in range(1, most + 1) if config.num_envs % n == 0)
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
