@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ class WorkerPlan:
     packed_size: int  # bytes of a packed behaviour
     num_workers: int
     epsilon_ladder: float = 0.0  # Ape-X's alpha (Horgan et al. 2018, arXiv:1803.00933)
+
+    def columns(self) -> list[tuple[int, int]]:
+        """The first environment of each worker, and the first that is not its any more."""
+        edges = [self.layout.num_envs * index // self.num_workers for index in range(self.num_workers + 1)]
+        return list(pairwise(edges))
 
     def share(self, descriptor: int | None = None) -> tuple[list[Experience], list[Array], Array, int]:
         """Memory that all processes see: experience and a packed behaviour, twice each, and a count of each worker's

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from contextlib import suppress
-from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +12,12 @@ import numpy as np
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import NOTHING, Lag, Request
-from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
+from rl_training.collect.transport import Transport
+from rl_training.collect.worker import MEMORIES, WorkerPlan
 from rl_training.data.experience import Experience
 from rl_training.envs.engines import REPLAY_SECONDS
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.workers import LOOK_EVERY, WorkerFailure, Workers
+from rl_training.envs.workers import LOOK_EVERY, WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 
 MOST_TRIES = 3  # of one request: what kills a worker every time is the environment
@@ -84,7 +82,7 @@ class WorkerRecord:
 
 
 class WorkerCollector:
-    """Environments in `num_workers` processes, each with its columns of an experience in shared memory.
+    """Environments in `num_workers` processes or actors, each with its columns of an experience.
 
     A turn takes the answers to what was asked in the turn before and, as each arrives, asks that worker again, with
     the weights of now. So every experience is one turn old, whoever is fast. A worker that ends or stalls is started
@@ -92,23 +90,13 @@ class WorkerCollector:
     """
 
     def __init__(
-        self, plan: WorkerPlan, spaces: EnvSpaces, *, lag: int | None, timeout: float, max_restarts: int
-    ) -> None:
+        self, plan: WorkerPlan, spaces: EnvSpaces, transport: Transport, *, lag: int | None, timeout: float,
+        max_restarts: int,
+    ) -> None:  # fmt: skip
         self.spaces, self.timeout, self.max_restarts = spaces, timeout, max_restarts
-        self.num_envs = plan.layout.num_envs
-        self.experiences, self._packed, self._counts, descriptor = plan.share()
-        self._descriptor = descriptor
-        edges = [self.num_envs * index // plan.num_workers for index in range(plan.num_workers + 1)]
-        self.records = [WorkerRecord(*pair) for pair in pairwise(edges)]
-        makers = [
-            partial(CollectingWorker, plan, index, record.first, record.stop, descriptor)
-            for index, record in enumerate(self.records)
-        ]
-        try:
-            self.pool = Workers(makers, spaces.env_id, timeout, [descriptor])
-        except BaseException:
-            os.close(descriptor)
-            raise
+        self.num_envs, self.packed_size = plan.layout.num_envs, plan.packed_size
+        self.transport, self.pool, self.experiences = transport, transport.pool, transport.experiences
+        self.records = [WorkerRecord(*place) for place in plan.columns()]
         self.lag = Lag(lag or 0)
         self.started = False
         self._flight: Flight | None = None
@@ -116,6 +104,7 @@ class WorkerCollector:
         self._interruption: BaseException | None = None
         self._tries = [0] * plan.num_workers
         self._restarts = 0
+        self._steps = transport.steps()  # of each worker, at the last look
         self._begun = time.perf_counter()
         self._waited = self._acted = 0.0
         self._lag_now = 0
@@ -148,21 +137,24 @@ class WorkerCollector:
 
     def _prepare(self, behaviour: Behaviour, number: int, request: Request) -> Flight:
         packed = self.lag.follow(behaviour)
-        self._packed[number % MEMORIES][:] = packed
+        self.transport.send(number, packed)
         return Flight(number, request, packed, behaviour.version)
 
     def _ask(self, index: int, flight: Flight) -> None:
         try:
-            self.pool.ask(index, "collect", flight.number, flight.request)
+            self._request(index, flight)
         except WorkerFailure as failure:
             self._restart(index, failure, flight)
+
+    def _request(self, index: int, flight: Flight) -> None:
+        self.pool.ask(index, "collect", flight.number, flight.request, *self.transport.weights(flight.number))
 
     def _wait(self, flight: Flight, following: Flight) -> None:
         """Take every answer to the flight, and ask each who has given one for the following."""
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
         self._answers.clear()
-        counts, moved = self._counts.copy(), np.full(len(self.records), time.monotonic())
+        moved = np.full(len(self.records), time.monotonic())
         while owing:
             if self._interruption is not None:
                 raise self._interruption
@@ -175,11 +167,11 @@ class WorkerCollector:
                     continue
                 owing.discard(index)
                 self._tries[index] = 0
-                self._take(index, answer, flight)
+                self._take(index, self.transport.receive(flight.number, index, answer), flight)
                 self._ask(index, following)
             if not ready:
-                moved[counts != self._counts] = time.monotonic()
-                counts = self._counts.copy()
+                before, self._steps = self._steps, self.transport.steps()
+                moved[before != self._steps] = time.monotonic()
                 for index in sorted(owing):
                     if self.pool.has_ended(index) or time.monotonic() - moved[index] > self.timeout:
                         self._restart(index, self.pool.failure(index, self.timeout), flight)
@@ -223,7 +215,7 @@ class WorkerCollector:
             try:
                 self.pool.restart(index)
                 self._restore(index)
-                self.pool.ask(index, "collect", flight.number, flight.request)
+                self._request(index, flight)
                 return
             except WorkerFailure as error:
                 failure = error
@@ -267,11 +259,11 @@ class WorkerCollector:
         flight, states = state["flight"], state["workers"]
         if not flight:
             return []
-        if len(states) != len(self.records) or len(flight["packed"]) != len(self._packed[0]):
+        if len(states) != len(self.records) or len(flight["packed"]) != self.packed_size:
             raise UserError("it was saved with another number of workers, or with other networks.")
-        self.lag.restore(state["weights"], len(self._packed[0]))
+        self.lag.restore(state["weights"], self.packed_size)
         self._flight = Flight(**{**flight, "request": Request(*flight["request"])})
-        self._packed[self._flight.number % MEMORIES][:] = flight["packed"]
+        self.transport.send(self._flight.number, self._flight.packed)
         self.started = True
         sentences: list[str] = []
         for index, record in enumerate(self.records):
@@ -289,6 +281,5 @@ class WorkerCollector:
             for index in range(len(self.records)):
                 with suppress(EnvironmentFailure, UserError):
                     self.pool.get(index, max(0.0, deadline - time.monotonic()))
-            self.pool.close()
         finally:
-            os.close(self._descriptor)
+            self.transport.close()

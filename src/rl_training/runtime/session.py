@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import Collector, LocalCollector, NoCollector
+from rl_training.collect.transport import SharedMemory
 from rl_training.collect.worker import WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
@@ -151,8 +152,9 @@ def open_workers(
         partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
         config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), ladder,
     )  # fmt: skip
+    transport = SharedMemory(plan, spaces.env_id, config.worker_timeout)
     return WorkerCollector(
-        plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts
+        plan, spaces, transport, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts
     )
 
 
