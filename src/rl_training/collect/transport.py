@@ -15,8 +15,11 @@ from rl_training.envs.workers import WorkerPool, Workers
 class Transport(Protocol):
     """The workers of a run, and what travels between them and the learner."""
 
-    pool: WorkerPool
     experiences: list[Experience]  # the learner's, filled in turn
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The workers."""
 
     def send(self, number: int, packed: Array) -> None:
         """Have the behaviour of that turn where workers find it, in place of the one `MEMORIES` turns before."""
@@ -41,7 +44,7 @@ class SharedMemory:
         places = enumerate(plan.columns())
         makers = [partial(CollectingWorker, plan, index, *place, self._descriptor) for index, place in places]
         try:
-            self.pool: WorkerPool = Workers(makers, name, timeout, [self._descriptor])
+            self.pool = Workers(makers, name, timeout, [self._descriptor])
         except BaseException:
             os.close(self._descriptor)
             raise
