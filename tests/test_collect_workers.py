@@ -37,8 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*It is started again")
 
 
 def workers(algo: str, output_dir: Path, count: int = 2, **fields: Any) -> Any:
-    fields = {"num_envs": 3, "vectorization": "sync", "eval_episodes": 0, **fields}
-    return tiny(algo, output_dir, execution_backend="local_async", num_workers=count, **fields)
+    plain = {"num_envs": 3, "vectorization": "sync", "eval_episodes": 0, "execution_backend": "local_async"}
+    return tiny(algo, output_dir, num_workers=count, **{**plain, **fields})
 
 
 def assert_same_end(one: TrainResult, other: TrainResult) -> None:
@@ -167,6 +167,13 @@ def test_what_workers_cannot_do_is_refused(algo: str, fields: dict[str, Any], sa
     plain = {"num_envs": 3, "execution_backend": "local_async"}
     with pytest.raises(UserError, match=said):
         open_session(tiny(algo, tmp_path, **{**plain, **fields}))
+
+
+def test_without_ray_one_sentence_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_training.runtime.session.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs Ray: pip install 'rl-training\[distributed\]'"):
+        train(workers("a2c", tmp_path / "runs", execution_backend="ray"), console=False)
+    assert not (tmp_path / "runs").exists()
 
 
 # ---- worker_order: first ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,11 @@ class WorkerPlan:
     def behaviours(self) -> int:
         """Memories for packed behaviours: where each worker may be asked with another one, one more is free."""
         return MEMORIES if self.order == FIXED else self.num_workers + 1
+
+    def columns(self) -> list[tuple[int, int]]:
+        """The first environment of each worker, and the first that is not its any more."""
+        edges = [self.layout.num_envs * index // self.num_workers for index in range(self.num_workers + 1)]
+        return list(pairwise(edges))
 
     def share(self, descriptor: int | None = None) -> tuple[list[Experience], list[Array], Array, int]:
         """Memory that all processes see: experiences, packed behaviours, and a count of each worker's steps."""

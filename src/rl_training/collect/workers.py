@@ -5,12 +5,10 @@ In a fixed order of workers a run stays a function of its seed.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from contextlib import suppress
-from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +16,12 @@ import numpy as np
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import NOTHING, Lag, Request
-from rl_training.collect.worker import FIXED, MEMORIES, CollectingWorker, WorkerPlan
+from rl_training.collect.transport import Transport
+from rl_training.collect.worker import FIXED, MEMORIES, WorkerPlan
 from rl_training.data.experience import Experience
 from rl_training.envs.engines import REPLAY_SECONDS
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.workers import LOOK_EVERY, WorkerFailure, Workers
+from rl_training.envs.workers import LOOK_EVERY, WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 
 MOST_TRIES = 3  # of one request: what kills a worker every time is the environment
@@ -87,7 +86,7 @@ class WorkerRecord:
 
 
 class WorkerCollector:
-    """Environments in `num_workers` processes, each with its columns of an experience in shared memory.
+    """Environments in `num_workers` processes or actors, each with its columns of an experience.
 
     A turn takes the answers to what was asked in the turn before and, as each arrives, asks that worker again, with
     the weights of now. So every experience is one turn old, whoever is fast. In the order `first` a turn takes as many
@@ -96,31 +95,20 @@ class WorkerCollector:
     """
 
     def __init__(
-        self, plan: WorkerPlan, spaces: EnvSpaces, *, lag: int | None, timeout: float, max_restarts: int,
-        max_lag: int | None = None,
+        self, plan: WorkerPlan, spaces: EnvSpaces, transport: Transport, *, lag: int | None, timeout: float,
+        max_restarts: int, max_lag: int | None = None,
     ) -> None:  # fmt: skip
         self.spaces, self.timeout, self.max_restarts, self.max_lag = spaces, timeout, max_restarts, max_lag
-        self.num_envs = plan.layout.num_envs
+        self.num_envs, self.packed_size = plan.layout.num_envs, plan.packed_size
         # in the order `first` answers are copied together: those of one turn do not lie next to each other
         self.joined = None if plan.order == FIXED else Experience(plan.layout)
-        self.experiences, self._packed, self._counts, descriptor = plan.share()
-        self._descriptor = descriptor
-        edges = [self.num_envs * index // plan.num_workers for index in range(plan.num_workers + 1)]
-        self.records = [WorkerRecord(*pair) for pair in pairwise(edges)]
-        makers = [
-            partial(CollectingWorker, plan, index, record.first, record.stop, descriptor)
-            for index, record in enumerate(self.records)
-        ]
-        try:
-            self.pool = Workers(makers, spaces.env_id, timeout, [descriptor])
-        except BaseException:
-            os.close(descriptor)
-            raise
+        self.transport, self.pool, self.experiences = transport, transport.pool, transport.experiences
+        self.records = [WorkerRecord(*place) for place in plan.columns()]
         self.lag = Lag(lag or 0)
         self.started = False
         self._flights: list[Flight] = []  # what each worker is asked
         self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by their places in the batch, with the worker
-        self._seen, self._moved = self._counts.copy(), np.zeros(plan.num_workers)  # steps, and when there were more
+        self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # of each, and when there were more
         self._interruption: BaseException | None = None
         self._tries = [0] * plan.num_workers
         self._restarts = self._dropped = 0
@@ -161,7 +149,7 @@ class WorkerCollector:
 
     def _prepare(self, behaviour: Behaviour, number: int, request: Request) -> Flight:
         packed = self.lag.follow(behaviour)
-        self._packed[number % len(self._packed)][:] = packed
+        self.transport.send(number, packed)
         return Flight(number, request, packed, behaviour.version)
 
     def _ask_all(self, flight: Flight) -> None:
@@ -172,9 +160,12 @@ class WorkerCollector:
     def _ask(self, index: int, flight: Flight) -> None:
         self._flights[index], self._moved[index] = flight, time.monotonic()
         try:
-            self.pool.ask(index, "collect", flight.number, flight.request)
+            self._request(index, flight)
         except WorkerFailure as failure:
             self._restart(index, failure, flight)
+
+    def _request(self, index: int, flight: Flight) -> None:
+        self.pool.ask(index, "collect", flight.number, flight.request, *self.transport.weights(flight.number))
 
     def _wait(self, following: Flight, version: int) -> Experience:
         """Take as many answers as there are workers, fewer where that fills the batch, and ask each who has given one
@@ -202,6 +193,7 @@ class WorkerCollector:
                 left -= 1
                 if self.joined is None:
                     owing.discard(index)
+                answer = self.transport.receive(flight.number, index, answer)
                 experience = self._take(index, answer, flight)
                 self._keep(index, answer, experience, version - answer["version"])
                 self._ask(index, following)
@@ -209,8 +201,8 @@ class WorkerCollector:
         return experience
 
     def _restart_stalled(self, owing: set[int]) -> None:
-        self._moved[self._seen != self._counts] = time.monotonic()
-        self._seen[:] = self._counts
+        before, self._steps = self._steps, self.transport.steps()
+        self._moved[before != self._steps] = time.monotonic()
         for index in sorted(owing):
             if self.pool.has_ended(index) or time.monotonic() - self._moved[index] > self.timeout:
                 self._restart(index, self.pool.failure(index, self.timeout), self._flights[index])
@@ -279,7 +271,7 @@ class WorkerCollector:
             try:
                 self.pool.restart(index)
                 self._restore(index)
-                self.pool.ask(index, "collect", flight.number, flight.request)
+                self._request(index, flight)
                 return
             except WorkerFailure as error:
                 failure = error
@@ -331,12 +323,11 @@ class WorkerCollector:
         self._lags, self._dropped = [int(number) for number in state.get("lags", [])], int(state.get("dropped", 0))
         if not states:
             return []
-        size = len(self._packed[0])
         if len(states) != len(self.records) or bool(flight) != (self.joined is None):
             raise UserError("it was saved with another number or order of workers.")
-        if flight and len(flight["packed"]) != size:
+        if flight and len(flight["packed"]) != self.packed_size:
             raise UserError("it was saved with other networks.")
-        self.lag.restore(state["weights"], size)
+        self.lag.restore(state["weights"], self.packed_size)
         self.started = True
         sentences: list[str] = []
         for index, record in enumerate(self.records):
@@ -346,7 +337,7 @@ class WorkerCollector:
             sentences += self.pool.get(index, self.timeout + record.replay_seconds())
         if flight:
             asked = Flight(**{**flight, "request": Request(*flight["request"])})
-            self._packed[asked.number % len(self._packed)][:] = asked.packed
+            self.transport.send(asked.number, asked.packed)
             self._ask_all(asked)
         return list(dict.fromkeys(sentences))
 
@@ -357,6 +348,5 @@ class WorkerCollector:
             for index in range(len(self.records)):
                 with suppress(EnvironmentFailure, UserError):
                     self.pool.get(index, max(0.0, deadline - time.monotonic()))
-            self.pool.close()
         finally:
-            os.close(self._descriptor)
+            self.transport.close()

@@ -70,12 +70,18 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {"kind": type(error).__name__, "module": type(error).__module__, "message": message, "trace": trace}
 
 
-def reply(action: Callable[..., Any], *arguments: Any) -> bytes:
+def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
     """What an action gives, or what it raises in words; sys.exit() in an environment does not end this process."""
     try:
-        return pickle.dumps((True, action(*arguments)))
+        return True, action(*arguments)
     except BaseException as error:
-        return pickle.dumps((False, describe(error)))
+        return False, describe(error)
+
+
+def reply(action: Callable[..., Any], *arguments: Any) -> bytes:
+    """`attempt` as a message."""
+    succeeded, result = attempt(lambda: pickle.dumps((True, action(*arguments))))
+    return result if succeeded else pickle.dumps((False, result))
 
 
 def serve(line: socket.socket) -> None:

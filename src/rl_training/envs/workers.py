@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -78,27 +79,87 @@ class Worker:
             self.process.wait(LEAVE_SECONDS)
 
 
-class Workers:
-    """Several processes, each with the object that its maker makes there.
+class WorkerPool(ABC):
+    """Objects that live elsewhere, made by their makers there and called by name, one request in flight each.
 
-    `name` is what failures call the environment. Whatever goes wrong in one ends all of them, and raises: WorkerFailure
-    when a process ended or gave no answer for `timeout` seconds, else what the object raised, in words.
+    `name` is what failures call the environment. WorkerFailure is raised where a worker ended or gave no answer for
+    `timeout` seconds; what an object raised is raised here in words.
     """
 
-    def __init__(
-        self, makers: Sequence[Callable[[], Any]], name: str, timeout: float, descriptors: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, makers: Sequence[Callable[[], Any]], name: str, timeout: float) -> None:
         self.name, self.timeout, self.count = name, timeout, len(makers)
-        self._workers: list[Worker] = []
-        self._index_of: dict[int, int] = {}  # by the descriptor of a worker's line
-        self._busy: set[int] = set()  # who owes an answer
-        self._poll = select.poll()  # of all lines
-        self._descriptors = descriptors
         try:
             self._makers = [pickle.dumps((sys.path, cloudpickle.dumps(maker))) for maker in makers]
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".rstrip(".")
             raise UserError(f"{name} cannot be sent to a worker process ({reason}); use vectorization sync.") from error
+
+    @abstractmethod
+    def ask(self, index: int, method: str, *arguments: Any) -> None:
+        """Call a method of one object; `get` has its result."""
+
+    @abstractmethod
+    def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
+        """Who of these has answered, or ended, within that time."""
+
+    @abstractmethod
+    def get(self, index: int, seconds: float | None = None) -> Any:
+        """The result that one owes; waits for it at most that long (None: `timeout`)."""
+
+    @abstractmethod
+    def has_ended(self, index: int) -> bool:
+        """Whether the worker is gone."""
+
+    @abstractmethod
+    def restart(self, index: int) -> None:
+        """A new worker in the place of one, whatever state that is in."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker, in good order where all are idle, else by force; again does nothing."""
+
+    @abstractmethod
+    def _ended(self, index: int) -> WorkerFailure: ...
+
+    def failure(self, index: int, seconds: float) -> WorkerFailure:
+        """What is wrong with one that has ended, or was silent for so long."""
+        return self._ended(index) if self.has_ended(index) else self._silent(index, seconds)
+
+    def _raised(self, index: int, error: dict[str, Any]) -> Exception:
+        if error["module"] == UserError.__module__:  # a sentence already
+            kind = UserError if error["kind"] == UserError.__name__ else EnvironmentFailure
+            failure: Exception = kind(self._in_worker(index, error["message"]))
+        else:
+            sentence = str(EnvironmentFailure.raised(self.name, error["kind"], error["message"]))
+            failure = EnvironmentFailure(self._in_worker(index, sentence))
+        failure.__cause__ = RuntimeError(error["trace"])
+        return failure
+
+    def _silent(self, index: int, seconds: float, limit: str = TIMEOUT) -> WorkerFailure:
+        return self._failure(index, f"gave no answer for {seconds:g} seconds ({limit})")
+
+    def _failure(self, index: int, what: str) -> WorkerFailure:
+        return WorkerFailure(self._in_worker(index, str(EnvironmentFailure.of(self.name, what))))
+
+    def _in_worker(self, index: int, sentence: str) -> str:
+        """The sentence with the worker named at the end of its first part."""
+        head, mark, tail = sentence.partition("; ")
+        where = f" (worker {index + 1} of {self.count})" if self.count > 1 else ""
+        return f"{head}{where}{mark}{tail}"
+
+
+class Workers(WorkerPool):
+    """Processes of this machine. Of those called all at once, whatever goes wrong in one ends all."""
+
+    def __init__(
+        self, makers: Sequence[Callable[[], Any]], name: str, timeout: float, descriptors: Sequence[int] = ()
+    ) -> None:
+        super().__init__(makers, name, timeout)
+        self._workers: list[Worker] = []
+        self._index_of: dict[int, int] = {}  # by the descriptor of a worker's line
+        self._busy: set[int] = set()  # who owes an answer
+        self._poll = select.poll()  # of all lines
+        self._descriptors = descriptors
         try:
             for index in range(self.count):  # all start before the first is waited for
                 self._workers.append(self._spawn(index))
@@ -145,10 +206,6 @@ class Workers:
     def has_ended(self, index: int) -> bool:
         """Whether the process is gone."""
         return self._workers[index].process.poll() is not None
-
-    def failure(self, index: int, seconds: float) -> WorkerFailure:
-        """What is wrong with one that has ended, or was silent for so long."""
-        return self._ended(index) if self.has_ended(index) else self._silent(index, seconds)
 
     def restart(self, index: int) -> None:
         """A new process in the place of one, whatever state that is in."""
@@ -226,30 +283,8 @@ class Workers:
             if time.monotonic() > deadline:
                 raise self._silent(index, timeout, limit)
 
-    def _raised(self, index: int, error: dict[str, Any]) -> Exception:
-        if error["module"] == UserError.__module__:  # a sentence already
-            kind = UserError if error["kind"] == UserError.__name__ else EnvironmentFailure
-            failure: Exception = kind(self._in_worker(index, error["message"]))
-        else:
-            sentence = str(EnvironmentFailure.raised(self.name, error["kind"], error["message"]))
-            failure = EnvironmentFailure(self._in_worker(index, sentence))
-        failure.__cause__ = RuntimeError(error["trace"])
-        return failure
-
     def _ended(self, index: int) -> WorkerFailure:
         return self._failure(index, f"failed: its process {self._workers[index].describe_end()}")
-
-    def _silent(self, index: int, seconds: float, limit: str = TIMEOUT) -> WorkerFailure:
-        return self._failure(index, f"gave no answer for {seconds:g} seconds ({limit})")
-
-    def _failure(self, index: int, what: str) -> WorkerFailure:
-        return WorkerFailure(self._in_worker(index, str(EnvironmentFailure.of(self.name, what))))
-
-    def _in_worker(self, index: int, sentence: str) -> str:
-        """The sentence with the worker named at the end of its first part."""
-        head, mark, tail = sentence.partition("; ")
-        where = f" (worker {index + 1} of {self.count})" if self.count > 1 else ""
-        return f"{head}{where}{mark}{tail}"
 
     def close(self) -> None:
         """End every process, in good order where all are idle, else by force; again does nothing."""

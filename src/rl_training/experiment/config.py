@@ -16,8 +16,28 @@ from rl_training.errors import UserError, did_you_mean
 from rl_training.validation import LARGEST_TREE, READ, StrictModel, check_plain, validate
 
 MOST_PROCESSES = 1024
+WORKER_BACKENDS = ("local_async", "ray")  # the same run to the bit
 LARGEST_TEXT = 200_000  # characters of a config
 Presets = files("rl_training").joinpath("assets/configs")
+
+
+class RayResources(StrictModel):
+    """What each worker of a Ray cluster reserves there."""
+
+    cpus: float = Field(1.0, ge=0, le=1e6, description="CPUs.")
+    gpus: float = Field(0.0, ge=0, le=1e6, description="GPUs, for environments: policies act on the CPU.")
+    resources: dict[str, float] = Field(default_factory=dict, description="Resources that nodes were started with.")
+
+    @model_validator(mode="after")
+    def _check_amounts(self) -> RayResources:
+        for name, amount in self.resources.items():
+            if name in ("CPU", "GPU") or not 0 <= amount <= 1e6:
+                raise ValueError(f"resources.{name} is {amount:g}; it must be 0 to 1e6 of a resource of your own name")
+        return self
+
+    def needs(self) -> dict[str, float]:
+        """By Ray's names."""
+        return {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
 
 
 class TrainConfig(StrictModel):
@@ -29,10 +49,13 @@ class TrainConfig(StrictModel):
     total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
     output_dir: str = Field("runs", min_length=1, description="Folder in which the run's own folder is made.")
     execution_backend: str = Field(
-        "local_sync", description="Where environments are stepped: local_sync in this process, local_async in workers."
+        "local_sync",
+        description="Where environments are stepped: local_sync in this process, local_async in worker processes, "
+        "ray in workers on a Ray cluster.",
     )
     num_workers: int | Literal["auto"] = Field(
-        "auto", description="Processes of local_async, which share the environments; auto is all cores but one."
+        "auto",
+        description="Workers of local_async and ray, which share the environments; auto is all cores here but one.",
     )
     worker_order: Literal["fixed", "first"] = Field(
         "fixed", description="Whose experience local_async learns from: every worker's in turn, or who is ready first."
@@ -41,8 +64,9 @@ class TrainConfig(StrictModel):
         None, ge=0, description="Updates after which experience of local_async is too old and dropped; null never is."
     )
     max_worker_restarts: int = Field(
-        100, ge=0, description="How often processes of local_async may be started again after they ended or stalled."
+        100, ge=0, description="How often workers may be started again after they ended or stalled."
     )
+    ray: RayResources = Field(default_factory=RayResources, description="What each worker of ray reserves there.")
     device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU where there is one and it pays).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
     eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")
@@ -88,25 +112,30 @@ class TrainConfig(StrictModel):
         config._named = (*self.named, *names)
         return config
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether environments are stepped by workers."""
+        return self.execution_backend in WORKER_BACKENDS
+
     def __eq__(self, other: object) -> bool:
         """Configs are equal whoever wrote them."""
         return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     @model_validator(mode="after")
     def _check_choices(self) -> TrainConfig:
-        if self.execution_backend not in ("local_sync", "local_async"):
-            raise ValueError(
-                f"execution_backend is {self.execution_backend!r}; only 'local_sync' and 'local_async' exist"
-            )
+        if self.execution_backend not in ("local_sync", *WORKER_BACKENDS):
+            known = "it must be local_sync, local_async or ray"
+            raise ValueError(f"execution_backend is {self.execution_backend!r}; {known}")
         most = min(self.num_envs, MOST_PROCESSES)
         if self.num_workers != "auto" and not 1 <= self.num_workers <= most:
             raise ValueError(f"num_workers is {self.num_workers}; it must be auto or from 1 to num_envs ({most})")
         uneven = self.num_workers != "auto" and self.num_envs % self.num_workers
-        if uneven and self.worker_order == "first" and self.execution_backend != "local_sync":
+        if uneven and self.worker_order == "first" and self.has_workers:
             wanted = f"with worker_order 'first' it must divide num_envs ({self.num_envs})"
             raise ValueError(f"num_workers is {self.num_workers}; {wanted}")
-        if self.execution_backend == "local_async" and self.vectorization == "async":
-            raise ValueError("vectorization is 'async'; with local_async it must be auto, native or sync")
+        if self.has_workers and self.vectorization == "async":
+            backend = self.execution_backend
+            raise ValueError(f"vectorization is 'async'; with {backend} it must be auto, native or sync")
         if self.accelerate not in ("auto", "none"):
             raise ValueError(f"accelerate is {self.accelerate!r}; only 'auto' and 'none' exist (compiling is planned)")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", self.device):

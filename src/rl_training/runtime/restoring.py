@@ -33,7 +33,7 @@ from rl_training.validation import validate
 PathLike = str | Path
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
-    "output_dir", "worker_timeout", "max_worker_restarts", "algo_kwargs.replay_folder"
+    "output_dir", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
 }  # fmt: skip
 
 
@@ -257,7 +257,9 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
     old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
-    refused = [key for key in changed if key not in FREE_KEYS]
+    moves = stored.has_workers and config.has_workers  # from processes to a cluster, or back
+    free = FREE_KEYS | {"execution_backend"} if moves else FREE_KEYS
+    refused = [key for key in changed if key not in free]
     if refused and not force:
         what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
         raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import Collector, LocalCollector, NoCollector, Request
+from rl_training.collect.transport import SharedMemory, Transport
 from rl_training.collect.worker import FIRST, WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
@@ -109,9 +111,11 @@ def open_session(
     seed = ranks.seed(config.seed)
     if ranks.rank:
         algorithm.seed(seed)
-    is_remote, stepper = config.execution_backend == "local_async", None
+    is_remote, backend, stepper = config.has_workers, config.execution_backend, None
     if is_remote and not spec.steps_environments:
-        raise UserError(f"execution_backend is 'local_async', but {spec.name} steps no environments; use local_sync.")
+        raise UserError(f"execution_backend is {backend!r}, but {spec.name} steps no environments; use local_sync.")
+    if backend == "ray" and find_spec("ray") is None:
+        raise UserError("execution_backend is 'ray', which needs Ray: pip install 'rl-training[distributed]'.")
     if getattr(params, "epsilon_ladder", 0.0) and not is_remote:
         raise UserError("epsilon_ladder needs workers; set execution_backend to local_async, or epsilon_ladder to 0.")
     if spec.steps_environments and not is_remote:
@@ -149,10 +153,10 @@ def open_workers(
     config: TrainConfig, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout, lag: int | None,
     ladder: float, make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
-    """Worker processes, each with a learner of its own on the CPU, of which only the acting part is used."""
+    """Workers, each with a learner of its own on the CPU, of which only the acting part is used."""
     if config.vectorization == "native" and not is_cartpole(recipe):
         raise UserError(
-            f"vectorization is 'native', but workers cannot restore {config.env_id} so; use sync with local_async."
+            f"vectorization is 'native', but workers cannot restore {config.env_id} so; it must be sync with workers."
         )
     spaces = behaviour.spaces
     plan = WorkerPlan(
@@ -160,10 +164,20 @@ def open_workers(
         config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), ladder,
         config.worker_order,
     )  # fmt: skip
+    transport = open_transport(config, plan)
     return WorkerCollector(
-        plan, spaces, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
+        plan, spaces, transport, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
         max_lag=config.max_policy_lag,
     )  # fmt: skip
+
+
+def open_transport(config: TrainConfig, plan: WorkerPlan) -> Transport:
+    """The workers, and the way to them."""
+    if config.execution_backend == "local_async":
+        return SharedMemory(plan, config.env_id, config.worker_timeout)
+    from rl_training.collect.ray_workers import ObjectStore  # an extra; it takes half a second
+
+    return ObjectStore(plan, config.env_id, config.worker_timeout, config.ray.needs())
 
 
 @contextmanager
@@ -256,11 +270,11 @@ def choose_device(params: Params, spaces: EnvSpaces) -> str:
 
 
 def choose_workers(config: TrainConfig) -> int | str:
-    """Processes for local_async: one core is left to the learner. Nobody reads it elsewhere, so it stays as it is.
+    """One core is left to the learner; in the order `first` all have as many environments.
 
-    In the order `first` all have as many environments.
+    Nobody reads it where there are no workers, so it stays as it is.
     """
-    if config.num_workers != "auto" or config.execution_backend != "local_async":
+    if config.num_workers != "auto" or not config.has_workers:
         return config.num_workers
     most = min(max(1, (os.cpu_count() or 1) - 1), config.num_envs)
     return most if config.worker_order != FIRST else max(n for n in range(1, most + 1) if config.num_envs % n == 0)

@@ -160,7 +160,8 @@ def execute(
     """Run the loop of an open session in its folder."""
     resolved = session.config
     kept, *warnings = session.store.describe().split("\n")
-    where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.execution_backend == "local_async" else ""
+    where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.has_workers else ""
+    where += " on Ray" if resolved.execution_backend == "ray" else ""
     messages = [
         f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
         f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept}"

@@ -1,0 +1,315 @@
+"""Collecting in Ray actors: the workers of `collect/worker.py` on the nodes of a cluster."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from rl_training.algorithms.base import Array
+from rl_training.collect.local import Request
+from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
+from rl_training.data.experience import Experience
+from rl_training.envs.worker_process import attempt
+from rl_training.envs.workers import CLOSE_SECONDS, WorkerFailure, WorkerPool
+from rl_training.errors import UserError
+
+
+class WorkerActor:
+    """What a Ray actor holds: one object, whose methods the learner calls by name."""
+
+    def __init__(self) -> None:
+        self.served: Any = None
+
+    def make(self, maker: bytes) -> tuple[bool, Any]:
+        """Make the object; modules are looked for where the learner looks, too."""
+        paths, pickled = pickle.loads(maker)
+        sys.path.extend(path for path in paths if path not in sys.path)
+        return attempt(self._make, pickled)
+
+    def _make(self, pickled: bytes) -> None:
+        self.served = pickle.loads(pickled)()
+
+    def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
+        """What a method gives, or what it raises in words."""
+        return attempt(getattr(self.served, method), *arguments)
+
+    def steps(self) -> int:
+        """Steps taken so far; asked in a thread of its own while the object steps."""
+        return 0 if self.served is None else self.served.steps()
+
+
+class RayWorkers(WorkerPool):
+    """Actors of the cluster that Ray is connected to, each with the resources that it needs."""
+
+    def __init__(
+        self, makers: Sequence[Callable[[], Any]], name: str, timeout: float, needs: Mapping[str, float]
+    ) -> None:
+        super().__init__(makers, name, timeout)
+        check_room(self.count, needs)
+        custom = {resource: amount for resource, amount in needs.items() if resource not in ("CPU", "GPU")}
+        # Ray restarts nothing: what a worker knew is with the learner
+        remote: Any = ray.remote  # whose types know no concurrency groups
+        self._make = remote(
+            num_cpus=needs["CPU"], num_gpus=needs["GPU"], resources=custom, max_restarts=0, max_task_retries=0,
+            scheduling_strategy="SPREAD", concurrency_groups={"watch": 1},
+        )(WorkerActor)  # fmt: skip
+        self._owed: dict[int, Any] = {}  # answers to come
+        self._ends: dict[int, str] = {}  # how workers ended
+        self._watched: dict[int, Any] = {}  # numbers of steps to come
+        self._steps = np.zeros(self.count, np.int64)
+        self._actors: list[Any] = []
+        try:
+            self._actors += [self._start(index) for index in range(self.count)]
+            for index in range(self.count):
+                self.get(index)
+        except WorkerFailure:
+            self.close()
+            if self._ends:
+                raise
+            raise UserError(
+                f"num_workers is {self.count}, but Ray has not started them all in {timeout:g} seconds "
+                f"(worker_timeout); each needs {describe_needs(needs)} that nobody else in the cluster holds."
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, index: int) -> Any:
+        actor = self._make.remote()
+        self._owed[index] = actor.make.remote(self._makers[index])
+        return actor
+
+    def ask(self, index: int, method: str, *arguments: Any) -> None:
+        """Call a method of one object; references among the arguments arrive as what they stand for."""
+        self._owed[index] = self._actors[index].call.remote(method, *arguments)
+
+    def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
+        """Who of these has answered, or ended, within that time."""
+        owed = {self._owed[index]: index for index in wanted}
+        first, _ = ray.wait(list(owed), timeout=seconds)
+        return [owed[one] for one in ray.wait(list(owed), num_returns=len(owed), timeout=0)[0]] if first else []
+
+    def get(self, index: int, seconds: float | None = None) -> Any:
+        """The result that one owes; waits for it at most that long (None: `timeout`)."""
+        limit = self.timeout if seconds is None else seconds
+        if index not in self._owed:
+            raise self._silent(index, limit)
+        try:
+            succeeded, result = ray.get(self._owed[index], timeout=limit)
+        except GetTimeoutError:
+            raise self._silent(index, limit) from None
+        except RayError as error:
+            self._ends[index] = describe_end(error)
+            raise self._ended(index) from None
+        del self._owed[index]
+        if not succeeded:
+            raise self._raised(index, result)
+        return result
+
+    def has_ended(self, index: int) -> bool:
+        """Whether an answer said so; that of an actor that ends is ready at once."""
+        return index in self._ends
+
+    def _ended(self, index: int) -> WorkerFailure:
+        return self._failure(index, f"failed: {self._ends[index]}")
+
+    def restart(self, index: int) -> None:
+        """A new actor in the place of one, where there is room."""
+        ray.kill(self._actors[index])
+        for known in (self._ends, self._watched):
+            known.pop(index, None)
+        self._actors[index] = self._start(index)
+        self.get(index)
+
+    def steps(self) -> Array:
+        """Steps that each object has taken, when it last said so; everyone is asked again who has answered."""
+        for index, actor in enumerate(self._actors):
+            asked = self._watched.get(index)
+            if asked is not None:
+                if not ray.wait([asked], timeout=0)[0]:
+                    continue
+                with suppress(RayError):  # it has ended
+                    self._steps[index] = ray.get(asked)
+            self._watched[index] = actor.steps.options(concurrency_group="watch").remote()
+        return self._steps.copy()
+
+    def close(self) -> None:
+        """End every actor, its object closed where it is idle; again does nothing."""
+        actors, self._actors = self._actors, []
+        if actors and not self._owed:
+            closing = [actor.call.remote("close") for actor in actors]
+            with suppress(RayError):
+                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        for actor in actors:
+            ray.kill(actor)
+        for known in (self._owed, self._watched):
+            known.clear()
+
+
+def describe_end(error: RayError) -> str:
+    """Ray's reason for the end of an actor, in a few words."""
+    mark = "is dead because "
+    _, found, reason = str(error).partition(mark)
+    return reason.partition(".")[0].strip() if found else f"{type(error).__name__} in Ray"
+
+
+def describe_needs(needs: Mapping[str, float]) -> str:
+    """Resources in words."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount) or "nothing"
+
+
+def check_room(count: int, needs: Mapping[str, float]) -> None:
+    """Refuse more workers than the nodes of the cluster can ever hold: Ray would wait for others."""
+    wanted = [(name, amount) for name, amount in needs.items() if amount]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted) for node in nodes if wanted)
+    if wanted and room < count:
+        raise UserError(
+            f"num_workers is {count}, but the Ray cluster has room for {room} that need {describe_needs(needs)} each; "
+            "lower num_workers or what ray reserves, or add nodes."
+        )
+
+
+class RayWorker(CollectingWorker):
+    """A worker to which the weights come with the request, and whose experience goes with the answer.
+
+    Its memory is laid out as the processes' is, so that the arithmetic is the same to the bit; it touches only its
+    columns.
+    """
+
+    def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int) -> None:
+        *_, self._counts, descriptor = plan.share()
+        super().__init__(plan, index, first, stop, descriptor)
+        self._index = index
+
+    def collect(self, number: int, request: Request, packed: Array | None = None) -> dict[str, Any]:
+        """The answer as a message, and the arrays."""
+        assert packed is not None
+        self.packed[number % len(self.packed)] = packed
+        answer = super().collect(number, request)
+        return {"answer": pickle.dumps(answer), "arrays": pack_arrays(self.experiences[number % MEMORIES])}
+
+    def steps(self) -> int:
+        """Steps taken so far."""
+        return int(self._counts[self._index])
+
+
+def pack_arrays(experience: Experience) -> dict[str, Array]:
+    """What was filled, each array whole in memory; final observations and masks of the episodes that ended alone."""
+    steps = experience.steps
+    ends = experience.terminated[:steps] | experience.truncated[:steps]
+    packed = {}
+    for name, array in experience.arrays.items():
+        if name.startswith("final_"):
+            packed[name] = array[:steps][ends]
+        elif name != "values":  # the learner computes them with the weights that learn
+            packed[name] = np.ascontiguousarray(array[: steps + 1 if name in ("obs", "masks") else steps])
+    return packed
+
+
+def unpack_arrays(experience: Experience, packed: Mapping[str, Array]) -> None:
+    """The inverse of `pack_arrays`."""
+    ends = packed["terminated"] | packed["truncated"]
+    for name, array in packed.items():
+        if name.startswith("final_"):
+            experience.arrays[name][: len(ends)][ends] = array
+        else:
+            experience.arrays[name][: len(array)] = array
+
+
+class ObjectStore:
+    """Ray actors: weights go through Ray's object store, once per node, and answers carry the experience.
+
+    At any time the store holds the weights of a few turns and at most one answer of each worker.
+    """
+
+    def __init__(self, plan: WorkerPlan, name: str, timeout: float, needs: Mapping[str, float]) -> None:
+        self.experiences, _, _, descriptor = plan.share()
+        os.close(descriptor)
+        self._columns = plan.columns()
+        self._weights: list[Any] = [None] * plan.behaviours
+        self._owns_cluster = connect(plan.num_workers, needs)
+        makers = [partial(RayWorker, plan, index, *place) for index, place in enumerate(self._columns)]
+        try:
+            self.pool = RayWorkers(makers, name, timeout, needs)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def send(self, number: int, packed: Array) -> None:
+        """Put it into the store; what stood in its place is freed when nobody reads it any more."""
+        self._weights[number % len(self._weights)] = ray.put(packed)
+
+    def weights(self, number: int) -> tuple[Any, ...]:
+        """A reference, which Ray turns into the weights where the worker is."""
+        return (self._weights[number % len(self._weights)],)
+
+    def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
+        """Copy the experience to its columns."""
+        unpack_arrays(self.experiences[number % MEMORIES].columns(*self._columns[index]), answer["arrays"])
+        return pickle.loads(answer["answer"])
+
+    def steps(self) -> Array:
+        """What the workers say."""
+        return self.pool.steps()
+
+    def close(self) -> None:
+        """End the actors, and the cluster if it was started for the run."""
+        try:
+            self.pool.close()
+        finally:
+            self._weights.clear()
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._owns_cluster:
+            with own_signals():
+                ray.shutdown()
+
+
+def connect(count: int, needs: Mapping[str, float]) -> bool:
+    """Connect to the cluster in RAY_ADDRESS, else to one started here for so many workers; False where Ray is connected
+    already, and stays so."""
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = os.environ.get("RAY_ADDRESS")
+    with own_signals():
+        try:
+            if address:
+                ray.init(**quiet)
+            else:
+                cpus = max(1, math.ceil(count * needs["CPU"]))
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            where = f"RAY_ADDRESS is {address!r}, but there is no Ray cluster to use" if address else "Ray cannot start"
+            raise UserError(f"{where} ({reason}).") from None
+    return True
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep the handlers that Ray replaces by its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,73 @@
+"""How packed behaviours get to workers, and their experience back; here, through memory that processes share."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any, Protocol
+
+from rl_training.algorithms.base import Array
+from rl_training.collect.worker import CollectingWorker, WorkerPlan
+from rl_training.data.experience import Experience
+from rl_training.envs.workers import WorkerPool, Workers
+
+
+class Transport(Protocol):
+    """The workers of a run, and what travels between them and the learner."""
+
+    experiences: list[Experience]  # the learner's, filled in turn
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The workers."""
+
+    def send(self, number: int, packed: Array) -> None:
+        """Have the behaviour of that turn where workers find it, in place of an older one that nobody reads."""
+
+    def weights(self, number: int) -> tuple[Any, ...]:
+        """What a request of that turn says about its behaviour."""
+
+    def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
+        """What an answer says; its experience is in its columns of that turn then."""
+
+    def steps(self) -> Array:
+        """Steps that each worker has taken, as far as is known: of one that stalls, the number stays."""
+
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """Worker processes: weights and experience lie in shared memory, and messages carry neither."""
+
+    def __init__(self, plan: WorkerPlan, name: str, timeout: float) -> None:
+        self.experiences, self._packed, self._counts, self._descriptor = plan.share()
+        places = enumerate(plan.columns())
+        makers = [partial(CollectingWorker, plan, index, *place, self._descriptor) for index, place in places]
+        try:
+            self.pool = Workers(makers, name, timeout, [self._descriptor])
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def send(self, number: int, packed: Array) -> None:
+        """Copy it to the memory of the turn."""
+        self._packed[number % len(self._packed)][:] = packed
+
+    def weights(self, number: int) -> tuple[Any, ...]:
+        """Nothing: the number says which memory."""
+        return ()
+
+    def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
+        """The answer as it is: the worker wrote to the columns itself."""
+        return answer
+
+    def steps(self) -> Array:
+        """What the workers count."""
+        return self._counts.copy()
+
+    def close(self) -> None:
+        """End the processes."""
+        try:
+            self.pool.close()
+        finally:
+            os.close(self._descriptor)
