@@ -1,14 +1,10 @@
-"""Collecting in worker processes: the learner learns while they act.
-
-In a fixed order of workers a run stays a function of its seed.
-"""
+"""Collecting in workers: the learner learns while they act, and a run stays a function of its seed."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from contextlib import suppress
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +13,7 @@ from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import NOTHING, Lag, Request
 from rl_training.collect.transport import Transport
-from rl_training.collect.worker import FIXED, MEMORIES, WorkerPlan
+from rl_training.collect.worker import MEMORIES, WorkerPlan
 from rl_training.data.experience import Experience
 from rl_training.envs.engines import REPLAY_SECONDS
 from rl_training.envs.spaces import EnvSpaces
@@ -89,10 +85,11 @@ class WorkerCollector:
     """Environments in `num_workers` processes or actors, each with its columns of an experience.
 
     A turn takes the answers to what was asked in the turn before and, as each arrives, asks that worker again, with
-    the weights of now. So every experience is one turn old, whoever is fast. In the order `first` a turn takes as many
-    answers, whoever gives them. A worker that ends or stalls is started again from its state after its last answer,
-    and asked the same.
+    the weights of now. So every experience is one turn old, whoever is fast. A worker that ends or stalls is started
+    again from its state after its last answer, and asked the same.
     """
+
+    answers_again = False  # whether a worker may give several answers in one turn
 
     def __init__(
         self, plan: WorkerPlan, spaces: EnvSpaces, transport: Transport, *, lag: int | None, timeout: float,
@@ -100,8 +97,6 @@ class WorkerCollector:
     ) -> None:  # fmt: skip
         self.spaces, self.timeout, self.max_restarts, self.max_lag = spaces, timeout, max_restarts, max_lag
         self.num_envs, self.packed_size = plan.layout.num_envs, plan.packed_size
-        # in the order `first` answers are copied together: those of one turn do not lie next to each other
-        self.joined = None if plan.order == FIXED else Experience(plan.layout)
         self.transport, self.pool, self.experiences = transport, transport.pool, transport.experiences
         self.records = [WorkerRecord(*place) for place in plan.columns()]
         self.lag = Lag(lag or 0)
@@ -138,14 +133,11 @@ class WorkerCollector:
         while len(self._answers) < len(self.records):  # again where what came was too old: nothing is learned meanwhile
             following = self._prepare(behaviour, self._next_number(), later)
             experience = self._wait(following, behaviour.version)
-        return self._join(self.joined or experience)
+        return self._join(experience)
 
     def _next_number(self) -> int:
-        """After the last; in the order `first` one whose memory no worker may be reading."""
-        held = {flight.number for flight in self._flights}
-        if self.joined is None:
-            return max(held) + 1
-        return next(number for number in count() if number not in held)
+        """Of the next flight, which says where its weights and experience lie."""
+        return max(flight.number for flight in self._flights) + 1
 
     def _prepare(self, behaviour: Behaviour, number: int, request: Request) -> Flight:
         packed = self.lag.follow(behaviour)
@@ -172,14 +164,14 @@ class WorkerCollector:
         for the following; returns the experience in which the last one is."""
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
-        if self.joined is None:  # what the learner does in between is not their time
+        if not self.answers_again:  # what the learner does in between is not their time
             self._moved[:] = time.monotonic()
         left = len(self.records)
         while left and len(self._answers) < len(self.records):
             if self._interruption is not None:
                 raise self._interruption
             ready = self.pool.ready(owing, LOOK_EVERY)
-            if not ready or self.joined is not None:  # nobody waits for one that stalls there
+            if not ready or self.answers_again:  # nobody waits for one that stalls there
                 self._restart_stalled(owing - set(ready))
             free = min(left, len(self.records) - len(self._answers))
             for index in sorted(ready, key=lambda index: (self._flights[index].version, index))[:free]:
@@ -191,7 +183,7 @@ class WorkerCollector:
                     continue
                 self._tries[index] = 0
                 left -= 1
-                if self.joined is None:
+                if not self.answers_again:
                     owing.discard(index)
                 answer = self.transport.receive(flight.number, index, answer)
                 experience = self._take(index, answer, flight)
@@ -209,24 +201,17 @@ class WorkerCollector:
                 self._moved[index] = time.monotonic()
 
     def _keep(self, index: int, answer: dict[str, Any], experience: Experience, lag: int) -> None:
-        """Give an answer that is not too old a place in the batch: in the order `first` its worker's own columns, or
-        others where they are taken."""
+        """Give an answer that is not too old a place in the batch."""
         if self.max_lag is not None and lag > self.max_lag:
             self._dropped += answer["transitions"]
             return
         number, total, least, most = self._lags or (0, 0, lag, lag)
         self._lags = [number + 1, total + lag, min(least, lag), max(most, lag)]
-        if self.joined is None:
-            self._answers[index] = index, answer
-            return
-        place = min(set(range(len(self.records))) - set(self._answers), key=lambda free: (free != index, free))
-        self._answers[place] = index, answer
-        there, here = (self._columns(whole, which) for whole, which in ((experience, index), (self.joined, place)))
-        for name, array in here.arrays.items():
-            array[:] = there.arrays[name]
+        self._answers[self._place(index, experience)] = index, answer
 
-    def _columns(self, experience: Experience, index: int) -> Experience:
-        return experience.columns(self.records[index].first, self.records[index].stop)
+    def _place(self, index: int, experience: Experience) -> int:
+        """The place of a worker's columns in the batch, where they lie already."""
+        return index
 
     def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> Experience:
         """Note where the worker stands now; returns the experience in which its columns are."""
@@ -248,11 +233,6 @@ class WorkerCollector:
         experience.steps = answers[0]["steps"]
         experience.transitions = sum(answer["transitions"] for answer in answers.values())
         experience.has_resets = any(answer["has_resets"] for answer in answers.values())
-        if self.joined is not None:
-            experience.parts = [
-                (np.arange(self.records[index].first, self.records[index].stop), self._columns(experience, place))
-                for place, (index, _) in self._answers.items()
-            ]
         episodes = {place: iter(answer["episodes"]) for place, answer in answers.items()}
         place_of = np.repeat(range(len(self.records)), [record.stop - record.first for record in self.records])
         ends = experience.terminated[: experience.steps] | experience.truncated[: experience.steps]
@@ -308,9 +288,8 @@ class WorkerCollector:
         self.records = [WorkerRecord(record.first, record.stop) for record in self.records]
 
     def state_dict(self) -> dict[str, Any]:
-        """Every worker's state after its last answer, and what all are asked now; in the order `first`, each other
-        things."""
-        flight = self._flights[0] if self._flights and self.joined is None else None
+        """Every worker's state after its last answer, and what all are asked now, if that is the same."""
+        flight = self._flights[0] if self._flights and not self.answers_again else None
         asked = {} if flight is None else {**flight._asdict(), "request": list(flight.request)}
         states = [record.whole_state() for record in self.records] if self.started else []
         counted = {"lags": list(self._lags), "dropped": self._dropped}
@@ -318,12 +297,12 @@ class WorkerCollector:
         return state | {name: value for name, value in counted.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Bring every worker back, and ask again what they were asked; in the order `first` with the next turn."""
+        """Bring every worker back, and ask again what they were asked, if that is the same for all."""
         flight, states = state["flight"], state["workers"]
         self._lags, self._dropped = [int(number) for number in state.get("lags", [])], int(state.get("dropped", 0))
         if not states:
             return []
-        if len(states) != len(self.records) or bool(flight) != (self.joined is None):
+        if len(states) != len(self.records) or bool(flight) == self.answers_again:
             raise UserError("it was saved with another number or order of workers.")
         if flight and len(flight["packed"]) != self.packed_size:
             raise UserError("it was saved with other networks.")

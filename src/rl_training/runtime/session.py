@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.first_comers import FirstComers
 from rl_training.collect.local import Collector, LocalCollector, NoCollector, Request
 from rl_training.collect.transport import SharedMemory, Transport
 from rl_training.collect.worker import FIRST, WorkerPlan
@@ -165,7 +166,8 @@ def open_workers(
         config.worker_order,
     )  # fmt: skip
     transport = open_transport(config, plan)
-    return WorkerCollector(
+    collector = FirstComers if config.worker_order == FIRST else WorkerCollector
+    return collector(
         plan, spaces, transport, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
         max_lag=config.max_policy_lag,
     )  # fmt: skip
