@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
-from rl_training.tools import bench, doctor
+from rl_training.tools import bench, doctor, worker_cost
+from rl_training.tools.worker_cost import WorkerCost
 
 PPO = {"algo": "ppo", "env_id": "CartPole-v1", "total_timesteps": 256, "num_envs": 2, "eval_episodes": 0,
        "algo_kwargs": {"num_steps": 32, "minibatch_size": 32}}  # fmt: skip
@@ -306,7 +308,46 @@ def test_a_stopwatch_counts_inner_calls_once() -> None:
     assert set(watch.seconds) == {"inner", "outer"}
 
 
-def test_doctor_and_bench_as_commands() -> None:
+QUICK = WorkerCost(step=3e-6, collect=6e-6, handover=30e-6, busy=1.0, num_envs=8, cores=16)
+
+
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        (QUICK, "CartPole-v1 takes 3 µs a step; acting alone and handing it over takes a worker 30 µs, and one process "
+         "collects 166,667 steps/s: workers do not pay here"),
+        (QUICK._replace(step=2e-3, collect=2.1e-3, busy=0.02, cores=2), "476 steps/s: workers should pay from 2 on"),
+        (QUICK._replace(step=2e-4, collect=6e-5), "workers should pay from 4 on"),  # an engine that is as fast as four
+        (QUICK._replace(step=2e-3, collect=2.1e-3, cores=2), "workers do not pay here, since 2 are needed "
+         "(8 environments and 2 cores, one for the learner)"),
+        (QUICK._replace(step=2e-4, collect=2e-5), "since 12 are needed (8 environments and 16 cores"),
+    ],
+)  # fmt: skip
+def test_whether_workers_pay_is_said_with_the_numbers(cost: WorkerCost, said: str) -> None:
+    assert said in cost.describe("CartPole-v1")
+    assert cost.pays == ("should pay" in said)
+
+
+def test_what_a_worker_spends_besides_stepping_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    paces = {8: worker_cost.Pace(5.0, 3.0, 0.9), 1: worker_cost.Pace(9.0, 4.0, 0.5)}
+    monkeypatch.setattr(worker_cost, "time_collecting", lambda session, algorithm, num_envs, seconds: paces[num_envs])
+    monkeypatch.setattr(worker_cost, "time_trip", lambda: 64.0)  # for an answer of 32 rows
+    monkeypatch.setattr(worker_cost.os, "cpu_count", lambda: 2)
+    with closing(bench.open_measured(load_config(PPO))) as session:
+        assert worker_cost.measure_workers(session, 1.0) == WorkerCost(3.0, 5.0, 9.0 - 4.0 + 64.0 / 32, 0.5, 8, 2)
+
+
+def test_collecting_is_timed_without_touching_the_run() -> None:
+    with closing(bench.open_measured(load_config(PPO))) as session:
+        pace = worker_cost.time_collecting(session, session.algorithm, 3, 0.0)
+        assert 0 < pace.step < pace.collect
+        assert not session.collector.started
+    assert worker_cost.time_trip() > 0
+
+
+def test_doctor_and_bench_as_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tool in (doctor, bench):
+        monkeypatch.setattr(tool, "measure_workers", lambda session, seconds: QUICK)
     runner = CliRunner()
     machine = runner.invoke(app, ["doctor"])
     assert machine.exit_code == 0
@@ -315,9 +356,15 @@ def test_doctor_and_bench_as_commands() -> None:
     assert checked.exit_code == 0, checked.output
     assert "1,000 steps in about" in checked.stdout
     assert "nothing to fix" in checked.stdout
+    plain = runner.invoke(app, ["doctor", "--env", "CartPole-v1"])
     timed = runner.invoke(app, ["bench", "--config", "ppo/cartpole", "--total-timesteps", "1024"])
     assert timed.exit_code == 0, timed.output
     assert all(part in timed.stdout for part in ("environment", "act", "store", "learn", "rest"))
+    for shown in (checked, plain, timed):
+        assert "workers do not pay here" in shown.stdout
+    monkeypatch.setattr(doctor, "measure_workers", lambda session, seconds: QUICK._replace(step=1e-3, collect=1e-3))
+    slow = runner.invoke(app, ["doctor", "--env", "CartPole-v1"]).stdout
+    assert "--set execution_backend=local_async --set num_envs=8 --set num_workers=8" in slow
 
 
 def test_doctor_refuses_an_algorithm_that_does_not_fit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

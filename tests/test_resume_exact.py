@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.logging import read_metrics
 from rl_training.runtime.params import read_params
+from rl_training.runtime.restoring import find_history
 from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 
 EVALUATED = {"eval_interval": 40}
@@ -230,6 +233,23 @@ def test_an_inexact_resume_says_so_everywhere(
     assert what in " ".join(json.loads((halfway.run_dir / "manifest.json").read_text())["messages"])
     with pytest.warns(UserWarning, match=f"{env_id} (did not replay to the stored|came to a different) .*{what}"):
         resume_training(halfway.checkpoint_path, console=False)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "episode", "what"),
+    [
+        ("KeepsHistory", 1, "came to a different .* in a trial with random actions"),
+        ("MasksByHistory", 0, "MasksByHistory.begun of .* did not come back in a trial, so .* may not be"),
+        ("OwnGenerator", 0, "came to a different"),
+        ("Walk", 1, None),
+    ],
+)
+def test_what_workers_do_not_send_is_found_in_a_trial(tmp_path: Path, env_id: str, episode: int, what: Any) -> None:
+    session = open_session(tiny("ppo", tmp_path, env_id=f"env_zoo:{env_id}"))
+    session.close()
+    brief = {"stepper": {"engine": {"episodes": [{"episode": episode}]}}}
+    said = find_history(session, {"workers": [{}, brief], "flight": {}, "weights": []})
+    assert [bool(re.search(what, sentence)) for sentence in said] == [True] if what else said == []
 
 
 @pytest.mark.parametrize("algo", ["ppo", "dqn"])

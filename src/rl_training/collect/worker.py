@@ -15,7 +15,7 @@ from rl_training.algorithms.base import Algorithm, Array
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import LocalCollector, Request
 from rl_training.data.experience import Experience, ExperienceLayout
-from rl_training.envs.engines import SyncEngine, make_engine
+from rl_training.envs.engines import make_engine
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.remote import register_missing, share_arrays
 from rl_training.envs.spaces import EnvSpaces
@@ -114,11 +114,7 @@ class CollectingWorker:
     def brief_state(self) -> dict[str, Any]:
         """The state after what was collected, but for what the learner knows."""
         actor, stepper = self.collector.actor, self.collector.stepper
-        engine = stepper.engine
-        if isinstance(engine, SyncEngine):
-            stepper_state = stepper.state_dict({"episodes": [env.brief_state() for env in engine.envs]})
-        else:
-            stepper_state = stepper.state_dict()
+        stepper_state = stepper.state_dict(stepper.engine.brief_state())
         del stepper_state["obs"]
         generators = {"rng": actor.rng.bit_generator.state, "generator": actor.algorithm.generator.get_state()}
         return {"stepper": stepper_state, **generators, **actor.state_dict()}

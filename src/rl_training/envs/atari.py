@@ -84,6 +84,8 @@ class AtariEngine:
         played = np.frombuffer(bytes(self._played), dtype=np.uint8).reshape(-1, len(self._ages))
         return {"seedings": self._seedings.copy(), "seeded_at": self._seeded_at.copy(), "played": played}
 
+    brief_state = state_dict
+
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Play again what was played; an emulator that was seeded later than another does so until then too."""
         played, seeded_at = np.array(state["played"], dtype=np.int64), np.array(state["seeded_at"])

@@ -54,6 +54,9 @@ class Engine(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
 
+    def brief_state(self) -> dict[str, Any]:
+        """The same without what grows with an episode, where somebody else knows its actions."""
+
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Bring the environments back; returns the observations and masks that they are at."""
 
@@ -124,6 +127,10 @@ class SyncEngine:
         """Each environment's episode seed and actions."""
         return {"episodes": [env.episode_state() for env in self.envs]}
 
+    def brief_state(self) -> dict[str, Any]:
+        """Each environment's episode seed."""
+        return {"episodes": [env.brief_state() for env in self.envs]}
+
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Replay every current episode."""
         try:
@@ -189,6 +196,8 @@ class AsyncEngine:
         """Each environment's episode seed and actions."""
         return {"episodes": self.workers.call("episode_state")}
 
+    brief_state = state_dict
+
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Replay every current episode, each in its own process; a long one may take longer than a step."""
         longest = max(len(episode["actions"]) for episode in state["episodes"])
@@ -233,6 +242,8 @@ class CartPoleEngine:
         env = self.env
         generator = env.np_random.bit_generator.state
         return {"state": env.state, "steps": env.steps.copy(), "prev_done": env.prev_done, "generator": generator}
+
+    brief_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Put the arrays and the generator back."""

@@ -43,6 +43,8 @@ class PoolEngine:
         """Nothing: see `Engine.state_format`."""
         return {}
 
+    brief_state = state_dict
+
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """New episodes."""
         return self.reset()

@@ -49,6 +49,11 @@ class DQNParams(ReplayParams):
         None, description="On images, widths of the layers behind the convolutions; null is one of 512 (small: 128)."
     )
 
+    @property
+    def ladder(self) -> float:
+        """`epsilon_ladder`."""
+        return self.epsilon_ladder
+
     def fixed_numbers(self) -> dict[str, str]:
         """Also what epsilon's own schedule is made of."""
         parts = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")

@@ -99,6 +99,16 @@ class Params(StrictModel):
         """Width of the widest hidden layer: what the number of threads is chosen by."""
         return max(self.hidden_sizes, default=0)
 
+    @property
+    def lag(self) -> int | None:
+        """Updates by which the policy that acts is behind; None where it never can be."""
+        return None
+
+    @property
+    def ladder(self) -> float:
+        """How much less each worker explores than the one before it."""
+        return 0.0
+
     def settle(self, recipe: Any, spaces: Any, seed: int) -> Any:
         """The same with every number decided that is left to the environment."""
         return self

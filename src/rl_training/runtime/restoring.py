@@ -11,6 +11,7 @@ import torch
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.stepper import MOST_NAMED
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
@@ -228,19 +229,23 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
 def find_history(session: Session, state: dict[str, Any]) -> list[str]:
     """A sentence where the environments had episodes before and random play shows that something carries over.
 
-    A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone.
+    A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone. Workers
+    do not send checksums of attributes with every answer, so there the trial shows these too.
     """
-    episodes = state.get("stepper", {}).get("engine", {}).get("episodes", [])
-    if not any(episode["episode"] > 0 for episode in episodes):
+    workers = state.get("workers", [])
+    steppers = [part.get("stepper", {}) for part in (state, *workers)]
+    episodes = [episode for stepper in steppers for episode in stepper.get("engine", {}).get("episodes", [])]
+    if not episodes or not (workers or any(episode["episode"] > 0 for episode in episodes)):
         return []
     try:
         where = session.config.vectorization, session.config.worker_timeout
-        seen, _ = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
+        seen, hidden = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
     except Exception as error:  # of environments made only to look at them
         reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
         return [f"{reason}, so whether this resume is exact is unknown."]
     if not seen:
-        return []
+        what = f"{' and '.join(hidden[:MOST_NAMED])} of {session.spaces.env_id} did not come back in a trial"
+        return [f"{what}, so this resume may not be exact."] if workers and hidden else []
     return [
         f"{session.spaces.env_id} came to a different {seen[0]} when it was restored in a trial with random actions: "
         "something carries over from one episode to the next, so this resume is not exact."

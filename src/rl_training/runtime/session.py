@@ -117,7 +117,7 @@ def open_session(
         raise UserError(f"execution_backend is {backend!r}, but {spec.name} steps no environments; use local_sync.")
     if backend == "ray" and find_spec("ray") is None:
         raise UserError("execution_backend is 'ray', which needs Ray: pip install 'rl-training[distributed]'.")
-    if getattr(params, "epsilon_ladder", 0.0) and not is_remote:
+    if params.ladder and not is_remote:
         raise UserError("epsilon_ladder needs workers; set execution_backend to local_async, or epsilon_ladder to 0.")
     if spec.steps_environments and not is_remote:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
@@ -130,14 +130,12 @@ def open_session(
         try:
             store = spec.store(context)
             check_schedules(spec.name, params, algorithm, store)
-            lag: int | None = getattr(params, "policy_lag", None)
             collector: Collector = NoCollector()
             if is_remote:
-                ladder = getattr(params, "epsilon_ladder", 0.0)
-                collector = open_workers(config, recipe, behaviour, store.layout, lag, ladder, make_algorithm)
+                collector = open_workers(config, params, recipe, behaviour, store.layout, make_algorithm)
             elif stepper is not None:  # a policy that lags acts with a second learner
-                actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if lag else behaviour
-                collector = LocalCollector(actor, stepper, Experience(store.layout), lag)
+                actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
+                collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
@@ -151,8 +149,8 @@ def open_session(
 
 
 def open_workers(
-    config: TrainConfig, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout, lag: int | None,
-    ladder: float, make_algorithm: Callable[..., Algorithm],
+    config: TrainConfig, params: Params, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout,
+    make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
     """Workers, each with a learner of its own on the CPU, of which only the acting part is used."""
     if config.vectorization == "native" and not is_cartpole(recipe):
@@ -162,13 +160,13 @@ def open_workers(
     spaces = behaviour.spaces
     plan = WorkerPlan(
         partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
-        config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), ladder,
+        config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), params.ladder,
         config.worker_order,
     )  # fmt: skip
     transport = open_transport(config, plan)
     collector = FirstComers if config.worker_order == FIRST else WorkerCollector
     return collector(
-        plan, spaces, transport, lag=lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
+        plan, spaces, transport, lag=params.lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
         max_lag=config.max_policy_lag,
     )  # fmt: skip
 

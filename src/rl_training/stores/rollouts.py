@@ -33,6 +33,11 @@ class RolloutParams(Params):
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
     policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy of this many updates ago.")
 
+    @property
+    def lag(self) -> int:
+        """`policy_lag`."""
+        return self.policy_lag
+
 
 def rollout_spec(learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:
     """The registry entry of a learner from rollouts, which takes every kind of action and observation."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,8 @@ from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, closed_on_error, open_session
 from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.tools.stopwatch import Stopwatch
+from rl_training.tools.worker_cost import WorkerCost, measure_workers
 
 # What each part of a run is made of: methods of the collector, the store, the algorithm and the run.
 PARTS = {
@@ -31,6 +32,7 @@ PARTS = {
 }
 REST = "rest"
 MOST_RANDOM = 1_000  # steps at random before learning that a measurement plays, whatever learning_starts says
+WORKER_SECONDS = 0.5  # of each measurement of what workers would cost
 MOST_WAITING = 10_000  # steps that it waits for an update
 
 
@@ -43,53 +45,13 @@ class Breakdown:
     updates: int = 0
     total_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
+    workers: WorkerCost | None = None
 
     @property
     def steps_per_second(self) -> float:
         """Environment steps per second of training: evaluations and checkpoints left out, as in a run's own count."""
         aside = self.seconds.get("evaluate", 0.0) + self.seconds.get("checkpoint", 0.0)
         return self.steps / max(self.total_seconds - aside, 1e-9)
-
-
-class Stopwatch:
-    """Adds the time of wrapped calls to the part they belong to, less the time of wrapped calls inside them."""
-
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inside = [0.0]  # per open call, the time of the wrapped calls inside it
-        self._synchronize = synchronize or (lambda: None)
-
-    def wrap(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The method, timed; what a generator does between its values counts too."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.timing(part):
-                result = method(*args, **kwargs)
-            return self._timed_values(result, part) if isinstance(result, Iterator) else result
-
-        return timed
-
-    def _timed_values(self, values: Iterator[Any], part: str) -> Iterator[Any]:
-        end = object()
-        while True:
-            with self.timing(part):
-                value = next(values, end)
-            if value is end:
-                return
-            yield value
-
-    @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Time of the block, as that part's."""
-        self._inside.append(0.0)
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            spent = time.perf_counter() - begun
-            self.seconds[part] = self.seconds.get(part, 0.0) + spent - self._inside.pop()
-            self._inside[-1] += spent
 
 
 def benchmark(config: TrainConfig) -> Breakdown:
@@ -101,8 +63,9 @@ def benchmark(config: TrainConfig) -> Breakdown:
     with closed_on_error(session):
         first = play_at_random(session)
         first += time_turns(session, first, 0.0)[0]  # first calls are slow
+        workers = measure_workers(session, WORKER_SECONDS) if session.spec.steps_environments else None
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:
-        return _run_timed(session, first, Path(folder))
+        return replace(_run_timed(session, first, Path(folder)), workers=workers)
 
 
 def open_measured(config: TrainConfig) -> Session:

@@ -31,6 +31,7 @@ from rl_training.runtime.random_play import (
 )
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.tools.bench import estimate_seconds, open_measured, storage_bytes
+from rl_training.tools.worker_cost import measure_workers
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step
@@ -255,7 +256,7 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
             spent += time.perf_counter() - begun
             steps += num_envs
     cost = 1e6 * spent / steps
-    fix = "Steps are slow: --set vectorization=async runs environments in processes." if cost > 2000 else ""
+    fix = "Steps are slow: see workers, or --set vectorization=async for a process each." if cost > 2000 else ""
     how = f"{counted(num_envs, 'environment')}, {vectorization}"
     detail = f"{cost:,.1f} µs per step ({how}), first reset {1e3 * reset:.3g} ms"
     return Check("step cost", WARN if fix else OK, detail, fix)
@@ -275,3 +276,11 @@ def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     where = f"{session.config.device}, {session.config.vectorization}"
     fix = "Shorten it with --total-timesteps, or see rl-training bench." if left > 24 * 3600 else ""
     yield Check("time", WARN if fix else OK, f"{detail} ({where})", fix)
+
+
+def check_workers(config: TrainConfig) -> Iterator[Check]:
+    """Whether worker processes would pay."""
+    with closing(open_measured(config)) as session:
+        if session.spec.steps_environments:
+            cost = measure_workers(session, SECONDS / 2)
+            yield Check("workers", OK, cost.describe(config.env_id), cost.settings if cost.pays else "")
