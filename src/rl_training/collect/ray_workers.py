@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from rl_training.data.experience import Experience
 from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, WorkerFailure, WorkerPool
 from rl_training.errors import UserError
+
+KNOCK_SECONDS = 10.0
 
 
 class WorkerActor:
@@ -290,6 +293,7 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
     with own_signals():
         try:
             if address:
+                knock(address)
                 ray.init(**quiet)
             else:
                 cpus = max(1, math.ceil(count * needs["CPU"]))
@@ -299,6 +303,13 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
             where = f"RAY_ADDRESS is {address!r}, but there is no Ray cluster to use" if address else "Ray cannot start"
             raise UserError(f"{where} ({reason}).") from None
     return True
+
+
+def knock(address: str) -> None:
+    """OSError where nobody answers: Ray itself would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
 
 
 @contextmanager
