@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +25,7 @@ from rl_training.collect.local import Request
 from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
 from rl_training.data.experience import Experience
 from rl_training.envs.worker_process import attempt
-from rl_training.envs.workers import CLOSE_SECONDS, WorkerFailure, WorkerPool
+from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
 from rl_training.errors import UserError
 
 KNOCK_SECONDS = 10.0
@@ -72,7 +73,7 @@ class RayWorkers(WorkerPool):
         self._owed: dict[int, Any] = {}  # answers to come
         self._ends: dict[int, str] = {}  # how workers ended
         self._watched: dict[int, Any] = {}  # numbers of steps to come
-        self._steps = np.zeros(self.count, np.int64)
+        self._steps, self._looked = np.zeros(self.count, np.int64), 0.0
         self._actors: list[Any] = []
         try:
             self._actors += [self._start(index) for index in range(self.count)]
@@ -139,6 +140,9 @@ class RayWorkers(WorkerPool):
 
     def steps(self) -> Array:
         """Steps that each object has taken, when it last said so; everyone is asked again who has answered."""
+        if time.monotonic() < self._looked + LOOK_EVERY:
+            return self._steps.copy()
+        self._looked = time.monotonic()
         for index, actor in enumerate(self._actors):
             asked = self._watched.get(index)
             if asked is not None:
