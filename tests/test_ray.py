@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from test_collect_workers import assert_same_end, workers
 
 ray = pytest.importorskip("ray")
 
-from rl_training.collect.ray_workers import check_room, pack_arrays, unpack_arrays  # noqa: E402
+from rl_training.collect.ray_workers import check_room, connect, pack_arrays, unpack_arrays  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*It is started again")
 LEARNED = [name for name, spec in SPECS.items() if spec.lane in ("rollout", "replay") and spec.steps_environments]
@@ -104,6 +105,15 @@ def test_experience_arrives_in_its_columns_as_it_was() -> None:
     assert len(packed["final_obs"]) == ends.sum()
 
 
+def test_an_address_at_which_nobody_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{bound.getsockname()[1]}")
+        with pytest.raises(UserError, match=r"RAY_ADDRESS is '127.*no Ray cluster to use .*refused"):
+            connect(1, {"CPU": 1.0, "GPU": 0.0})
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -160,6 +170,23 @@ def test_on_two_nodes_every_rollout_and_replay_algorithm_trains_resumes_exactly_
     assert first.metrics["stop_reason"] == "callback"
     assert_same_end(whole, resume_training(first.checkpoint_path, console=False))
     assert len(evaluate_checkpoint(first.checkpoint_path, num_episodes=1)["eval_returns"]) == 1
+
+
+@pytest.mark.slow
+def test_the_command_line_uses_the_cluster_in_ray_address_and_leaves_it_running(
+    two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--config", "impala/cartpole", "--output-dir", str(tmp_path)]
+    settings = ["execution_backend=ray", "num_workers=3", "total_timesteps=3000", "eval_episodes=1"]
+    command = [sys.executable, "-m", "rl_training", "train", *options, *(f"--set={setting}" for setting in settings)]
+    monkeypatch.setenv("RAY_ADDRESS", two_nodes.cluster.address)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "in 3 workers on Ray" in done.stderr
+    assert sum(node["Alive"] for node in ray.nodes()) == 3
+    refused = subprocess.run([*command, "--set=ray.gpus=1"], capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 2
+    assert "has room for 0 that need 1 CPU, 1 GPU each" in refused.stderr
 
 
 @pytest.mark.slow

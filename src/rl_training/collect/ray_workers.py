@@ -7,8 +7,10 @@ import math
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -23,8 +25,10 @@ from rl_training.collect.local import Request
 from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
 from rl_training.data.experience import Experience
 from rl_training.envs.worker_process import attempt
-from rl_training.envs.workers import CLOSE_SECONDS, WorkerFailure, WorkerPool
+from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
 from rl_training.errors import UserError
+
+KNOCK_SECONDS = 10.0
 
 
 class WorkerActor:
@@ -69,7 +73,7 @@ class RayWorkers(WorkerPool):
         self._owed: dict[int, Any] = {}  # answers to come
         self._ends: dict[int, str] = {}  # how workers ended
         self._watched: dict[int, Any] = {}  # numbers of steps to come
-        self._steps = np.zeros(self.count, np.int64)
+        self._steps, self._looked = np.zeros(self.count, np.int64), 0.0
         self._actors: list[Any] = []
         try:
             self._actors += [self._start(index) for index in range(self.count)]
@@ -136,6 +140,9 @@ class RayWorkers(WorkerPool):
 
     def steps(self) -> Array:
         """Steps that each object has taken, when it last said so; everyone is asked again who has answered."""
+        if time.monotonic() < self._looked + LOOK_EVERY:
+            return self._steps.copy()
+        self._looked = time.monotonic()
         for index, actor in enumerate(self._actors):
             asked = self._watched.get(index)
             if asked is not None:
@@ -290,6 +297,7 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
     with own_signals():
         try:
             if address:
+                knock(address)
                 ray.init(**quiet)
             else:
                 cpus = max(1, math.ceil(count * needs["CPU"]))
@@ -299,6 +307,13 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
             where = f"RAY_ADDRESS is {address!r}, but there is no Ray cluster to use" if address else "Ray cannot start"
             raise UserError(f"{where} ({reason}).") from None
     return True
+
+
+def knock(address: str) -> None:
+    """OSError where nobody answers: Ray itself would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
 
 
 @contextmanager
