@@ -274,7 +274,7 @@ WRONG = {
     "seed twice": ([*PPO, "--seeds", "1,1"], "twice"),
     "seed and seeds": ([*PPO, "--seed", "1", "--seeds", "2"], "both given"),
     "bound": ([*PPO, "--num-envs", "0"], "num_envs is 0"),
-    "backend": ([*PPO, "--execution-backend", "ray"], "local_sync"),
+    "backend": ([*PPO, "--execution-backend", "spark"], "local_sync"),
     "device": ([*PPO, "--device", "tpu"], "device is 'tpu'"),
     "set without value": ([*PPO, "--set", "gamma"], "KEY=VALUE"),
     "set of a typo": ([*PPO, "--set", "learning_rat=1"], "did you mean 'learning_rate'?"),
