@@ -169,7 +169,7 @@ MEANT: dict[str, tuple[Any, ...]] = {
         "test_robustness:TextActions", "test_robustness:EndlessActions", "test_robustness:TextObservations",
         "test_robustness:BrokenReset", "test_robustness:NoEnvironment",
     ),
-    "execution_backend": ("ray", "", "LOCAL_SYNC"),
+    "execution_backend": ("spark", "", "LOCAL_SYNC"),
     "device": ("gpu", "5", "cuda:", "cuda:-1", "cuda:x", "cuda:²", "cuda:99999", "CPU", "", "cpu:0"),
     "accelerate": ("compile", "cuda_graph", "", "true"),
     "threads": (0, -1, 1025, "all", 1.5),
