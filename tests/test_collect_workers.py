@@ -25,7 +25,7 @@ from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import build_algorithm, open_session
-from rl_training.runtime.workflows import TrainResult, resume_training, train
+from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 STEPPING = [name for name, spec in SPECS.items() if spec.steps_environments]
 CLOCKED = {"learner_waiting", "worker_waiting", "worker_restarts"}
@@ -166,10 +166,11 @@ def test_what_workers_cannot_do_is_refused(algo: str, fields: dict[str, Any], sa
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("algo", STEPPING)
-def test_every_algorithm_that_steps_environments_trains_and_resumes_exactly(
+def test_every_algorithm_that_steps_environments_trains_evaluates_and_resumes_exactly(
     algo: str, count: int, tmp_path: Path
 ) -> None:
     whole = train(workers(algo, tmp_path / "whole", count, eval_episodes=1), console=False)
+    assert evaluate_checkpoint(whole.checkpoint_path)["eval_return_mean"] == whole.metrics["eval_return_mean"]
     assert_same_end(whole, stop_and_resume(workers(algo, tmp_path / "parts", count, eval_episodes=1), 60))
 
 
@@ -207,12 +208,16 @@ def test_an_environment_that_kills_its_process_every_time_ends_the_run(
 
 
 @pytest.mark.slow
-def test_segmentation_faults_now_and_then_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(workers("a2c", tmp_path / "whole", env_id="env_zoo:Misbehaves"), console=False)
-    monkeypatch.setenv("ZOO_FAULT", "segfault")  # in the 30th step of every process
-    crashed = train(workers("a2c", tmp_path / "crashed", env_id="env_zoo:Misbehaves"), console=False)
-    assert crashed.metrics["worker_restarts"] >= 2
-    assert_same_end(whole, crashed)
+@pytest.mark.parametrize("fault", ["segfault", "stalls"])
+def test_an_environment_that_crashes_or_stalls_now_and_then_changes_nothing(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"env_id": "env_zoo:Misbehaves", "worker_timeout": 20}
+    whole = train(workers("a2c", tmp_path / "whole", **fields), console=False)
+    monkeypatch.setenv("ZOO_FAULT", fault)  # in the 30th step of every process
+    broken = train(workers("a2c", tmp_path / "broken", **fields), console=False)
+    assert broken.metrics["worker_restarts"] >= 2
+    assert_same_end(whole, broken)
 
 
 @pytest.mark.slow
