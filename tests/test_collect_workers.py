@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
@@ -108,6 +109,27 @@ def test_workers_hold_random_actions_from_turn_to_turn(tmp_path: Path) -> None:
         session.close()
     for actions in turns:
         assert np.array_equal(actions, np.broadcast_to(turns[0][0], actions.shape))
+
+
+def test_workers_act_with_weights_of_known_age_and_tell_their_log_probabilities(tmp_path: Path) -> None:
+    config = workers("impala", tmp_path, env_id="Pendulum-v1", kwargs={"policy_lag": 2})
+    session = open_session(config)
+    learner: Any = session.algorithm
+    acted: Any = build_algorithm(session.spec, session.params, session.spaces, seed=99, device="cpu")
+    other, sent = Behaviour(acted, session.spaces, 3, np.random.default_rng(7)), []
+    try:
+        for turn in range(6):
+            sent.append(session.behaviour.pack())
+            experience = session.collector.collect(session.behaviour, session.store.request(0))
+            other.unpack(sent[max(0, turn - 3)])  # the workers' turn and two more
+            arrays: Any = (experience.obs, experience.actions, experience.logprobs)
+            obs, actions, found = (torch.from_numpy(array[: experience.steps]).flatten(0, 1) for array in arrays)
+            torch.testing.assert_close(found, acted.acting().distribution(obs).log_prob(actions).detach())
+            with torch.no_grad():
+                for parameter in learner.acting().parameters():
+                    parameter += 0.01
+    finally:
+        session.close()
 
 
 def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
