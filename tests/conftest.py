@@ -1,9 +1,18 @@
-"""One torch thread for the whole suite: tiny networks lose more by sharing two busy cores than they gain."""
+"""For the whole suite: one torch thread, since tiny networks lose more by sharing two busy cores than they gain, and a
+folder of its own for every test, so that what a run writes to `runs` does not lie in the checkout."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths, `runs` among them, are those of a temporary folder."""
+    monkeypatch.chdir(tmp_path)

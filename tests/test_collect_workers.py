@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
@@ -29,7 +30,7 @@ from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.logging import RunLogger
 from rl_training.runtime.run import Callback, Run, describe_workers
 from rl_training.runtime.session import Session, build_algorithm, choose_workers, open_session
-from rl_training.runtime.workflows import TrainResult, resume_training, train
+from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 STEPPING = [name for name, spec in SPECS.items() if spec.steps_environments]
 CLOCKED = {"learner_waiting", "worker_waiting", "worker_restarts"}
@@ -116,6 +117,27 @@ def test_workers_hold_random_actions_from_turn_to_turn(tmp_path: Path) -> None:
         session.close()
     for actions in turns:
         assert np.array_equal(actions, np.broadcast_to(turns[0][0], actions.shape))
+
+
+def test_workers_act_with_weights_of_known_age_and_tell_their_log_probabilities(tmp_path: Path) -> None:
+    config = workers("impala", tmp_path, env_id="Pendulum-v1", kwargs={"policy_lag": 2})
+    session = open_session(config)
+    learner: Any = session.algorithm
+    acted: Any = build_algorithm(session.spec, session.params, session.spaces, seed=99, device="cpu")
+    other, sent = Behaviour(acted, session.spaces, 3, np.random.default_rng(7)), []
+    try:
+        for turn in range(6):
+            sent.append(session.behaviour.pack())
+            experience = session.collector.collect(session.behaviour, session.store.request(0))
+            other.unpack(sent[max(0, turn - 3)])  # the workers' turn and two more
+            arrays: Any = (experience.obs, experience.actions, experience.logprobs)
+            obs, actions, found = (torch.from_numpy(array[: experience.steps]).flatten(0, 1) for array in arrays)
+            torch.testing.assert_close(found, acted.acting().distribution(obs).log_prob(actions).detach())
+            with torch.no_grad():
+                for parameter in learner.acting().parameters():
+                    parameter += 0.01
+    finally:
+        session.close()
 
 
 def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
@@ -311,10 +333,11 @@ def test_the_progress_line_says_how_the_workers_do(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("algo", STEPPING)
-def test_every_algorithm_that_steps_environments_trains_and_resumes_exactly(
+def test_every_algorithm_that_steps_environments_trains_evaluates_and_resumes_exactly(
     algo: str, count: int, tmp_path: Path
 ) -> None:
     whole = train(workers(algo, tmp_path / "whole", count, eval_episodes=1), console=False)
+    assert evaluate_checkpoint(whole.checkpoint_path)["eval_return_mean"] == whole.metrics["eval_return_mean"]
     assert_same_end(whole, stop_and_resume(workers(algo, tmp_path / "parts", count, eval_episodes=1), 60))
 
 
@@ -366,12 +389,16 @@ def test_an_environment_that_kills_its_process_every_time_ends_the_run(
 
 
 @pytest.mark.slow
-def test_segmentation_faults_now_and_then_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(workers("a2c", tmp_path / "whole", env_id="env_zoo:Misbehaves"), console=False)
-    monkeypatch.setenv("ZOO_FAULT", "segfault")  # in the 30th step of every process
-    crashed = train(workers("a2c", tmp_path / "crashed", env_id="env_zoo:Misbehaves"), console=False)
-    assert crashed.metrics["worker_restarts"] >= 2
-    assert_same_end(whole, crashed)
+@pytest.mark.parametrize("fault", ["segfault", "stalls"])
+def test_an_environment_that_crashes_or_stalls_now_and_then_changes_nothing(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"env_id": "env_zoo:Misbehaves", "worker_timeout": 20}
+    whole = train(workers("a2c", tmp_path / "whole", **fields), console=False)
+    monkeypatch.setenv("ZOO_FAULT", fault)  # in the 30th step of every process
+    broken = train(workers("a2c", tmp_path / "broken", **fields), console=False)
+    assert broken.metrics["worker_restarts"] >= 2
+    assert_same_end(whole, broken)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,18 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
 from resume_cases import StopAt, assert_same_run, rows_of, tiny
+from rl_training.algorithms.a2c import A2C
 from rl_training.cli.exits import run_to_exit_code
+from rl_training.collect.workers import WorkerCollector
 from rl_training.envs.stepper import Stepper
+from rl_training.envs.workers import Workers
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import TrainConfig, load_config
+from rl_training.experiment.config import load_config
 from rl_training.experiment.logging import read_metrics
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from test_collect_workers import assert_same_end, workers
 
 pytestmark = pytest.mark.slow
 LIMIT = 120  # seconds; a process that takes longer hangs
@@ -200,6 +204,17 @@ Cell = tuple[signal.Signals, str, str, str]
 CELLS: list[Cell] = list(itertools.product(SENT, ("process", "group"), PHASES, ("sync", "async")))
 
 
+def before_every(owner: Any, name: str, call: Callable[[], Any]) -> None:
+    """Have a method call something first, in this process for good."""
+    original = getattr(owner, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        call()
+        return original(*arguments, **options)
+
+    setattr(owner, name, called)
+
+
 class Marker(Callback):
     """Tells the parent when a phase is reached for the n-th time, and keeps its step where the parent can read it.
 
@@ -217,14 +232,7 @@ class Marker(Callback):
             "collecting": (Stepper, "step"), "learning": (learner, "learn"), "evaluating": (CartPoleEnv, "step"),
             "saving": (checkpointing._Writer, "_append"),
         }  # fmt: skip
-        owner, name = places[self.phase]
-        original = getattr(owner, name)
-
-        def reached(*arguments: Any, **options: Any) -> Any:
-            self.reach()
-            return original(*arguments, **options)
-
-        setattr(owner, name, reached)
+        before_every(*places[self.phase], self.reach)
 
     def reach(self) -> None:
         assert self.run is not None
@@ -240,8 +248,8 @@ class Marker(Callback):
         self.step[:8] = run.step.to_bytes(8, "little")
 
 
-def start_marked(config: TrainConfig, marker: Callable[[int], Marker], log: Path) -> tuple[int, int]:
-    """The run in a forked process (importing torch again would take most of the time), as a command; pid and pipe."""
+def start_forked(work: Callable[[int], Any], log: Path) -> tuple[int, int]:
+    """The work in a forked process (importing torch again would take most of the time), as a command; pid and pipe."""
     told, tell = os.pipe()
     process = os.fork()
     if process:
@@ -255,7 +263,7 @@ def start_marked(config: TrainConfig, marker: Callable[[int], Marker], log: Path
         os.dup2(file, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = run_to_exit_code(lambda: train(config, callbacks=[marker(tell)], console=True), debug=True)
+        code = run_to_exit_code(lambda: work(tell), debug=True)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -272,13 +280,13 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     raise AssertionError(f"{what} took more than {LIMIT} seconds")
 
 
-def group_members(group: int) -> list[int]:
-    """Living processes of a group."""
+def session_members(session: int) -> list[int]:
+    """Living processes of a session: workers lead groups of their own."""
     members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state != "Z":
+            state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
+            if int(sid) == session and state != "Z":
                 members.append(int(path.parent.name))
     return members
 
@@ -294,14 +302,15 @@ def signal_one(folder: Path, cell: Cell, rng: random.Random) -> str:
     occurrence = rng.randint(1, 400 if phase == "saving" else 60)
     where = f"{folder.name}: {sent.name} to the {target}, {phase}, {vectorization}, {algo}, {hold}, {occurrence}"
     log, step = folder.with_suffix(".txt"), mmap.mmap(-1, 8)
-    process, told = start_marked(config, functools.partial(Marker, phase, occurrence, hold, step=step), log)
+    marker = functools.partial(Marker, phase, occurrence, hold, step=step)
+    process, told = start_forked(lambda tell: train(config, callbacks=[marker(tell)], console=True), log)
     try:
         assert os.read(told, 1) == b"x", f"{where}: {log.read_text()}"
         if not hold:
             time.sleep(rng.uniform(0.0, 0.02))  # any moment will do
         (os.killpg if target == "group" else os.kill)(process, sent)
         _, status = wait_for(lambda: (done := os.waitpid(process, os.WNOHANG))[0] and done, where)
-        wait_for(lambda: not group_members(process), f"{where}: the end of its other processes")
+        wait_for(lambda: not session_members(process), f"{where}: the end of its other processes")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
@@ -333,3 +342,53 @@ def test_signals_at_random_moments(tmp_path: Path) -> None:
         for (sent, *rest), counts in outcomes.items():
             told = "; ".join(f"{count} x {what}" for what, count in sorted(counts.items()))
             print(f"| {sent.name} | {' | '.join(rest)} | {told} |")
+
+
+# ---- learners with workers -------------------------------------------------------------------------------------------
+
+LEARNER_KILLS = 20
+PLACES: dict[str, tuple[Any, str]] = {
+    "asking": (Workers, "ask"), "waiting": (Workers, "ready"), "taking": (WorkerCollector, "_take"),
+    "learning": (A2C, "learn"), "evaluating": (CartPoleEnv, "step"), "saving": (checkpointing._Writer, "_append"),
+}  # fmt: skip  # what a learner's own process calls
+
+
+def kill_here(left: Iterator[int], tell: int) -> None:
+    """The next SIGKILL of this process, if it is its turn; first it says whether it, or a worker, has named memory."""
+    if next(left):
+        return
+    maps = "".join(Path(f"/proc/{member}/maps").read_text() for member in session_members(os.getpid()))
+    named = [line for line in maps.splitlines() if "/dev/shm/" in line and not line.endswith("(deleted)")]
+    os.write(tell, b"named" if named else b"none")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_twenty_kills_of_a_learner_with_workers_change_nothing(tmp_path: Path) -> None:
+    """Killed at a random place and resumed, again and again: no worker and no shared memory is left, and the end is
+    the same."""
+    config = workers(
+        "a2c", tmp_path / "killed", total_timesteps=200 * 24, checkpoint_interval=48, eval_episodes=1,
+        kwargs={"eval_interval": 96},
+    )  # fmt: skip
+    rng = random.Random(3)
+    for number in range(LEARNER_KILLS):
+        latest = next(tmp_path.glob("killed/*/checkpoints/latest.ckpt"), None)
+        name, turn = rng.choice(list(PLACES)), rng.randrange(20)
+        turn *= 20 if name == "saving" else 1
+
+        def work(tell: int, latest: Path | None = latest, name: str = name, turn: int = turn) -> Any:
+            left = itertools.count(turn, -1)
+            before_every(*PLACES[name], lambda: kill_here(left, tell))
+            return train(config, console=False) if latest is None else resume_training(latest, console=False)
+
+        where, log = f"kill {number}, {name}, {turn}", tmp_path / f"{number}.txt"
+        process, told = start_forked(work, log)
+        assert os.read(told, 9) == b"none", f"{where}: {log.read_text()}"
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+        wait_for(lambda process=process: not session_members(process), f"{where}: the end of its workers")
+        os.close(told)
+    (latest,) = tmp_path.glob("killed/*/checkpoints/latest.ckpt")
+    assert 0 < load_checkpoint(latest)["run"]["step"] < config.total_timesteps
+    whole = train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}), console=False)
+    assert_same_end(whole, resume_training(latest, console=False))

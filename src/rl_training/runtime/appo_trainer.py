@@ -45,7 +45,7 @@ SPECS = [
         APPO, name="appo", class_name="APPO", year=2020, params=APPOParams,
         paper="Petrenko et al. 2020, Sample Factory (arXiv:2006.11751); the option target_policy after "
         "Luo et al. 2019, IMPACT (arXiv:1912.00167)",
-        scope="Narrow synchronous v1: clipped surrogate against the behaviour policy on V-trace targets, optionally "
+        scope="Clipped surrogate against the behaviour policy on V-trace targets, optionally "
         "with a target policy and a KL penalty; every action kind, vectors and images.",
         defaults={"num_envs": 16, "log_interval": 10, "total_timesteps": 300_000, "env_kwargs": NORMALIZED},
     )
