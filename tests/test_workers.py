@@ -73,6 +73,33 @@ def test_results_come_in_order_and_from_processes_of_their_own() -> None:
         assert workers.call("act", 7) == [(1, 0), (1, 1), (1, 2)]
 
 
+def test_nobody_waits_for_an_answer_that_is_not_owed_nor_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    with running(maker(time.sleep)) as workers:
+        with pytest.raises(WorkerFailure, match="gave no answer for 1e.06 seconds"):
+            workers.get(0, 1e6)
+        workers.ask(0, "act", 1000)
+        monkeypatch.setattr(workers._workers[0], "poll", SimpleNamespace(poll=waited.append))
+        with pytest.raises(WorkerFailure, match="gave no answer for 0 seconds"):
+            workers.get(0, 0.0)
+    assert waited == [0]
+
+
+def test_processes_that_cannot_start_are_a_sentence_and_one_that_is_replaced_can_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running(maker(partial(divmod, 7))) as workers:
+        with monkeypatch.context() as patch:
+            patch.setattr(workers_module.subprocess, "Popen", lambda *_, **__: os.listdir("/nowhere"))
+            for _ in range(2):
+                with pytest.raises(WorkerFailure, match="mine needs a new process, which cannot start"):
+                    workers.restart(0)
+            with pytest.raises(UserError, match="2 processes for mine cannot start here .*; lower num_envs"):
+                Workers([maker(int)] * 2, "mine", LIMIT)
+        workers.restart(0)
+        assert workers.call("act", 4) == [(1, 3)]
+
+
 def test_a_message_larger_than_any_buffer_arrives_whole() -> None:
     with running(maker(bytes.upper)) as workers:
         assert workers.call("act", b"a" * 5_000_000) == [b"A" * 5_000_000]

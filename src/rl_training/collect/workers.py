@@ -145,7 +145,7 @@ class WorkerCollector:
         return Flight(number, request, packed, behaviour.version)
 
     def _ask_all(self, flight: Flight) -> None:
-        self._flights = [flight] * len(self.records)
+        self._flights, self._begun = [flight] * len(self.records), time.perf_counter()
         for index in range(len(self.records)):
             self._ask(index, flight)
 

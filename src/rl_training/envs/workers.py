@@ -167,7 +167,8 @@ class Workers(WorkerPool):
         except OSError as error:
             self._end()
             reason = f"{type(error).__name__}: {error}".rstrip(".")
-            raise UserError(f"num_envs is {self.count}; so many processes cannot start here ({reason}).") from error
+            what = f"{self.count} processes for {name} cannot start here ({reason})"
+            raise UserError(f"{what}; lower num_envs, or num_workers where there are workers.") from error
         except BaseException:
             self._end()
             raise
@@ -195,12 +196,16 @@ class Workers(WorkerPool):
 
     def get(self, index: int, seconds: float | None = None) -> Any:
         """The result that one owes; waits for it at most that long (None: `timeout`)."""
-        deadline = time.monotonic() + (self.timeout if seconds is None else seconds)
-        while not self._workers[index].poll.poll(1e3 * LOOK_EVERY):
+        limit = self.timeout if seconds is None else seconds
+        left, deadline = limit, time.monotonic() + limit
+        if index not in self._busy:
+            raise self._silent(index, limit)
+        while not self._workers[index].poll.poll(1e3 * min(LOOK_EVERY, max(0.0, left))):
             if self._workers[index].process.poll() is not None:
                 raise self._ended(index)
-            if time.monotonic() > deadline:
-                raise self._silent(index, self.timeout if seconds is None else seconds)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._silent(index, limit)
         return self._take_answer(index)
 
     def has_ended(self, index: int) -> bool:
@@ -210,11 +215,15 @@ class Workers(WorkerPool):
     def restart(self, index: int) -> None:
         """A new process in the place of one, whatever state that is in."""
         old = self._workers[index]
-        self._poll.unregister(old.line)
-        del self._index_of[old.line.fileno()]
-        old.line.close()
-        old.end(time.monotonic())
-        self._workers[index] = self._spawn(index)
+        if old.line.fileno() >= 0:  # else no other could be started in its place before
+            self._poll.unregister(old.line)
+            del self._index_of[old.line.fileno()]
+            old.line.close()
+            old.end(time.monotonic())
+        try:
+            self._workers[index] = self._spawn(index)
+        except OSError as error:
+            raise self._failure(index, f"needs a new process, which cannot start ({error})") from None
         self._busy.add(index)
         self._on_line(index, send, self._makers[index])
         self.get(index)

@@ -117,6 +117,9 @@ def open_session(
         raise UserError(f"execution_backend is {backend!r}, but {spec.name} steps no environments; use local_sync.")
     if backend == "ray" and find_spec("ray") is None:
         raise UserError("execution_backend is 'ray', which needs Ray: pip install 'rl-training[distributed]'.")
+    if is_remote and config.max_policy_lag is not None and (params.lag or 0) > config.max_policy_lag:
+        dropped = f"everything that the policy of {params.lag} updates ago (policy_lag) does would be dropped"
+        raise UserError(f"max_policy_lag is {config.max_policy_lag}, but {dropped}; set it to {params.lag} or more.")
     if params.ladder and not is_remote:
         raise UserError("epsilon_ladder needs workers; set execution_backend to local_async, or epsilon_ladder to 0.")
     if spec.steps_environments and not is_remote:
