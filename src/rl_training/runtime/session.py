@@ -42,8 +42,8 @@ SMALL_NETWORKS = (
     "(device: cuda takes it)"
 )
 ANY_ORDER = (
-    "worker_order is first: who is ready decides what is learned when, so this run is not a function of its seed, "
-    "and a resume of it is not exact"
+    "worker_order is first: what is learned depends on which workers are fast, so this run is not a function of its "
+    "seed, and a resume is not exact"
 )
 UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
@@ -158,7 +158,7 @@ def open_workers(
     """Workers, each with a learner of its own on the CPU, of which only the acting part is used."""
     if config.vectorization == "native" and not is_cartpole(recipe):
         raise UserError(
-            f"vectorization is 'native', but workers cannot restore {config.env_id} so; it must be sync with workers."
+            f"vectorization is 'native', but workers cannot restore {config.env_id} then; with workers it must be sync."
         )
     spaces = behaviour.spaces
     plan = WorkerPlan(
