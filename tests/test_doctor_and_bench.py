@@ -296,6 +296,13 @@ def test_bench_accounts_for_all_of_the_time() -> None:
     assert sum(result.seconds.values()) == pytest.approx(result.total_seconds)
 
 
+def test_bench_tells_waiting_for_workers_from_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "measure_workers", lambda session, seconds: QUICK)
+    config = load_config(PPO).model_copy(update={"execution_backend": "local_async", "num_workers": 1})
+    result = bench.benchmark(config)
+    assert result.seconds["wait for workers"] > 0 == result.seconds["environment"]
+
+
 def test_a_stopwatch_counts_inner_calls_once() -> None:
     watch = bench.Stopwatch()
 
@@ -314,13 +321,13 @@ QUICK = WorkerCost(step=3e-6, collect=6e-6, handover=30e-6, busy=1.0, num_envs=8
 @pytest.mark.parametrize(
     ("cost", "said"),
     [
-        (QUICK, "CartPole-v1 takes 3 µs a step; acting alone and handing it over takes a worker 30 µs, and one process "
-         "collects 166,667 steps/s: workers do not pay here"),
-        (QUICK._replace(step=2e-3, collect=2.1e-3, busy=0.02, cores=2), "476 steps/s: workers should pay from 2 on"),
-        (QUICK._replace(step=2e-4, collect=6e-5), "workers should pay from 4 on"),  # an engine that is as fast as four
-        (QUICK._replace(step=2e-3, collect=2.1e-3, cores=2), "workers do not pay here, since 2 are needed "
+        (QUICK, "a step of CartPole-v1 takes 3 µs, to which a worker adds 30 µs for acting and handing it over; one "
+         "process collects 166,667 steps/s: workers do not pay here"),
+        (QUICK._replace(step=2e-3, collect=2.1e-3, busy=0.02, cores=2), "476 steps/s: 2 workers or more should pay"),
+        (QUICK._replace(step=2e-4, collect=6e-5), "4 workers or more should pay"),  # an engine that is as fast as four
+        (QUICK._replace(step=2e-3, collect=2.1e-3, cores=2), "workers do not pay here, since it takes 2 "
          "(8 environments and 2 cores, one for the learner)"),
-        (QUICK._replace(step=2e-4, collect=2e-5), "since 12 are needed (8 environments and 16 cores"),
+        (QUICK._replace(step=2e-4, collect=2e-5), "since it takes 12 (8 environments and 16 cores"),
     ],
 )  # fmt: skip
 def test_whether_workers_pay_is_said_with_the_numbers(cost: WorkerCost, said: str) -> None:

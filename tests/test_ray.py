@@ -118,7 +118,7 @@ def test_an_address_at_which_nobody_answers_is_refused_at_once(monkeypatch: pyte
     ("fields", "said"),
     [
         ({"ray": {"cpus": -1}}, "ray.cpus is -1"),
-        ({"ray": {"resources": {"CPU": 1}}}, "resources.CPU is 1; it must be"),
+        ({"ray": {"resources": {"CPU": 1}}}, "resources.CPU is 1; set cpus of ray"),
         ({"ray": {"cpu": 1}}, "unknown key 'ray.cpu'"),
         ({"vectorization": "async"}, "vectorization is 'async'; with ray it must be"),
     ],

@@ -76,7 +76,7 @@ def test_results_come_in_order_and_from_processes_of_their_own() -> None:
 def test_nobody_waits_for_an_answer_that_is_not_owed_nor_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     with running(maker(time.sleep)) as workers:
-        with pytest.raises(WorkerFailure, match="gave no answer for 1e.06 seconds"):
+        with pytest.raises(WorkerFailure, match=r"gave no answer for 1e\+06 seconds"):
             workers.get(0, 1e6)
         workers.ask(0, "act", 1000)
         monkeypatch.setattr(workers._workers[0], "poll", SimpleNamespace(poll=waited.append))
@@ -94,7 +94,7 @@ def test_processes_that_cannot_start_are_a_sentence_and_one_that_is_replaced_can
             for _ in range(2):
                 with pytest.raises(WorkerFailure, match="mine needs a new process, which cannot start"):
                     workers.restart(0)
-            with pytest.raises(UserError, match="2 processes for mine cannot start here .*; lower num_envs"):
+            with pytest.raises(UserError, match=r"2 processes for mine cannot start here .*; lower num_envs"):
                 Workers([maker(int)] * 2, "mine", LIMIT)
         workers.restart(0)
         assert workers.call("act", 4) == [(1, 3)]

@@ -64,13 +64,14 @@ def print_breakdown(console: Console, result: Breakdown) -> None:
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for part, seconds in result.seconds.items():
-        if part in ("evaluate", "checkpoint") and not seconds:
+        if not seconds:
             continue
         share = seconds / max(result.total_seconds, 1e-9)
         cost = f"{1e6 * seconds / result.steps:,.1f}" if result.steps else "-"
         table.add_row(part, f"{seconds:.3f}", f"{share:.1%}", cost, "█" * round(BAR * share))
     console.print(table)
     if result.workers is not None:
-        collecting = sum(result.seconds[part] for part in ("environment", "act")) / max(result.total_seconds, 1e-9)
-        note = f" (collecting is {collecting:.0%} of the time)" if result.workers.pays else ""
+        collecting = sum(result.seconds[part] for part in ("environment", "act", "wait for workers"))
+        share = collecting / max(result.total_seconds, 1e-9)
+        note = f" (collecting is {share:.0%} of the time)" if result.workers.pays else ""
         console.print(f"{result.workers.describe(config.env_id)}{note}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Collecting from whichever workers are ready: a slow one holds up nobody, and a run is no function of its seed."""
+"""Collecting from the workers that are ready first: nobody waits for a slow one, and a run depends on timing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rl_training.data.experience import Experience
 
 
 class FirstComers(WorkerCollector):
-    """As many answers in a turn as there are workers, whoever gives them.
+    """A turn takes as many answers as there are workers, whichever workers give them.
 
-    The answers of one turn do not lie next to each other, so they are copied together.
+    The answers of one turn may lie in the same columns of different memories, so they are copied into one batch.
     """
 
     answers_again = True
@@ -25,12 +25,12 @@ class FirstComers(WorkerCollector):
         self.joined = Experience(plan.layout)
 
     def _next_number(self) -> int:
-        """One whose memory no worker may be reading."""
+        """The smallest number that no worker's request has, so that nobody reads the weights that lie there."""
         held = {flight.number for flight in self._flights}
         return next(number for number in count() if number not in held)
 
     def _place(self, index: int, experience: Experience) -> int:
-        """The worker's own columns, or others where they are taken."""
+        """The worker's own columns, or other ones if those are taken; the answer is copied there."""
         place = min(set(range(len(self.records))) - set(self._answers), key=lambda free: (free != index, free))
         there = self._columns(experience, index)
         for name, array in self._columns(self.joined, place).arrays.items():
@@ -41,7 +41,7 @@ class FirstComers(WorkerCollector):
         return experience.columns(self.records[index].first, self.records[index].stop)
 
     def _join(self, experience: Experience) -> Experience:
-        """The copies; its parts say which environments they are of."""
+        """The copies; `parts` say which environments they come from."""
         joined = super()._join(self.joined)
         joined.parts = [
             (np.arange(self.records[index].first, self.records[index].stop), self._columns(joined, place))

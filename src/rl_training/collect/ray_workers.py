@@ -28,7 +28,7 @@ from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
 from rl_training.errors import UserError
 
-KNOCK_SECONDS = 10.0
+KNOCK_SECONDS = 10.0  # for an answer from the address of a cluster
 
 
 class WorkerActor:
@@ -38,7 +38,7 @@ class WorkerActor:
         self.served: Any = None
 
     def make(self, maker: bytes) -> tuple[bool, Any]:
-        """Make the object; modules are looked for where the learner looks, too."""
+        """Make the object; modules are also searched for on the learner's path."""
         paths, pickled = pickle.loads(maker)
         sys.path.extend(path for path in paths if path not in sys.path)
         return attempt(self._make, pickled)
@@ -47,11 +47,11 @@ class WorkerActor:
         self.served = pickle.loads(pickled)()
 
     def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
-        """What a method gives, or what it raises in words."""
+        """What a method returns, or in words what it raises."""
         return attempt(getattr(self.served, method), *arguments)
 
     def steps(self) -> int:
-        """Steps taken so far; asked in a thread of its own while the object steps."""
+        """Steps taken so far; a second thread answers this while the object steps."""
         return 0 if self.served is None else self.served.steps()
 
 
@@ -64,8 +64,8 @@ class RayWorkers(WorkerPool):
         super().__init__(makers, name, timeout)
         check_room(self.count, needs)
         custom = {resource: amount for resource, amount in needs.items() if resource not in ("CPU", "GPU")}
-        # Ray restarts nothing: what a worker knew is with the learner
-        remote: Any = ray.remote  # whose types know no concurrency groups
+        # Ray restarts nothing: only the learner knows a worker's state
+        remote: Any = ray.remote  # its types lack concurrency groups
         self._make = remote(
             num_cpus=needs["CPU"], num_gpus=needs["GPU"], resources=custom, max_restarts=0, max_task_retries=0,
             scheduling_strategy="SPREAD", concurrency_groups={"watch": 1},
@@ -97,7 +97,7 @@ class RayWorkers(WorkerPool):
         return actor
 
     def ask(self, index: int, method: str, *arguments: Any) -> None:
-        """Call a method of one object; references among the arguments arrive as what they stand for."""
+        """Call a method of one object; object references among the arguments arrive as their values."""
         self._owed[index] = self._actors[index].call.remote(method, *arguments)
 
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
@@ -124,14 +124,14 @@ class RayWorkers(WorkerPool):
         return result
 
     def has_ended(self, index: int) -> bool:
-        """Whether an answer said so; that of an actor that ends is ready at once."""
+        """Whether `get` has seen it; the answer that a dead actor owes is ready at once."""
         return index in self._ends
 
     def _ended(self, index: int) -> WorkerFailure:
         return self._failure(index, f"failed: {self._ends[index]}")
 
     def restart(self, index: int) -> None:
-        """A new actor in the place of one, where there is room."""
+        """A new actor in the place of one, on any node that has room."""
         ray.kill(self._actors[index])
         for known in (self._ends, self._watched):
             known.pop(index, None)
@@ -139,7 +139,7 @@ class RayWorkers(WorkerPool):
         self.get(index)
 
     def steps(self) -> Array:
-        """Steps that each object has taken, when it last said so; everyone is asked again who has answered."""
+        """Steps that each object has taken, by its last answer; whoever has answered is asked again."""
         if time.monotonic() < self._looked + LOOK_EVERY:
             return self._steps.copy()
         self._looked = time.monotonic()
@@ -154,7 +154,7 @@ class RayWorkers(WorkerPool):
         return self._steps.copy()
 
     def close(self) -> None:
-        """End every actor, its object closed where it is idle; again does nothing."""
+        """End every actor, its object closed first if all are idle; again does nothing."""
         actors, self._actors = self._actors, []
         if actors and not self._owed:
             closing = [actor.call.remote("close") for actor in actors]
@@ -179,7 +179,7 @@ def describe_needs(needs: Mapping[str, float]) -> str:
 
 
 def check_room(count: int, needs: Mapping[str, float]) -> None:
-    """Refuse more workers than the nodes of the cluster can ever hold: Ray would wait for others."""
+    """Refuse more workers than the nodes can ever hold: Ray would wait for new nodes."""
     wanted = [(name, amount) for name, amount in needs.items() if amount]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = sum(min(int(node.get(name, 0) / amount + 1e-9) for name, amount in wanted) for node in nodes if wanted)
@@ -191,10 +191,9 @@ def check_room(count: int, needs: Mapping[str, float]) -> None:
 
 
 class RayWorker(CollectingWorker):
-    """A worker to which the weights come with the request, and whose experience goes with the answer.
+    """A worker that gets the weights with the request and sends its experience with the answer.
 
-    Its memory is laid out as the processes' is, so that the arithmetic is the same to the bit; it touches only its
-    columns.
+    Its memory has the same layout as that of worker processes, so that the arithmetic is the same to the bit.
     """
 
     def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int) -> None:
@@ -215,7 +214,7 @@ class RayWorker(CollectingWorker):
 
 
 def pack_arrays(experience: Experience) -> dict[str, Array]:
-    """What was filled, each array whole in memory; final observations and masks of the episodes that ended alone."""
+    """Contiguous copies of the rows that were filled; final observations and masks only of episodes that ended."""
     steps = experience.steps
     ends = experience.terminated[:steps] | experience.truncated[:steps]
     packed = {}
@@ -240,7 +239,7 @@ def unpack_arrays(experience: Experience, packed: Mapping[str, Array]) -> None:
 class ObjectStore:
     """Ray actors: weights go through Ray's object store, once per node, and answers carry the experience.
 
-    At any time the store holds the weights of a few turns and at most one answer of each worker.
+    At any time the store holds a few sets of weights and at most one answer per worker.
     """
 
     def __init__(self, plan: WorkerPlan, name: str, timeout: float, needs: Mapping[str, float]) -> None:
@@ -257,7 +256,7 @@ class ObjectStore:
             raise
 
     def send(self, number: int, packed: Array) -> None:
-        """Put it into the store; what stood in its place is freed when nobody reads it any more."""
+        """Put it into the store; Ray frees what it replaces once nobody reads that any more."""
         self._weights[number % len(self._weights)] = ray.put(packed)
 
     def weights(self, number: int) -> tuple[Any, ...]:
@@ -270,7 +269,7 @@ class ObjectStore:
         return pickle.loads(answer["answer"])
 
     def steps(self) -> Array:
-        """What the workers say."""
+        """The workers' own counts, as they last gave them."""
         return self.pool.steps()
 
     def close(self) -> None:
@@ -288,8 +287,7 @@ class ObjectStore:
 
 
 def connect(count: int, needs: Mapping[str, float]) -> bool:
-    """Connect to the cluster in RAY_ADDRESS, else to one started here for so many workers; False where Ray is connected
-    already, and stays so."""
+    """Connect to the cluster in RAY_ADDRESS, or start one here for that many workers; False if already connected."""
     if ray.is_initialized():
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -310,7 +308,7 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
 
 
 def knock(address: str) -> None:
-    """OSError where nobody answers: Ray itself would try for minutes."""
+    """Raise OSError if nobody answers: Ray itself would try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
@@ -318,7 +316,7 @@ def knock(address: str) -> None:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Keep the handlers that Ray replaces by its own."""
+    """Put back the signal handlers that Ray replaces by its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

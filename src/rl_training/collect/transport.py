@@ -1,4 +1,4 @@
-"""How packed behaviours get to workers, and their experience back; here, through memory that processes share."""
+"""How packed behaviours get to workers and experience gets back: the interface, and shared memory."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Transport(Protocol):
         """The workers."""
 
     def send(self, number: int, packed: Array) -> None:
-        """Have the behaviour of that turn where workers find it, in place of an older one that nobody reads."""
+        """Put a packed behaviour where workers find it, in place of an older one that nobody reads."""
 
     def weights(self, number: int) -> tuple[Any, ...]:
-        """What a request of that turn says about its behaviour."""
+        """Arguments of a request with that number that carry its behaviour."""
 
     def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
-        """What an answer says; its experience is in its columns of that turn then."""
+        """The answer, after putting its experience into the worker's columns."""
 
     def steps(self) -> Array:
-        """Steps that each worker has taken, as far as is known: of one that stalls, the number stays."""
+        """Steps that each worker has taken, as far as is known; they do not change while one stalls."""
 
     def close(self) -> None: ...
 
 
 class SharedMemory:
-    """Worker processes: weights and experience lie in shared memory, and messages carry neither."""
+    """Worker processes: weights and experience lie in shared memory; messages carry neither."""
 
     def __init__(self, plan: WorkerPlan, name: str, timeout: float) -> None:
         self.experiences, self._packed, self._counts, self._descriptor = plan.share()
@@ -50,19 +50,19 @@ class SharedMemory:
             raise
 
     def send(self, number: int, packed: Array) -> None:
-        """Copy it to the memory of the turn."""
+        """Copy it to the memory with that number."""
         self._packed[number % len(self._packed)][:] = packed
 
     def weights(self, number: int) -> tuple[Any, ...]:
-        """Nothing: the number says which memory."""
+        """None: the number says which memory."""
         return ()
 
     def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
-        """The answer as it is: the worker wrote to the columns itself."""
+        """The answer as it is: the worker has written to its columns itself."""
         return answer
 
     def steps(self) -> Array:
-        """What the workers count."""
+        """The workers' own counts."""
         return self._counts.copy()
 
     def close(self) -> None:

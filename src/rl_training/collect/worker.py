@@ -22,7 +22,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 
 MEMORIES = 2  # workers fill one while the learner reads the other
-FIXED, FIRST = "fixed", "first"  # whose answers a turn takes: everybody's, or those of whoever is ready
+FIXED, FIRST = "fixed", "first"  # whose answers a turn takes: one of every worker, or whichever come first
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class WorkerPlan:
 
     @property
     def behaviours(self) -> int:
-        """Memories for packed behaviours: where each worker may be asked with another one, one more is free."""
+        """Memories for packed behaviours; in the order `first` each worker may read another one, and one is free."""
         return MEMORIES if self.order == FIXED else self.num_workers + 1
 
     def columns(self) -> list[tuple[int, int]]:
-        """The first environment of each worker, and the first that is not its any more."""
+        """Each worker's environments, as first and stop."""
         edges = [self.layout.num_envs * index // self.num_workers for index in range(self.num_workers + 1)]
         return list(pairwise(edges))
 
@@ -63,7 +63,7 @@ class WorkerPlan:
 
 
 class CountedStepper(Stepper):
-    """A stepper that counts its steps where the learner sees them: a worker that stalls shows."""
+    """A stepper that counts its steps where the learner sees them, so that it notices a worker that stalls."""
 
     def __init__(self, *arguments: Any, counts: Array, index: int) -> None:
         super().__init__(*arguments)
@@ -76,10 +76,10 @@ class CountedStepper(Stepper):
 
 
 class CollectingWorker:
-    """The environments from `first` to `stop`; it fills their columns of the experience that it is asked for.
+    """Steps the environments from `first` to `stop` and fills their columns of an experience.
 
-    Only small things travel as messages: finished episodes, generators, the policy's memory, and of the environments
-    what does not grow with an episode. The learner reads actions in the experience.
+    Only small things travel as messages: finished episodes, generators, the policy's memory, and the state of the
+    environments without the actions of their episodes, which the learner reads in the experience.
     """
 
     def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int, descriptor: int) -> None:
@@ -98,21 +98,21 @@ class CollectingWorker:
         self.collector = LocalCollector(Behaviour(algorithm, spaces, count, rng), stepper, self.experiences[0])
 
     def collect(self, number: int, request: Request) -> dict[str, Any]:
-        """Fill the experience of that turn with the behaviour that lies next to it."""
+        """Fill the experience with that number, acting with the behaviour of that number."""
         begun = time.perf_counter()
         experience = self.experiences[number % MEMORIES]
         self.collector.actor.unpack(self.packed[number % len(self.packed)])
         numbers = self.collector.actor.algorithm.numbers
         if "epsilon" in numbers:
             numbers["epsilon"] **= self.epsilon_power
-        # of all environments' random steps, those of these
+        # this worker's share of the random steps
         self.collector.fill(experience, request._replace(random=int(np.ceil(request.random * self.share))))
         names = ("steps", "transitions", "episodes", "has_resets", "version")
         answer = {name: getattr(experience, name) for name in names}
         return answer | {"state": self.brief_state(), "seconds": time.perf_counter() - begun}
 
     def brief_state(self) -> dict[str, Any]:
-        """The state after what was collected, but for what the learner knows."""
+        """The state now, without what the learner knows from the experience."""
         actor, stepper = self.collector.actor, self.collector.stepper
         stepper_state = stepper.state_dict(stepper.engine.brief_state())
         del stepper_state["obs"]
@@ -120,7 +120,7 @@ class CollectingWorker:
         return {"stepper": stepper_state, **generators, **actor.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> list[str]:
-        """Go on from a state; returns sentences on what did not come back as it was. New episodes start then."""
+        """Continue from a state; if that is not exact, start new episodes and return sentences that say why."""
         actor = self.collector.actor
         actor.rng.bit_generator.state = state["rng"]
         actor.algorithm.generator.set_state(state["generator"])

@@ -20,13 +20,13 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.workers import LOOK_EVERY, WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 
-MOST_TRIES = 3  # of one request: what kills a worker every time is the environment
-DRAIN_SECONDS = 2.0  # for the answers under way at the end
-PACK_EVERY = 1024  # parts of an episode's actions that are joined into one
+MOST_TRIES = 3  # of one request: if it kills a worker every time, the environment is at fault
+DRAIN_SECONDS = 2.0  # that the end of a run waits for the answers under way
+PACK_EVERY = 1024  # parts of an episode's actions, after which they are joined into one
 
 
 class Flight(NamedTuple):
-    """What workers are asked in one turn; `packed` is the behaviour that acts."""
+    """One request, as many workers may get it; `packed` is the behaviour that acts."""
 
     number: int
     request: Request
@@ -35,7 +35,7 @@ class Flight(NamedTuple):
 
 
 class WorkerRecord:
-    """A worker's state after its last answer: what the answers say, and the actions since each last reset."""
+    """A worker's state after its last answer, and the actions of each environment since its last reset."""
 
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
@@ -43,7 +43,7 @@ class WorkerRecord:
         self._actions: list[list[Array]] = [[] for _ in range(first, stop)]
 
     def follow(self, brief: dict[str, Any], experience: Experience, actions: Array) -> None:
-        """The state after an answer, whose experience has these actions [T, N, ...] as the environments got them."""
+        """Note an answer; `actions` [T, N, ...] are those of its experience in the environment's own range."""
         obs = experience.obs[experience.steps, self.first : self.stop].copy()
         self.state = {**brief, "stepper": {**brief["stepper"], "obs": obs}}
         ends = experience.terminated[: experience.steps] | experience.truncated[: experience.steps]
@@ -56,7 +56,7 @@ class WorkerRecord:
                 parts[:] = [np.concatenate(parts)]
 
     def whole_state(self) -> dict[str, Any]:
-        """A state that a new process can go on from; empty before the first answer."""
+        """A state from which a new worker can continue; empty before the first answer."""
         stepper = self.state.get("stepper", {})
         if "episodes" not in stepper.get("engine", {}):
             return self.state
@@ -73,20 +73,20 @@ class WorkerRecord:
             parts[:] = [np.asarray(episode["actions"])]
 
     def episodes(self) -> list[dict[str, Any]]:
-        """Of environments that replay theirs."""
+        """The current episode of each environment, where the engine replays episodes."""
         return self.state.get("stepper", {}).get("engine", {}).get("episodes", [])
 
     def replay_seconds(self) -> float:
-        """What replaying the episodes may take."""
+        """How long replaying the episodes may take."""
         return REPLAY_SECONDS * max((sum(map(len, parts)) for parts in self._actions), default=0)
 
 
 class WorkerCollector:
     """Environments in `num_workers` processes or actors, each with its columns of an experience.
 
-    A turn takes the answers to what was asked in the turn before and, as each arrives, asks that worker again, with
-    the weights of now. So every experience is one turn old, whoever is fast. A worker that ends or stalls is started
-    again from its state after its last answer, and asked the same.
+    A turn takes the answers to the requests of the turn before. As each arrives, that worker gets its next request,
+    with the current weights. So experience is always one turn old, whichever worker is fast. A worker that ends or
+    stalls is restarted from its state after its last answer, and gets the same request again.
     """
 
     answers_again = False  # whether a worker may give several answers in one turn
@@ -101,9 +101,9 @@ class WorkerCollector:
         self.records = [WorkerRecord(*place) for place in plan.columns()]
         self.lag = Lag(lag or 0)
         self.started = False
-        self._flights: list[Flight] = []  # what each worker is asked
-        self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by their places in the batch, with the worker
-        self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # of each, and when there were more
+        self._flights: list[Flight] = []  # the request that each worker has
+        self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by place in the batch, with the worker
+        self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # of each, and when that changed
         self._interruption: BaseException | None = None
         self._tries = [0] * plan.num_workers
         self._restarts = self._dropped = 0
@@ -114,13 +114,13 @@ class WorkerCollector:
 
     @property
     def experience(self) -> Experience:
-        """One of the memories, for whoever asks for sizes."""
+        """One of the memories, to read sizes from."""
         return self.experiences[0]
 
     # a turn -----------------------------------------------------------------------------------------------------
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
-        """What the workers did with the weights of the turn before; they are asked for more."""
+        """What the workers did with the weights of the turn before; each gets its next request."""
         if request.is_empty:
             return NOTHING
         rows = max(request.steps, -(-request.transitions // self.num_envs))
@@ -130,13 +130,13 @@ class WorkerCollector:
         later = request._replace(random=max(0, request.random - rows * self.num_envs))
         self.started = True
         self._answers.clear()
-        while len(self._answers) < len(self.records):  # again where what came was too old: nothing is learned meanwhile
+        while len(self._answers) < len(self.records):  # again where answers were too old
             following = self._prepare(behaviour, self._next_number(), later)
             experience = self._wait(following, behaviour.version)
         return self._join(experience)
 
     def _next_number(self) -> int:
-        """Of the next flight, which says where its weights and experience lie."""
+        """The number of the next flight, which says where its weights and experience lie."""
         return max(flight.number for flight in self._flights) + 1
 
     def _prepare(self, behaviour: Behaviour, number: int, request: Request) -> Flight:
@@ -160,8 +160,8 @@ class WorkerCollector:
         self.pool.ask(index, "collect", flight.number, flight.request, *self.transport.weights(flight.number))
 
     def _wait(self, following: Flight, version: int) -> Experience:
-        """Take as many answers as there are workers, fewer where that fills the batch, and ask each who has given one
-        for the following; returns the experience in which the last one is."""
+        """Take an answer per worker, or fewer if that fills the batch, and send each worker that gave one the following
+        request; returns the experience that holds the last answer."""
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
         if not self.answers_again:  # what the learner does in between is not their time
@@ -171,7 +171,7 @@ class WorkerCollector:
             if self._interruption is not None:
                 raise self._interruption
             ready = self.pool.ready(owing, LOOK_EVERY)
-            if not ready or self.answers_again:  # nobody waits for one that stalls there
+            if not ready or self.answers_again:  # there, nobody waits for one that stalls
                 self._restart_stalled(owing - set(ready))
             free = min(left, len(self.records) - len(self._answers))
             for index in sorted(ready, key=lambda index: (self._flights[index].version, index))[:free]:
@@ -201,7 +201,7 @@ class WorkerCollector:
                 self._moved[index] = time.monotonic()
 
     def _keep(self, index: int, answer: dict[str, Any], experience: Experience, lag: int) -> None:
-        """Give an answer that is not too old a place in the batch."""
+        """Give an answer a place in the batch, or drop it if it is too old."""
         if self.max_lag is not None and lag > self.max_lag:
             self._dropped += answer["transitions"]
             return
@@ -210,11 +210,11 @@ class WorkerCollector:
         self._answers[self._place(index, experience)] = index, answer
 
     def _place(self, index: int, experience: Experience) -> int:
-        """The place of a worker's columns in the batch, where they lie already."""
+        """The answer's place in the batch: here its columns lie there already."""
         return index
 
     def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> Experience:
-        """Note where the worker stands now; returns the experience in which its columns are."""
+        """Note the worker's new state; returns the experience that holds its columns."""
         self._acted += answer["seconds"]
         experience, steps = self.experiences[flight.number % MEMORIES], answer["steps"]
         experience.steps = steps
@@ -240,8 +240,7 @@ class WorkerCollector:
         return experience
 
     def _restart(self, index: int, failure: WorkerFailure, flight: Flight) -> None:
-        """A new process in the state after the last answer, asked the same again; too often, and the failure ends the
-        run."""
+        """Start a new worker from the last answer, with the same request; after too many, raise the failure."""
         while True:
             self._restarts += 1
             self._tries[index] += 1
@@ -266,7 +265,7 @@ class WorkerCollector:
     # a run's questions ------------------------------------------------------------------------------------------
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """How old the experience was, who waited, and what was dropped: nothing unless `max_policy_lag` asks for it."""
+        """How old the experience was, who waited, restarts, and the steps that `max_policy_lag` dropped."""
         lived = max(time.perf_counter() - self._begun, 1e-9)
         number, total, least, most = self._lags or self._told
         if not last:
@@ -288,7 +287,7 @@ class WorkerCollector:
         self.records = [WorkerRecord(record.first, record.stop) for record in self.records]
 
     def state_dict(self) -> dict[str, Any]:
-        """Every worker's state after its last answer, and what all are asked now, if that is the same."""
+        """Every worker's state after its last answer, and the request in flight, if all have the same."""
         flight = self._flights[0] if self._flights and not self.answers_again else None
         asked = {} if flight is None else {**flight._asdict(), "request": list(flight.request)}
         states = [record.whole_state() for record in self.records] if self.started else []
@@ -297,7 +296,7 @@ class WorkerCollector:
         return state | {name: value for name, value in counted.items() if value}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Bring every worker back, and ask again what they were asked, if that is the same for all."""
+        """Restore every worker, and send the request that was in flight again, if all had the same."""
         flight, states = state["flight"], state["workers"]
         self._lags, self._dropped = [int(number) for number in state.get("lags", [])], int(state.get("dropped", 0))
         if not states:
@@ -321,7 +320,7 @@ class WorkerCollector:
         return list(dict.fromkeys(sentences))
 
     def close(self) -> None:
-        """End the processes, the environments closed where they answer soon."""
+        """End the workers; those that answer soon close their environments first."""
         try:
             deadline = time.monotonic() + DRAIN_SECONDS
             for index in range(len(self.records)):

@@ -24,15 +24,19 @@ Presets = files("rl_training").joinpath("assets/configs")
 class RayResources(StrictModel):
     """What each worker of a Ray cluster reserves there."""
 
-    cpus: float = Field(1.0, ge=0, le=1e6, description="CPUs.")
-    gpus: float = Field(0.0, ge=0, le=1e6, description="GPUs, for environments: policies act on the CPU.")
-    resources: dict[str, float] = Field(default_factory=dict, description="Resources that nodes were started with.")
+    cpus: float = Field(1.0, ge=0, le=1e6, description="CPUs that each worker reserves.")
+    gpus: float = Field(0.0, ge=0, le=1e6, description="GPUs that each worker reserves: for environments only.")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Custom resources that each worker reserves, such as {rtx: 1}."
+    )
 
     @model_validator(mode="after")
     def _check_amounts(self) -> RayResources:
         for name, amount in self.resources.items():
-            if name in ("CPU", "GPU") or not 0 <= amount <= 1e6:
-                raise ValueError(f"resources.{name} is {amount:g}; it must be 0 to 1e6 of a resource of your own name")
+            if name in ("CPU", "GPU"):
+                raise ValueError(f"resources.{name} is {amount:g}; set {name.lower()}s of ray instead")
+            if not 0 <= amount <= 1e6:
+                raise ValueError(f"resources.{name} is {amount:g}; it must be from 0 to 1e6")
         return self
 
     def needs(self) -> dict[str, float]:
@@ -55,18 +59,16 @@ class TrainConfig(StrictModel):
     )
     num_workers: int | Literal["auto"] = Field(
         "auto",
-        description="Workers of local_async and ray, which share the environments; auto is all cores here but one.",
+        description="Workers of local_async and ray, which share the environments; auto is all cores but one.",
     )
     worker_order: Literal["fixed", "first"] = Field(
-        "fixed", description="Whose experience local_async learns from: every worker's in turn, or who is ready first."
+        "fixed", description="Whose answers a turn takes: fixed, one of every worker; first, whichever come first."
     )
     max_policy_lag: int | None = Field(
-        None, ge=0, description="Updates after which experience of local_async is too old and dropped; null never is."
+        None, ge=0, description="Drop experience of workers whose weights are more updates old than this; null: never."
     )
-    max_worker_restarts: int = Field(
-        100, ge=0, description="How often workers may be started again after they ended or stalled."
-    )
-    ray: RayResources = Field(default_factory=RayResources, description="What each worker of ray reserves there.")
+    max_worker_restarts: int = Field(100, ge=0, description="How often workers that ended or stalled may be restarted.")
+    ray: RayResources = Field(default_factory=RayResources, description="What each worker of ray reserves on its node.")
     device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU where there is one and it pays).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
     eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")

@@ -42,8 +42,8 @@ SMALL_NETWORKS = (
     "(device: cuda takes it)"
 )
 ANY_ORDER = (
-    "worker_order is first: who is ready decides what is learned when, so this run is not a function of its seed, "
-    "and a resume of it is not exact"
+    "worker_order is first: what is learned depends on which workers are fast, so this run is not a function of its "
+    "seed, and a resume is not exact"
 )
 UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
@@ -103,6 +103,7 @@ def open_session(
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     params = params.settle(recipe, spaces, config.seed)
+    check_backend(config, spec, params)
     asked, config = config, resolve(config, params, recipe, spaces, ranks)
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
@@ -112,17 +113,8 @@ def open_session(
     seed = ranks.seed(config.seed)
     if ranks.rank:
         algorithm.seed(seed)
-    is_remote, backend, stepper = config.has_workers, config.execution_backend, None
-    if is_remote and not spec.steps_environments:
-        raise UserError(f"execution_backend is {backend!r}, but {spec.name} steps no environments; use local_sync.")
-    if backend == "ray" and find_spec("ray") is None:
-        raise UserError("execution_backend is 'ray', which needs Ray: pip install 'rl-training[distributed]'.")
-    if is_remote and config.max_policy_lag is not None and (params.lag or 0) > config.max_policy_lag:
-        dropped = f"everything that the policy of {params.lag} updates ago (policy_lag) does would be dropped"
-        raise UserError(f"max_policy_lag is {config.max_policy_lag}, but {dropped}; set it to {params.lag} or more.")
-    if params.ladder and not is_remote:
-        raise UserError("epsilon_ladder needs workers; set execution_backend to local_async, or epsilon_ladder to 0.")
-    if spec.steps_environments and not is_remote:
+    stepper = None
+    if spec.steps_environments and not config.has_workers:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
         stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
     with closed_on_error(stepper):
@@ -134,7 +126,7 @@ def open_session(
             store = spec.store(context)
             check_schedules(spec.name, params, algorithm, store)
             collector: Collector = NoCollector()
-            if is_remote:
+            if config.has_workers:
                 collector = open_workers(config, params, recipe, behaviour, store.layout, make_algorithm)
             elif stepper is not None:  # a policy that lags acts with a second learner
                 actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
@@ -146,9 +138,25 @@ def open_session(
     notes = [SMALL_NETWORKS] if passes_over_gpu else []
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
-    if is_remote and config.worker_order == FIRST:
+    if config.has_workers and config.worker_order == FIRST:
         notes.append(ANY_ORDER)
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
+
+
+def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:
+    """Refuse a backend that the algorithm, its parameters or this machine cannot have."""
+    backend, most = config.execution_backend, config.max_policy_lag
+    if not config.has_workers:
+        if params.ladder:
+            raise UserError("epsilon_ladder needs workers; set it to 0, or execution_backend to local_async or ray.")
+        return
+    if not spec.steps_environments:
+        raise UserError(f"execution_backend is {backend!r}, but {spec.name} steps no environments; use local_sync.")
+    if backend == "ray" and find_spec("ray") is None:
+        raise UserError("execution_backend is 'ray', which needs Ray: pip install 'rl-training[distributed]'.")
+    if most is not None and params.lag is not None and params.lag > most:
+        dropped = f"with policy_lag {params.lag} all experience would be dropped"
+        raise UserError(f"max_policy_lag is {most}; {dropped}, so it must be at least {params.lag}.")
 
 
 def open_workers(
@@ -158,7 +166,7 @@ def open_workers(
     """Workers, each with a learner of its own on the CPU, of which only the acting part is used."""
     if config.vectorization == "native" and not is_cartpole(recipe):
         raise UserError(
-            f"vectorization is 'native', but workers cannot restore {config.env_id} so; it must be sync with workers."
+            f"vectorization is 'native', but workers cannot restore {config.env_id} then; with workers it must be sync."
         )
     spaces = behaviour.spaces
     plan = WorkerPlan(

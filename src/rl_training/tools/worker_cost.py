@@ -63,15 +63,15 @@ class WorkerCost(NamedTuple):
     def describe(self, env_id: str) -> str:
         """One sentence with the numbers."""
         costs = (
-            f"{env_id} takes {1e6 * self.step:,.0f} µs a step; acting alone and handing it over takes a worker "
-            f"{1e6 * self.handover:,.0f} µs, and one process collects {1 / self.collect:,.0f} steps/s"
+            f"a step of {env_id} takes {1e6 * self.step:,.0f} µs, to which a worker adds {1e6 * self.handover:,.0f} µs "
+            f"for acting and handing it over; one process collects {1 / self.collect:,.0f} steps/s"
         )
         if self.pays:
-            return f"{costs}: workers should pay from {self.least_workers} on"
+            return f"{costs}: {self.least_workers} workers or more should pay"
         if self.step <= self.handover:
             return f"{costs}: workers do not pay here"
         few = f"{counted(self.num_envs, 'environment')} and {counted(self.cores, 'core')}, one for the learner"
-        return f"{costs}: workers do not pay here, since {self.least_workers} are needed ({few})"
+        return f"{costs}: workers do not pay here, since it takes {self.least_workers} ({few})"
 
 
 class Pace(NamedTuple):
