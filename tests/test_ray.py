@@ -72,6 +72,39 @@ def test_a_rollout_and_a_replay_run_are_those_of_worker_processes(local_cluster:
     assert_same_end(whole, resume_training(half.checkpoint_path, changes=moved, console=False))
 
 
+@pytest.mark.slow
+def test_the_object_store_holds_no_more_after_many_turns(local_cluster: None, tmp_path: Path) -> None:
+    kwargs = {"num_steps": 2000, "hidden_sizes": [512]}  # an answer of 100 KB and more is an object of the store
+    session = open_session(on_ray("a2c", tmp_path, kwargs=kwargs, num_envs=4))
+    try:
+        for turn in range(30):
+            take_steps(session, turn)
+        deadline = time.monotonic() + 20
+        while (held := count_objects()) > 2 + 2 and time.monotonic() < deadline:  # Ray frees once a second
+            time.sleep(0.1)
+    finally:
+        session.close()
+    assert 2 <= held <= 2 + 2  # weights of two turns, and an answer of each worker
+
+
+def count_objects() -> int:
+    """Objects in the store of the cluster."""
+    from ray._private.internal_api import memory_summary
+
+    stats = re.search(r"Plasma memory usage .*?, (\d+) objects", memory_summary(stats_only=True))
+    assert stats is not None
+    return int(stats[1])
+
+
+@pytest.mark.slow
+def test_a_worker_that_stalls_on_ray_is_started_again(local_cluster: None, tmp_path: Path) -> None:
+    whole = train(workers("a2c", tmp_path / "whole"), console=False)
+    stop = ActorKiller(3, signal.SIGSTOP)
+    stalled = train(on_ray("a2c", tmp_path / "stalled", worker_timeout=20), callbacks=[stop], console=False)
+    assert stalled.metrics["worker_restarts"] == 1
+    assert_same_end(whole, stalled)
+
+
 def test_more_workers_than_the_nodes_hold_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [{"Alive": True, "Resources": {"CPU": 3.0, "rtx": 1.0}}, {"Alive": True, "Resources": {"CPU": 1.5}}]
     nodes.append({"Alive": False, "Resources": {"CPU": 64.0}})
@@ -137,6 +170,7 @@ class TwoNodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
+        ray.shutdown()  # of what the tests above are connected to
         soon = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 200, "health_check_timeout_ms": 2000}
         soon["health_check_failure_threshold"] = 2
         self.cluster = Cluster(True, head_node_args={"num_cpus": 0, "_system_config": soon})
@@ -210,39 +244,6 @@ def test_ten_lost_nodes_change_nothing(two_nodes: TwoNodes, tmp_path: Path) -> N
     assert loser.lost == 10
     assert lost.metrics["worker_restarts"] >= 10
     assert_same_end(whole, lost)
-
-
-@pytest.mark.slow
-def test_the_object_store_holds_no_more_after_many_turns(local_cluster: None, tmp_path: Path) -> None:
-    kwargs = {"num_steps": 2000, "hidden_sizes": [512]}  # an answer of 100 KB and more is an object of the store
-    session = open_session(on_ray("a2c", tmp_path, kwargs=kwargs, num_envs=4))
-    try:
-        for turn in range(30):
-            take_steps(session, turn)
-        deadline = time.monotonic() + 20
-        while (held := count_objects()) > 2 + 2 and time.monotonic() < deadline:  # Ray frees once a second
-            time.sleep(0.1)
-    finally:
-        session.close()
-    assert 2 <= held <= 2 + 2  # weights of two turns, and an answer of each worker
-
-
-def count_objects() -> int:
-    """Objects in the store of the cluster."""
-    from ray._private.internal_api import memory_summary
-
-    stats = re.search(r"Plasma memory usage .*?, (\d+) objects", memory_summary(stats_only=True))
-    assert stats is not None
-    return int(stats[1])
-
-
-@pytest.mark.slow
-def test_a_worker_that_stalls_on_ray_is_started_again(local_cluster: None, tmp_path: Path) -> None:
-    whole = train(workers("a2c", tmp_path / "whole"), console=False)
-    stop = ActorKiller(3, signal.SIGSTOP)
-    stalled = train(on_ray("a2c", tmp_path / "stalled", worker_timeout=20), callbacks=[stop], console=False)
-    assert stalled.metrics["worker_restarts"] == 1
-    assert_same_end(whole, stalled)
 
 
 @pytest.mark.slow
