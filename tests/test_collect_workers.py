@@ -283,6 +283,9 @@ def test_a_run_that_takes_whoever_is_ready_says_so_and_resumes(tmp_path: Path, c
 # ---- max_policy_lag --------------------------------------------------------------------------------------------------
 
 
+DROPPING: dict[str, Any] = {"max_policy_lag": 0, "total_timesteps": 240, "log_interval": 3}
+
+
 @pytest.fixture
 def delivered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps of every answer that the learner has taken."""
@@ -298,12 +301,16 @@ def delivered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_delivered_is_learned_from_or_dropped(tmp_path: Path, delivered: list[int]) -> None:
-    fields: dict[str, Any] = {"max_policy_lag": 0, "total_timesteps": 240, "log_interval": 3}
-    result = train(workers("dqn", tmp_path / "whole", **fields), console=False)
+    result = train(workers("dqn", tmp_path, **DROPPING), console=False)
     dropped = result.metrics["worker_dropped"]
     assert 0 < dropped < sum(delivered) == result.metrics["global_step"] + dropped
     assert result.metrics["policy_lag_max"] == 0
-    assert_same_end(result, stop_and_resume(workers("dqn", tmp_path / "parts", **fields), 100))
+
+
+@pytest.mark.slow
+def test_a_run_that_drops_experience_resumes_exactly(tmp_path: Path) -> None:
+    whole = train(workers("dqn", tmp_path / "whole", **DROPPING), console=False)
+    assert_same_end(whole, stop_and_resume(workers("dqn", tmp_path / "parts", **DROPPING), 100))
 
 
 def test_nothing_is_dropped_unless_asked_for(tmp_path: Path, delivered: list[int]) -> None:
