@@ -37,9 +37,6 @@ class FirstComers(WorkerCollector):
             array[:] = there.arrays[name]
         return place
 
-    def _columns(self, experience: Experience, index: int) -> Experience:
-        return experience.columns(self.records[index].first, self.records[index].stop)
-
     def _join(self, experience: Experience) -> Experience:
         """The copies; `parts` say which environments they come from."""
         joined = super()._join(self.joined)

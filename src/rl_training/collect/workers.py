@@ -42,12 +42,11 @@ class WorkerRecord:
         self.state: dict[str, Any] = {}
         self._actions: list[list[Array]] = [[] for _ in range(first, stop)]
 
-    def follow(self, brief: dict[str, Any], experience: Experience, actions: Array) -> None:
-        """Note an answer; `actions` [T, N, ...] are those of its experience in the environment's own range."""
-        obs = experience.obs[experience.steps, self.first : self.stop].copy()
-        self.state = {**brief, "stepper": {**brief["stepper"], "obs": obs}}
-        ends = experience.terminated[: experience.steps] | experience.truncated[: experience.steps]
-        for env, parts in zip(range(self.first, self.stop), self._actions, strict=True):
+    def follow(self, brief: dict[str, Any], columns: Experience, actions: Array) -> None:
+        """Note an answer; `columns` are the worker's, `actions` [T, n, ...] theirs in the environment's own range."""
+        self.state = {**brief, "stepper": {**brief["stepper"], "obs": columns.obs[columns.steps].copy()}}
+        ends = columns.terminated[: columns.steps] | columns.truncated[: columns.steps]
+        for env, parts in enumerate(self._actions):
             ended = np.flatnonzero(ends[:, env])
             if len(ended):
                 parts.clear()
@@ -216,15 +215,17 @@ class WorkerCollector:
     def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> Experience:
         """Note the worker's new state; returns the experience that holds its columns."""
         self._acted += answer["seconds"]
-        experience, steps = self.experiences[flight.number % MEMORIES], answer["steps"]
-        experience.steps = steps
-        record = self.records[index]
-        taken = experience.actions[:steps, record.first : record.stop]
-        flat = self.spaces.map_actions(taken.reshape(-1, *taken.shape[2:]))
-        mapped = np.empty((steps, self.num_envs, *flat.shape[1:]), flat.dtype)
-        mapped[:, record.first : record.stop] = flat.reshape(*taken.shape[:2], *flat.shape[1:])
-        record.follow(answer["state"], experience, mapped)
+        experience = self.experiences[flight.number % MEMORIES]
+        columns = self._columns(experience, index)
+        columns.steps = answer["steps"]
+        taken = columns.actions[: columns.steps]
+        mapped = self.spaces.map_actions(taken.reshape(-1, *taken.shape[2:]))
+        self.records[index].follow(answer["state"], columns, mapped.reshape(*taken.shape[:2], *mapped.shape[1:]))
         return experience
+
+    def _columns(self, experience: Experience, index: int) -> Experience:
+        """The columns of the worker, or place, with that number."""
+        return experience.columns(self.records[index].first, self.records[index].stop)
 
     def _join(self, experience: Experience) -> Experience:
         answers = {place: answer for place, (_, answer) in self._answers.items()}
