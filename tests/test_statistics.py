@@ -16,8 +16,8 @@ and the second, where `iqms` is `lambda s: np.array([m.aggregate_iqm(s[..., i]) 
 
 Values agree to the last digits; the ends of intervals as well as two sets of random resamples do. A profile moves in
 steps of one run (1/48 for w), and several of its exact percentiles lie at the edge of a step: at 40 the resamples of w
-below 0.4375 have a probability of 0.0238, so rliable's draws gave 0.4167 and the exact 2.5 % point is 0.4375. There ends
-may be one step apart.
+below 0.4375 have a probability of 0.0238, so rliable's draws gave 0.4167 and the exact 2.5 % point is 0.4375. There
+ends may be one step apart.
 """
 
 from __future__ import annotations
