@@ -142,7 +142,7 @@ def test_a_run_that_is_given_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_odd_files_are_read_as_data(tmp_path: Path) -> None:
-    values: list[Any] = ["nan", None, True, HOSTILE, [1.0], 7.0]
+    values: list[Any] = ["nan", None, True, HOSTILE, [1.0], 10**400, 7.0]
     run = find_runs([str(write_run(tmp_path, values, manifest=[HOSTILE]))])[0]
     assert run.curve("eval_return_mean")[1].tolist() == [7.0]
     assert run.manifest == {}

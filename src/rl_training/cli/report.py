@@ -1,8 +1,10 @@
-"""`rl-training compare`: what finished runs say, together."""
+"""`rl-training compare` and `report`: what finished runs say, together."""
 
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_training.cli.options import Text, Texts, option
-from rl_training.cli.screen import make_console
+from rl_training.cli.options import ImportOption, OwnEnvOption, Text, Texts, name_environment, option
+from rl_training.cli.screen import make_console, quote
 from rl_training.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folde
 ByOption = Annotated[
     Text, option("Group by algo or by settings: learning_rate; else by what differs.", "--by", metavar="NAME")
 ]
+MOST_EPISODES = 4  # in a report, one of each group
 SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the range of returns
 
 
@@ -41,6 +44,36 @@ def compare(
     found = find_runs(runs)
     envs = ", ".join(dict.fromkeys(run.env_id for run in found))
     print_comparison(make_console(), compare_groups(group_runs(found, by), scale, bar), envs, bar)
+
+
+def report(
+    runs: RunsArgument,
+    output: Annotated[str, option("The file to write.", "--output", metavar="F.html")] = "report.html",
+    by: ByOption = None,
+    no_episode: Annotated[bool, option("Show no episode; no environment is made.", "--no-episode")] = False,
+    env: OwnEnvOption = None,
+    modules: ImportOption = None,
+) -> None:
+    """Write one HTML file on runs: curves, scores, settings, time, warnings, an episode, commands."""
+    named = name_environment(env, modules)
+    from rl_training.tools.compare import find_runs, group_runs
+    from rl_training.tools.report import build_report, show_episode
+
+    groups = group_runs(find_runs(runs), by)
+    write_output(output, build_report(groups))  # a renderer that ends the process leaves this one
+    if not no_episode:
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
+        shown = list(groups.items())[:MOST_EPISODES]
+        write_output(output, build_report(groups, [show_episode(name, group, named) for name, group in shown]))
+    make_console().print(f"report: {quote(Path(output))}", soft_wrap=True)
+
+
+def write_output(target: str, text: str) -> None:
+    """Write the file, or say why not."""
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--output {target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def read_number(name: str, text: str) -> float:
@@ -65,16 +98,12 @@ def read_reference(text: str) -> tuple[str, tuple[float, float]]:
 
 def print_comparison(console: Console, result: Comparison, envs: str, threshold: float | None) -> None:
     """Groups, pairs of them, returns over steps, profiles, and doubts."""
-    from rl_training.tools.compare import describe_estimate, describe_groups, metric_name
+    from rl_training.tools.compare import describe_groups, describe_pairs, metric_name
 
     console.print(f"[bold]{escape(envs)}[/bold]: {metric_name(result.scored_by)} at the end, best first")
     print_table(console, *describe_groups(result, threshold))
     if result.pairs:
-        rows = [
-            [f"{p.name} − {p.other}", describe_estimate(p.difference), describe_estimate(p.improvement), p.verdict]
-            for p in result.pairs
-        ]
-        print_table(console, ["pair", "difference of IQMs", "P(first is better)", ""], rows)
+        print_table(console, *describe_pairs(result))
     if result.steps is not None:
         at = [round(share * (len(result.steps) - 1)) for share in SHOWN_SHARES]
         head = [f"{x:,.0f} steps" if result.steps[-1] > 1 else f"{x:.0%} of steps" for x in result.steps[at]]

@@ -15,6 +15,7 @@ import numpy as np
 from rl_training.errors import UserError, counted, did_you_mean
 from rl_training.experiment.config import read_yaml
 from rl_training.experiment.logging import read_metrics
+from rl_training.tools.drawing import Series
 from rl_training.tools.statistics import (
     Array,
     Estimate,
@@ -28,6 +29,7 @@ from rl_training.tools.statistics import (
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
 NEVER_COMPARED = ("seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "ray", "worker_timeout")
 POINTS = 60  # of a curve
+LARGEST = 1e100  # of numbers in files
 FEW_RUNS = 5  # below that many a bootstrap interval is too narrow
 FEW_EVALUATIONS = 3  # below that many they make no curve
 
@@ -63,14 +65,14 @@ class RunRecord:
 
     def curve(self, metric: str) -> tuple[Array, Array]:
         """Steps and finite values of a metric, in the order of the steps."""
-        pairs = {row["step"]: row[metric] for row in self.rows if is_number(row.get(metric))}
+        pairs = {row["step"]: row[metric] for row in self.rows if is_number(row.get(metric)) and is_number(row["step"])}
         steps = sorted(pairs)
         return np.array(steps, dtype=np.float64), np.array([pairs[step] for step in steps], dtype=np.float64)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value of a file is a finite number, of a size that can be counted with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -130,6 +132,8 @@ def group_runs(runs: Sequence[RunRecord], by: str | None = None) -> Groups:
 
 def describe_value(value: Any) -> str:
     """A setting as YAML would have it, on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {describe_value(part)}" for key, part in value.items())
     return value if isinstance(value, str) else f"{value:g}" if is_number(value) else json.dumps(value, default=str)
 
 
@@ -264,6 +268,21 @@ def shared_steps(all_steps: Sequence[Array]) -> Array | None:
     return np.linspace(first, last, POINTS) if first < last else None
 
 
+def learning_curves(groups: Groups) -> tuple[str | None, list[Series]]:
+    """What was measured, and a line per group over the steps that its runs share; of runs on one environment."""
+    metric = choose_metric([run for group in groups.values() for run in group], FEW_EVALUATIONS)
+    if metric is None:
+        return None, []
+    lines = []
+    for name, group in groups.items():
+        curves = [run.curve(metric) for run in group]
+        steps = shared_steps([curve[0] for curve in curves])
+        if steps is not None:
+            found = estimate(interquartile_mean, [np.stack([np.interp(steps, *curve) for curve in curves], axis=-1)])
+            lines.append(Series(name, steps, *found))
+    return metric, lines
+
+
 def doubts(groups: Groups) -> list[str]:
     """Sentences on what makes a comparison weaker than its numbers look."""
     notes, runs = [], [run for group in groups.values() for run in group]
@@ -315,3 +334,12 @@ def describe_groups(result: Comparison, threshold: float | None = None) -> tuple
         for g in result.groups
     ]
     return ["group", "runs", "IQM [95 % interval]", "mean", "best", last], rows
+
+
+def describe_pairs(result: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of pairs."""
+    rows = [
+        [f"{p.name} − {p.other}", p.verdict, describe_estimate(p.difference), describe_estimate(p.improvement)]
+        for p in result.pairs
+    ]
+    return ["pair", "verdict", "difference of IQMs", "P(first is better)"], rows
