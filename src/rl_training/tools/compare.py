@@ -1,0 +1,345 @@
+"""Runs read from their folders as plain data, grouped by what differs between them, and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_training.errors import UserError, counted, did_you_mean
+from rl_training.experiment.config import read_yaml
+from rl_training.experiment.logging import read_metrics
+from rl_training.tools.drawing import Series
+from rl_training.tools.statistics import (
+    Array,
+    Estimate,
+    difference,
+    estimate,
+    interquartile_mean,
+    performance_profile,
+    probability_of_improvement,
+)
+
+EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
+NEVER_COMPARED = ("seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "ray", "worker_timeout")
+POINTS = 60  # of a curve
+LARGEST = 1e100  # of numbers in files
+FEW_RUNS = 5  # below that many a bootstrap interval is too narrow
+FEW_EVALUATIONS = 3  # below that many they make no curve
+
+Groups = dict[str, list["RunRecord"]]
+References = Mapping[str, tuple[float, float]]  # environment -> the returns that count as 0 and 1
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's folder says; nothing in it is called."""
+
+    folder: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def algo(self) -> str:
+        """Registry name of the algorithm."""
+        return str(self.config["algo"])
+
+    @property
+    def env_id(self) -> str:
+        """The environment."""
+        return str(self.config["env_id"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of the config and hyper-parameters by name; arguments of the environment as `env_kwargs.x`."""
+        nested = {name: _mapping(self.config.get(name)) for name in ("algo_kwargs", "env_kwargs")}
+        fields = {name: value for name, value in self.config.items() if name not in nested}
+        return fields | nested["algo_kwargs"] | {f"env_kwargs.{key}": v for key, v in nested["env_kwargs"].items()}
+
+    def curve(self, metric: str) -> tuple[Array, Array]:
+        """Steps and finite values of a metric, in the order of the steps."""
+        pairs = {row["step"]: row[metric] for row in self.rows if is_number(row.get(metric)) and is_number(row["step"])}
+        steps = sorted(pairs)
+        return np.array(steps, dtype=np.float64), np.array([pairs[step] for step in steps], dtype=np.float64)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a file is a finite number, of a size that can be counted with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return {str(key): part for key, part in value.items()} if isinstance(value, dict) else {}
+
+
+def find_runs(given: Iterable[str]) -> list[RunRecord]:
+    """The runs in these folders, each a run's own or one that holds some at any depth."""
+    folders: dict[Path, Path] = {}
+    for text in given:
+        path = Path(text)
+        inside = [path, *sorted(p.parent for p in path.rglob("metrics.jsonl"))] if path.is_dir() else []
+        found = [p for p in inside if (p / "metrics.jsonl").is_file() and (p / "config.yaml").is_file()]
+        if not found:
+            raise UserError(f"{text} is no run and holds none; give folders with a config.yaml and a metrics.jsonl.")
+        folders |= {p.resolve(): p for p in found}
+    return [read_run(path) for path in folders.values()]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """The record of a run's folder; a manifest that cannot be read counts as empty."""
+    config = read_yaml(folder / "config.yaml")
+    for name in ("algo", "env_id"):
+        if not isinstance(config.get(name), str):
+            raise UserError(f"{folder / 'config.yaml'}: {name} is {config.get(name)!r}; it must be a name.")
+    try:
+        manifest = _mapping(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        manifest = {}
+    return RunRecord(folder, config, manifest, read_metrics(folder / "metrics.jsonl"))
+
+
+def differing(runs: Sequence[RunRecord]) -> list[str]:
+    """Names of settings that are not the same in all runs."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in NEVER_COMPARED)
+    return [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
+
+
+def group_runs(runs: Sequence[RunRecord], by: str | None = None) -> Groups:
+    """Runs by algorithm, or by the settings in `by`; without it by algorithm, else by what differs."""
+    if by is None:
+        several = {run.algo for run in runs}
+        names = ["algo"] if len(several) > 1 else [name for name in differing(runs) if name != "env_id"]
+    else:
+        names = [name.strip().removeprefix("algo_kwargs.") for name in by.split(",")]
+        known = {name for run in runs for name in run.settings}
+        for name in names:
+            if name not in known:
+                raise UserError(f"--by {name}: no run has that setting; {did_you_mean(name, known)}")
+    groups: Groups = {}
+    for run in runs:
+        shown = [(name, describe_value(run.settings.get(name))) for name in names]
+        label = ", ".join(value if name == "algo" else f"{name}={value}" for name, value in shown) or run.algo
+        groups.setdefault(label, []).append(run)
+    return dict(sorted(groups.items()))
+
+
+def describe_value(value: Any) -> str:
+    """A setting as YAML would have it, on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {describe_value(part)}" for key, part in value.items())
+    return value if isinstance(value, str) else f"{value:g}" if is_number(value) else json.dumps(value, default=str)
+
+
+def check_environments(groups: Groups, references: References) -> list[str]:
+    """The environments of the runs; several are refused unless each has its references and every group has all."""
+    envs = list(dict.fromkeys(run.env_id for runs in groups.values() for run in runs))
+    if unknown := [name for name in references if name not in envs]:
+        raise UserError(f"--reference {unknown[0]}: no run is on that environment; {did_you_mean(unknown[0], envs)}")
+    bare = [env for env in envs if env not in references]
+    if bare and (len(envs) > 1 or references):
+        what = f"the runs are on {' and '.join(envs[:3])}, whose returns are not of one scale"
+        raise UserError(f"{what}; give --reference {bare[0]}=LOW,HIGH and so on, or runs on one environment.")
+    for name, runs in groups.items():
+        if missing := [env for env in envs if env not in {run.env_id for run in runs}]:
+            raise UserError(f"{name} has no run on {missing[0]}; every group needs runs on the same environments.")
+    return envs
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """The scores of one group of runs."""
+
+    name: str
+    runs: int
+    iqm: Estimate  # of the final returns
+    final: float  # means over runs, as those below
+    best: float
+    area: float | None  # mean return over the steps that all runs have
+    to_threshold: Sequence[float]  # steps of each run that reached the threshold
+    curve: Estimate | None  # interquartile mean over those steps
+    profile: Estimate
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """How one group differs from another: of interquartile means, and of a run of each."""
+
+    name: str
+    other: str
+    difference: Estimate
+    improvement: Estimate
+
+    @property
+    def verdict(self) -> str:
+        """What the interval of the difference says."""
+        low, high = float(self.difference.low), float(self.difference.high)
+        if math.isnan(low):
+            return "too few runs to tell"
+        return "no difference shown" if low <= 0 <= high else f"{self.name if low > 0 else self.other} is better"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Groups of runs compared, the best first."""
+
+    groups: list[GroupScores]
+    pairs: list[PairScores]
+    scored_by: str
+    curve_of: str | None
+    steps: Array | None  # that all runs have; shares of them where environments differ
+    thresholds: Array  # of the performance profile
+    notes: list[str] = field(default_factory=list)
+
+
+def compare_groups(groups: Groups, references: References | None = None, threshold: float | None = None) -> Comparison:
+    """Compare groups of runs by their final returns, normalised where references are given."""
+    references = references or {}
+    envs = check_environments(groups, references)
+    runs = [run for group in groups.values() for run in group]
+    scored_by = choose_metric(runs, 1)
+    if scored_by is None:
+        raise UserError("some runs have neither an evaluation nor a finished episode; train them for longer.")
+    curve_of = choose_metric(runs, FEW_EVALUATIONS)
+    scale = {env: references.get(env, (0.0, 1.0)) for env in envs}
+
+    def curve(run: RunRecord, metric: str) -> tuple[Array, Array]:
+        (steps, values), (low, high) = run.curve(metric), scale[run.env_id]
+        return steps, (values - low) / (high - low)
+
+    def by_task(group: list[RunRecord]) -> list[list[RunRecord]]:
+        return [[run for run in group if run.env_id == env] for env in envs]
+
+    grids = None
+    if curve_of is not None:
+        ranges = [shared_steps([run.curve(curve_of)[0] for run in task]) for task in by_task(runs)]
+        grids = None if any(steps is None for steps in ranges) else [s for s in ranges if s is not None]
+    finals = {
+        name: [np.array([curve(run, scored_by)[1][-1] for run in task]) for task in by_task(group)]
+        for name, group in groups.items()
+    }
+    everything = np.concatenate([task for tasks in finals.values() for task in tasks])
+    thresholds = np.linspace(everything.min(), everything.max(), POINTS)
+
+    def score(name: str) -> GroupScores:
+        group, final = groups[name], finals[name]
+        reached = []
+        if threshold is not None:
+            for steps, values in (curve(run, curve_of or scored_by) for run in group):
+                reached += [float(steps[values >= threshold][0])] if (values >= threshold).any() else []
+        sampled = None
+        if grids is not None and curve_of is not None:
+            tasks = zip(by_task(group), grids, strict=True)
+            sampled = [np.stack([np.interp(g, *curve(run, curve_of)) for run in t], axis=-1) for t, g in tasks]
+        return GroupScores(
+            name, len(group), estimate(interquartile_mean, final), float(np.concatenate(final).mean()),
+            float(np.mean([curve(run, scored_by)[1].max() for run in group])),
+            None if sampled is None else float(np.concatenate(sampled, axis=-1).mean()), reached,
+            None if sampled is None else estimate(interquartile_mean, sampled),
+            estimate(performance_profile(thresholds), final),
+        )  # fmt: skip
+
+    scores = sorted((score(name) for name in groups), key=lambda group: -float(group.iqm.value))
+    pairs = [
+        PairScores(x, y, *(estimate(of, finals[x], finals[y]) for of in (difference, probability_of_improvement)))
+        for x, y in combinations([group.name for group in scores], 2)
+    ]
+    steps = None if grids is None else grids[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
+    return Comparison(scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, doubts(groups))
+
+
+def choose_metric(runs: Sequence[RunRecord], evaluations: int) -> str | None:
+    """The return that every run has: of that many evaluations, else of training episodes."""
+    for metric, least in ((EVALUATED, evaluations), (TRAINED, min(2, evaluations))):
+        if all(len(run.curve(metric)[0]) >= least for run in runs):
+            return metric
+    return None
+
+
+def shared_steps(all_steps: Sequence[Array]) -> Array | None:
+    """Steps spread over the range that all of these have; None where there is no such range."""
+    first, last = max(steps[0] for steps in all_steps), min(steps[-1] for steps in all_steps)
+    return np.linspace(first, last, POINTS) if first < last else None
+
+
+def learning_curves(groups: Groups) -> tuple[str | None, list[Series]]:
+    """What was measured, and a line per group over the steps that its runs share; of runs on one environment."""
+    metric = choose_metric([run for group in groups.values() for run in group], FEW_EVALUATIONS)
+    if metric is None:
+        return None, []
+    lines = []
+    for name, group in groups.items():
+        curves = [run.curve(metric) for run in group]
+        steps = shared_steps([curve[0] for curve in curves])
+        if steps is not None:
+            found = estimate(interquartile_mean, [np.stack([np.interp(steps, *curve) for curve in curves], axis=-1)])
+            lines.append(Series(name, steps, *found))
+    return metric, lines
+
+
+def doubts(groups: Groups) -> list[str]:
+    """Sentences on what makes a comparison weaker than its numbers look."""
+    notes, runs = [], [run for group in groups.values() for run in group]
+    for name, group in groups.items():
+        seeds = [(run.env_id, run.config.get("seed")) for run in group]
+        if len(set(seeds)) < len(seeds):
+            notes.append(f"{name}: some runs have the same seed; repeats of a run make its interval too narrow.")
+    if all(run.algo in name.split(", ") for name, group in groups.items() for run in group):  # whose settings differ
+        others = [name for group in groups.values() for name in differing(group)]
+        others += [name for name in differing(runs) if name == "total_timesteps"]
+    else:
+        others = differing(runs)
+    hidden = [name for name in dict.fromkeys(others) if f"{name}=" not in next(iter(groups)) and name != "env_id"]
+    if hidden:
+        notes.append(f"the runs also differ in {', '.join(hidden[:5])}; a difference may come from that.")
+    if few := [name for name, group in groups.items() if len(group) < FEW_RUNS]:
+        notes.append(
+            f"fewer than {FEW_RUNS} runs of {', '.join(few)}: a bootstrap interval of so few is too narrow; "
+            f"train {counted(FEW_RUNS, 'seed')} or more before you rely on it."
+        )
+    return notes
+
+
+def metric_name(metric: str | None) -> str:
+    """A return in words."""
+    return "return of evaluations" if metric == EVALUATED else "return of training episodes"
+
+
+def describe_estimate(found: Estimate) -> str:
+    """`12.3 [10.1, 14.9]`, the interval left out where there is none."""
+    value, low, high = (float(part) for part in found)
+    return f"{value:.4g}" if math.isnan(low) else f"{value:.4g} [{low:.4g}, {high:.4g}]"
+
+
+def describe_groups(result: Comparison, threshold: float | None = None) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of groups."""
+    place = "in evaluations" if (result.curve_of or result.scored_by) == EVALUATED else "in training"
+    last = f"mean over steps {place}" if threshold is None else f"steps to {threshold:g} {place}"
+
+    def describe_speed(group: GroupScores) -> str:
+        if threshold is None:
+            return "-" if group.area is None else f"{group.area:.4g}"
+        if not group.to_threshold:
+            return f"none of {group.runs}"
+        return f"{np.median(group.to_threshold):,.0f} (median, {len(group.to_threshold)} of {group.runs})"
+
+    rows = [
+        [g.name, str(g.runs), describe_estimate(g.iqm), f"{g.final:.4g}", f"{g.best:.4g}", describe_speed(g)]
+        for g in result.groups
+    ]
+    return ["group", "runs", "IQM [95 % interval]", "mean", "best", last], rows
+
+
+def describe_pairs(result: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of pairs."""
+    rows = [
+        [f"{p.name} − {p.other}", p.verdict, describe_estimate(p.difference), describe_estimate(p.improvement)]
+        for p in result.pairs
+    ]
+    return ["pair", "verdict", "difference of IQMs", "P(first is better)"], rows

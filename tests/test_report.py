@@ -1,0 +1,264 @@
+"""`rl-training report`: one file, complete, harmless, and written whatever a renderer does."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from rl_training.cli.main import app
+from rl_training.tools import report
+from rl_training.tools.compare import find_runs, group_runs
+from rl_training.tools.drawing import Series, draw_chart, format_number, place_legend, ticks
+from run_records import HOSTILE, write_group, write_run
+
+TINY = ["--algo", "ppo", "--total-timesteps", "64", "--num-envs", "1", "--eval-episodes", "1", "--set", "num_steps=32",
+        "--set", "minibatch_size=32"]  # fmt: skip
+OUTSIDE = re.compile(r'(?:src|href)=(?!"data:)|url\(|@import|<script|\bon\w+=')
+
+
+class Words(HTMLParser):
+    """The text of a page, and the tags that were left open."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.open = "", list[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def run_command(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def page_of(*words: str) -> str:
+    run_command("report", *words, "--output", "page.html")
+    return Path("page.html").read_text(encoding="utf-8")
+
+
+def test_everything_is_in_one_file(tmp_path: Path) -> None:
+    messages = ["ppo on CartPole-v1: here", "warning: the moon is full"]
+    told = {"torch": "2.9.9", "command": ["/usr/bin/rl-training", "train", "--set", "a b=1"], "messages": messages}
+    for algo in ("a2c", "ppo"):
+        for seed in range(3):
+            write_run(tmp_path / "runs", [1.0, 5.0, 9.0 + seed], algo=algo, seed=seed, manifest=told, gamma=0.5)
+    page = page_of("runs", "--no-episode")
+    words = Words(page)
+    assert words.open == []
+    assert OUTSIDE.search(page) is None
+    assert page.count("<svg") == 4  # curves and profiles, each for wide and narrow screens
+    assert page.count("<title ") == page.count("<desc ") == 4
+    for expected in (
+        "a2c, ppo on CartPole-v1", "6 runs, 18,000 steps", "no difference shown", "10 [9, 11]", "gamma0.50.99",
+        "0.3 s", "the moon is full", "and 5 more", "2.9.9", "rl-training train --set 'a b=1'",
+        "rl-training train --config runs/a2c-CartPole-v1-s0-0/config.yaml", "fewer than 5 runs of a2c, ppo",
+    ):  # fmt: skip
+        assert expected in words.text, expected
+    assert page_of("runs", "--no-episode") == page  # intervals are seeded
+
+
+def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
+    told = dict.fromkeys(("torch", "git", "command", "earlier"), HOSTILE) | {"messages": ["", HOSTILE]}
+    env_id = HOSTILE.replace("/", "")
+    write_run(tmp_path / "runs", [1.0, 2.0, 3.0], algo=HOSTILE, env_id=env_id, manifest=told, x=HOSTILE)
+    write_run(tmp_path / "runs", [1.0, "inf"], algo=f"{HOSTILE}2", env_id=env_id, manifest=told)
+    folder = next((tmp_path / "runs").rglob("metrics.jsonl")).parent
+    page = page_of(str(folder.parents[1]))
+    assert Words(page).open == []
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "has no checkpoint" in page
+
+
+def test_runs_without_returns_still_get_a_page(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", [None, "nan"])
+    text = Words(page_of("runs")).text
+    assert "No learning curve" in text
+    assert "train them for longer" in text
+    assert "eval_return_mean was not finite in some row" in text
+
+
+def test_a_run_that_stopped_early_and_one_that_was_resumed_are_told_apart(tmp_path: Path) -> None:
+    told = {"command": ["x.py"], "earlier": [{"command": ["rl-training"]}]}
+    folder = write_run(tmp_path / "runs", [1.0, 2.0], manifest=told)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("total_timesteps: 2000", "total_timesteps: 9000"))
+    run = find_runs([str(folder)])[0]
+    assert report.training_seconds(run) is None
+    text = Words(report.build_report(group_runs([run]))).text
+    assert "at step 2,000 of 9,000" in text
+    assert "rl-training\npython x.py" in text
+
+
+class Drawn(gym.Env[Any, Any]):
+    """Ten steps; renders frames that count them, or fails as it is told to."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    mode = "frames"
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode, self.steps = render_mode, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(2, np.float32), 1.0, self.steps == 10, False, {}
+
+    def render(self) -> Any:
+        if self.mode == "raises":
+            raise OSError("<no> display")
+        return None if self.mode == "nothing" else np.full((40, 60, 3), 20 * self.steps, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("drawn")
+    run_command("train", *TINY, "--env", f"{__name__}:Drawn", "--output-dir", str(folder))
+    return str(folder)
+
+
+def test_an_episode_is_shown_as_a_moving_picture(trained: str) -> None:
+    from PIL import Image
+
+    page = page_of(trained)
+    assert "ppo: 10 steps, return 10, by best.ckpt" in page
+    assert "data:image/gif;base64," in page
+    run = find_runs([trained])[0]
+    picture, steps, total = report.record_episode(run.folder / "checkpoints" / "best.ckpt")
+    with Image.open(io.BytesIO(picture)) as image:
+        assert (getattr(image, "n_frames", 1), image.info["duration"], steps, total) == (10, 100, 10, 10.0)
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("raises", "OSError: &lt;no&gt; display"), ("nothing", "rgb_array")])
+def test_what_a_renderer_does_costs_only_the_picture(
+    trained: str, mode: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drawn, "mode", mode)
+    page = page_of(trained)
+    assert reason in page
+    assert "image/gif" not in page
+    assert "Run it again" in page
+
+
+def test_no_environment_is_made_when_no_episode_is_asked_for(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "record_episode", lambda *_: pytest.fail("an environment was made"))
+    assert "Episodes" not in page_of(trained, "--no-episode")
+
+
+def test_a_long_episode_is_thinned_to_few_frames(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "MOST_FRAMES", 4)
+    from PIL import Image
+
+    picture, steps, _ = report.record_episode(find_runs([trained])[0].folder / "checkpoints" / "best.ckpt")
+    with Image.open(io.BytesIO(picture)) as image:
+        assert steps == 10
+        assert (getattr(image, "n_frames", 1), image.info["duration"]) == (3, 400)  # steps 0, 4 and 8
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    write_group(tmp_path / "runs", [1.0])
+    sentence = run_command("report", "runs", "--no-episode", "--output", "nowhere/r.html", code=2)
+    assert "--output nowhere/r.html cannot be written: No such file or directory." in sentence
+
+
+# ---- drawing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "expected"),
+    [(0, 500, 5, [0, 100, 200, 300, 400, 500]), (-3, 7, 5, [-4, -2, 0, 2, 4, 6, 8]), (2, 2, 5, [2, 2.5]),
+     (0, 0, 5, [0, 0.2]), (1e-7, 3e-7, 4, [1e-7, 1.5e-7, 2e-7, 2.5e-7, 3e-7])],
+)  # fmt: skip
+def test_ticks_are_round_and_enclose_the_range(low: float, high: float, most: int, expected: list[float]) -> None:
+    np.testing.assert_allclose(ticks(low, high, most), expected)
+
+
+def test_numbers_are_short() -> None:
+    values = (0.0, 0.30000000000000004, 250.0, -1200.0, 20_000, 1.5e6, 3e9)
+    assert [format_number(value) for value in values] == ["0", "0.3", "250", "-1.2k", "20k", "1.5M", "3G"]
+
+
+def test_lines_and_bands_lie_where_their_values_are() -> None:
+    x, y = np.array([0.0, 50.0, 100.0]), np.array([0.0, 5.0, 10.0])
+    drawn = draw_chart([Series("a", x, y, y - 0, y + 0)], "t", "d", "x", "y", width=700)
+    points = re.search(r'class="line s0" points="([^"]+)"', drawn)
+    assert points is not None
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in points[1].split())
+    assert (x1 - x0, y1 - y0) == pytest.approx((x2 - x1, y2 - y1), abs=0.11)
+    assert x0 < x2 <= 700
+    assert y2 < y0  # up is more
+    assert 'class="band b0"' in drawn
+    nan = np.full(3, np.nan)
+    assert "band" not in draw_chart([Series("a", x, y, nan, nan)], "t", "d", "x", "y")
+
+
+def test_one_value_can_be_drawn() -> None:
+    point = np.array([3.0])
+    assert "nan" not in draw_chart([Series("a", point, point)], "t", "d", "x", "y")
+
+
+def test_a_legend_stays_inside_the_chart() -> None:
+    placed = place_legend(["short", "n" * 40, "n" * 200], 360)
+    assert [y for _, y, _ in placed] == [0, 20, 40]
+    assert placed[2][2].endswith("…")
+    assert all(x + 32 + 7 * len(name) <= 360 for x, _, name in placed)
+
+
+# ---- in a browser --------------------------------------------------------------------------------
+
+
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    """Charts have a size, nothing is asked of the network or wider than the screen, and the console is silent."""
+    browsers = pytest.importorskip("playwright.sync_api")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("there is no Chromium")
+    for algo in ("a2c", "ppo"):
+        write_group(tmp_path / "runs", [10.0, 20.0, 30.0], algo=algo, hidden_sizes=[64] * 40)
+    page_of("runs", "--no-episode")
+    address = f"file://{Path('page.html').resolve()}"
+    heights = "[...document.querySelectorAll('svg text')].map(t => t.getBoundingClientRect().height).filter(h => h)"
+    with browsers.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for width, scheme, back in ((1200, "light", "rgb(255, 255, 255)"), (390, "dark", "rgb(21, 24, 28)")):
+            said: list[str] = []
+            page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
+            page.on("console", lambda message, said=said: said.append(message.text))
+            page.on("pageerror", lambda error, said=said: said.append(str(error)))
+            page.on("request", lambda request, said=said: said.append(request.url))
+            page.goto(address)
+            boxes = [chart.bounding_box() for chart in page.query_selector_all("svg") if chart.is_visible()]
+            assert [url for url in said if not url.startswith("data:")] == [address]
+            assert len(boxes) == 2
+            assert all(box["width"] > 300 and box["height"] > 200 for box in boxes)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert min(page.evaluate(heights)) >= 10
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") == back
+        browser.close()
