@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import env_zoo
 from registry_contract import AnyKind, kind_config
 from resume_cases import SPECS, tiny
+from rl_training.cli.main import app
+from rl_training.cli.screen import mean_interval
 from rl_training.errors import TrainingFailure, UserError
-from rl_training.runtime.workflows import TrainResult, load_policy, train
+from rl_training.experiment.config import load_config, parse_yaml
+from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, load_policy, train
 from rl_training.tools import export as exporting
 from rl_training.tools.export import ExportedPolicy, assemble, example_inputs, export_policy
 
@@ -112,3 +116,37 @@ def test_every_algorithm_acts_as_predict_does(algo: str, file_format: str, tmp_p
     parity = json.loads(made.path.with_name(f"{made.path.name}.json").read_text())["parity"]
     assert (parity["observations"], parity["different"]) == (1000, 0)
     assert parity["max_abs_difference"] < 1e-5
+
+
+def test_the_card_says_how_it_plays_and_how_to_train_it_again(tmp_path: Path) -> None:
+    run = trained(tiny("ppo", tmp_path))
+    words = ["export", "--checkpoint", str(run.run_dir), "--format", "torch", "--output", str(tmp_path / "policy.pt2")]
+    result = CliRunner().invoke(app, [*words, "--card", "--num-episodes", "4"])
+    assert result.exit_code == 0, result.output
+    assert "policy.pt2.md" in result.stdout
+    card = (tmp_path / "policy.pt2.md").read_text()
+    scores = evaluate_checkpoint(run.checkpoint_path, num_episodes=4, seed=10_003)
+    mean, half = mean_interval(scores["eval_returns"])
+    assert half is not None
+    assert f"| {mean:.1f} | {mean - half:.1f} to {mean + half:.1f} |" in card
+    again = parse_yaml(card.partition("```yaml\n")[2].partition("```")[0])
+    assert load_config(again).algo_kwargs["num_steps"] == 8
+    code = card.partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {"obs": torch.zeros(2, 4)}
+    exec(code, names)
+    assert names["action"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--env", "CartPole-v1"], "--env and --import are for --card"),
+        (["--num-episodes", "1"], "--num-episodes is '1'; it must be a whole number of at least 2"),
+        (["--format", "tflite"], "format is 'tflite'; it must be onnx or torch"),
+    ],
+)
+def test_wrong_words_are_one_sentence(words: list[str], sentence: str, tmp_path: Path) -> None:
+    checkpoint = trained(tiny("ppo", tmp_path)).checkpoint_path
+    result = CliRunner().invoke(app, ["export", "--checkpoint", str(checkpoint), *words])
+    assert result.exit_code == 2
+    assert sentence in result.output
