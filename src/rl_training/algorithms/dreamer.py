@@ -118,7 +118,7 @@ class Dreamer(Algorithm):
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False, **_: Any
     ) -> ActOutput:
         """Filter the observation into the state and act on it; deterministic takes modes of state and action."""
-        model, rows = self.world_model, len(obs)
+        model, rows = self.world_model, obs.shape[0]
         carry = self.initial_carry(rows) if carry is None else carry
         is_first = torch.zeros(rows, dtype=torch.bool, device=obs.device) if is_first is None else is_first
         features, last_actions = carry.split([model.rssm.feature_dim, self.actor.action_dim], -1)

@@ -45,7 +45,7 @@ class MLPFQFNetwork(MLPIQNNetwork):
         """Fractions for states [B, D]; only `taus`, `widths` and `entropy` carry a gradient."""
         log_widths = self.fraction_layer(features.detach()).log_softmax(-1)
         widths = log_widths.exp()
-        ends = widths.new_zeros(2, len(widths), 1)
+        ends = widths.new_zeros(2, widths.shape[0], 1)
         ends[1] = 1.0  # exactly, where the sum would be so only up to rounding
         taus = torch.cat([ends[0], widths.cumsum(-1)[:, :-1].clamp(max=1.0), ends[1]], -1)
         edges = taus.detach()

@@ -1,0 +1,73 @@
+"""`rl-training export`: a checkpoint's policy as one file for elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from rl_training.cli.options import (
+    CheckpointOption,
+    ImportOption,
+    OwnEnvOption,
+    Text,
+    find_checkpoint,
+    name_environment,
+    option,
+    whole_number,
+)
+from rl_training.cli.screen import make_console, mean_interval, print_facts, quote
+from rl_training.errors import UserError
+
+FRESH_SEED = 10_000  # added to the run's own, so that a card's episodes are not those that chose `best.ckpt`
+
+
+def export(
+    checkpoint: CheckpointOption,
+    file_format: Annotated[
+        str, option("onnx, for onnxruntime; torch, for torch.export.load.", "--format", metavar="NAME")
+    ] = "onnx",
+    output: Annotated[Text, option("The file to write; else next to the checkpoint.", metavar="FILE")] = None,
+    card: Annotated[bool, option("Evaluate the policy and write a model card next to it.", "--card")] = False,
+    num_episodes: Annotated[str, option("Episodes that the card's scores are of.", metavar="N")] = "20",
+    env: OwnEnvOption = None,
+    modules: ImportOption = None,
+) -> None:
+    """Write the deterministic policy to a file that acts without rl-training.
+
+    It takes the environment's observations and gives its actions: normaliser, scaling and masks are inside.
+    """
+    episodes = whole_number("--num-episodes", num_episodes, least=2)
+    if not card and (env is not None or modules):
+        raise UserError("--env and --import are for --card, which was not given; without it no environment is made.")
+    named = name_environment(env, modules)
+    from rl_training.runtime.restoring import load_algorithm, read_checkpoint
+    from rl_training.runtime.workflows import evaluate_checkpoint
+    from rl_training.tools.export import export_policy
+
+    path = find_checkpoint(checkpoint)
+    scores: dict[str, Any] = {}
+    if card:  # first, so that a missing environment leaves nothing half done
+        *_, config = load_algorithm(path, read_checkpoint(path))
+        scores = evaluate_checkpoint(path, num_episodes=episodes, seed=config.seed + FRESH_SEED, env=named)
+    made = export_policy(path, file_format, output)
+    facts, parity = made.facts, made.facts["parity"]
+    if card:
+        from rl_training.tools.card import render_card
+
+        mean, half = mean_interval(scores["eval_returns"])
+        interval = (mean - (half or 0.0), mean + (half or 0.0))
+        text = render_card(made, config, scores, interval)
+        made.path.with_name(f"{made.path.name}.md").write_text(text, encoding="utf-8")
+    print_facts(make_console(), [
+        ("policy", quote(made.path)),
+        ("inputs", describe(facts["inputs"])),
+        ("outputs", describe(facts["outputs"])),
+        ("checked", f"{parity['observations']:,} observations, {parity['different']} actions differ from predict, "
+                    f"largest difference {parity['max_abs_difference']:.2g}"),
+        ("details", quote(made.path.with_name(f"{made.path.name}.json"))),
+        ("card", quote(made.path.with_name(f"{made.path.name}.md")) if card else ""),
+    ])  # fmt: skip
+
+
+def describe(values: list[dict[str, Any]]) -> str:
+    """`obs float32 (batch, 4)`."""
+    return ", ".join(f"{value['name']} {value['dtype']} ({', '.join(map(str, value['shape']))})" for value in values)

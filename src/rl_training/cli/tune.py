@@ -1,0 +1,175 @@
+"""`rl-training tune`: a search for hyper-parameters that can be stopped and goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from rl_training.cli.options import (
+    AlgoOption,
+    ConfigOption,
+    EnvOption,
+    ImportOption,
+    SetOption,
+    StepsOption,
+    Text,
+    Texts,
+    option,
+    whole_number,
+)
+from rl_training.cli.screen import make_console, mean_interval, print_facts, quote
+from rl_training.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from rl_training.tools.tune import Study
+
+SHOWN = 10  # trials in the live table, besides those that run
+
+
+def tune(
+    config: ConfigOption = None,
+    algo: AlgoOption = None,
+    env: EnvOption = None,
+    trials: Annotated[str, option("Trials, those of a study that goes on included.", metavar="N")] = "30",
+    jobs: Annotated[str, option("Trials that run at the same time.", metavar="K")] = "1",
+    names: Annotated[
+        Texts, option("Tune this hyper-parameter; else those known to matter.", "--tune", metavar="NAME")
+    ] = None,
+    final_seeds: Annotated[
+        str, option("Fresh seeds on which best and default are compared; 0 for none.", metavar="N")
+    ] = "5",
+    study: Annotated[Text, option("Folder of the study; the same command goes on in it.", metavar="DIR")] = None,
+    total_timesteps: StepsOption = None,
+    modules: ImportOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Search for better hyper-parameters, then compare them with the config's own on fresh seeds.
+
+    Trials that fall behind are stopped early. A study that was stopped or killed goes on with the same command.
+    """
+    from rl_training.cli.overrides import build_config
+
+    count, workers = whole_number("--trials", trials, least=1), whole_number("--jobs", jobs, least=1)
+    seeds = whole_number("--final-seeds", final_seeds)
+    if seeds == 1:
+        raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
+    built = build_config(config, algo, env, settings, modules, total_timesteps=total_timesteps)
+    from rl_training.tools.tune import Study, run_jobs, search_space
+
+    space = search_space(built, names or ())
+    folder = Path(study or f"{built.output_dir}/tune-{built.algo}-{built.env_id.replace('/', '_').replace(':', '_')}")
+    opened = Study(built, space, folder, workers)
+    console = make_console()
+    console.print(f"[bold]{built.algo} on {built.env_id}[/bold]: {counted(count, 'trial')} in {quote(folder)}")
+    print_facts(console, [(name, one.describe()) for name, one in space.items()])
+    before = len(opened.trials())
+    if before:
+        console.print(f"going on after {counted(before, 'trial')}")
+    modules = modules or []
+    try:
+        with Shown(console, opened) as shown:
+            run_jobs(opened.jobs(count), workers, modules, shown.refresh)
+            shown.refresh()
+        best = opened.best()
+        if seeds:
+            console.print(f"\ncomparing trial {best.number} with the default on {seeds} fresh seeds each")
+            run_jobs(opened.finals(seeds), workers, modules, lambda: None)
+    except KeyboardInterrupt:
+        console.print(f"\nstopped; the same command goes on in {quote(folder)}")
+        raise
+    print_result(console, opened, built, best)
+
+
+class Shown:
+    """The trials as a table that is redrawn on a terminal, or as one line for each that ended."""
+
+    def __init__(self, console: Console, study: Study) -> None:
+        self.console, self.study = console, study
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self.told = {trial.number for trial in study.trials()}
+
+    def __enter__(self) -> Shown:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def refresh(self) -> None:
+        """Show what is known now."""
+        if self.live is not None:
+            self.live.update(trial_table(self.study), refresh=True)
+            return
+        for trial in self.study.trials():
+            if trial.state.is_finished() and trial.number not in self.told:
+                self.told.add(trial.number)
+                self.console.print(" ".join(trial_cells(trial)), soft_wrap=True)
+
+
+def trial_cells(trial: Any) -> list[str]:
+    """Number, state, return, evaluations and hyper-parameters of a trial."""
+    values = trial.intermediate_values
+    value = trial.value if trial.value is not None else values[max(values)] if values else None
+    params = " ".join(f"{name}={shorten(given)}" for name, given in trial.params.items())
+    state = "done" if trial.state.name == "COMPLETE" else trial.state.name.lower()
+    result = trial.user_attrs.get("error", params) if state == "fail" else params
+    shown = "-" if value is None else f"{value:.1f}"
+    return [f"{trial.number:4d}", f"{state:7}", f"{shown:>8}", f"{len(values):3d}", result]
+
+
+def shorten(value: Any) -> str:
+    """A value in four digits."""
+    value = json.loads(value) if isinstance(value, str) else value
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":"))
+
+
+def trial_table(study: Study) -> Table:
+    """The running trials and the best of the others."""
+    table = Table(header_style="bold", box=None)
+    for name in ("trial", "state", "return", "evals", "hyper-parameters"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True)
+    trials = study.trials()
+    ended = [trial for trial in trials if trial.state.is_finished()]
+    ended.sort(key=lambda trial: -float("inf") if trial.value is None else trial.value, reverse=True)
+    for trial in [*(trial for trial in trials if not trial.state.is_finished()), *ended[:SHOWN]]:
+        table.add_row(*trial_cells(trial))
+    table.caption = f"{len(ended)} ended"
+    return table
+
+
+def print_result(console: Console, study: Study, config: Any, best: Any) -> None:
+    """The best hyper-parameters, the comparison on fresh seeds, and the preset file."""
+    returns = study.final_returns()
+    lines = [f"trial {best.number} of a study of {len(study.trials())} trials reached {best.value:.1f} in its own run."]
+    for name, by_seed in returns.items():
+        scores = [value for value in by_seed.values() if value is not None]
+        if len(scores) > 1:
+            lines.append(f"{name} on {len(scores)} fresh seeds: {with_interval(scores)}.")
+    tuned, default = returns.values()
+    pairs = [(tuned.get(seed), default[seed]) for seed in default]
+    gains = [one - other for one, other in pairs if one is not None and other is not None]
+    if len(gains) > 1:
+        mean, half = mean_interval(gains)
+        verdict = "no difference shown" if half is None or abs(mean) <= half else "better" if mean > 0 else "worse"
+        lines.append(f"difference: {with_interval(gains)}; {verdict}.")
+    path = study.write_preset(config, "\n".join([f"Found by rl-training tune: {lines[0]}", *lines[1:]]))
+    console.print()
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    print_facts(console, [
+        *((name, shorten(value)) for name, value in best.params.items()),
+        ("preset", quote(path)), ("train", f"rl-training train --config {quote(path)}"),
+    ])  # fmt: skip
+
+
+def with_interval(values: list[float]) -> str:
+    """A mean with its interval."""
+    mean, half = mean_interval(values)
+    return f"{mean:.1f}, 95 % interval {mean - (half or 0.0):.1f} to {mean + (half or 0.0):.1f}"

@@ -1,0 +1,118 @@
+"""Acting from an exported ONNX file with numpy and onnxruntime alone: neither torch nor Gymnasium is imported.
+
+    from rl_training.deploy import Policy
+    action = Policy("policy.onnx").predict(obs)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_training.errors import UserError
+
+Array = NDArray[Any]
+DTYPES = {"float": "float32", "double": "float64"}  # where ONNX says it in another word than numpy
+
+
+class Policy:
+    """The policy in a file that `rl-training export --format onnx` wrote.
+
+    `metadata` says what it was made of. Observations and actions are the environment's own.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise UserError("rl_training.deploy needs onnxruntime (pip install onnxruntime).") from None
+        if not os.path.isfile(path):
+            raise UserError(f"{path} is not a file; give one that `rl-training export --format onnx` wrote.")
+        try:
+            self._session = onnxruntime.InferenceSession(os.fspath(path), providers=list(providers))
+            stored = self._session.get_modelmeta().custom_metadata_map["rl_training"]
+        except Exception as error:  # onnxruntime has an exception of its own for every kind of damage
+            reason = "rl-training did not export it" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            raise UserError(f"{path} cannot be loaded ({reason}); export the checkpoint again.") from None
+        self.metadata: dict[str, Any] = json.loads(stored)
+        self._inputs = {
+            given.name: (tuple(given.shape[1:]), np.dtype(DTYPES.get(given.type[7:-1], given.type[7:-1])))
+            for given in self._session.get_inputs()
+        }
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the episode so far; only a policy with memory (Dreamer) has anything to forget."""
+        self._state: Array | None = None
+
+    def predict(self, obs: Any, *, action_mask: Any = None) -> Any:
+        """The action for one observation, or actions for a batch, each taken as the first of an episode.
+
+        A batch is an array with one more dimension. Where an observation has parts, it is a list of observations, or
+        one observation whose parts are batches.
+        """
+        return self._run(obs, action_mask, None)[0]
+
+    def act(self, obs: Any, *, action_mask: Any = None) -> Any:
+        """The same for the next observation of an episode; call `reset()` where an episode starts."""
+        action, self._state = self._run(obs, action_mask, self._state)
+        return action
+
+    def _run(self, obs: Any, action_mask: Any, state: Array | None) -> tuple[Any, Array | None]:
+        structure = self.metadata["observation"]
+        parts = dict(self._parts(structure, obs))
+        ranks = {name: array.ndim - len(self._inputs[name][0]) for name, array in parts.items()}
+        counts = {len(array) if ranks[name] == 1 else 1 for name, array in parts.items()}
+        for name, array in parts.items():
+            shape = self._inputs[name][0]
+            if ranks[name] not in (0, 1) or array.shape[ranks[name] :] != shape:
+                raise UserError(f"{name} has the shape {array.shape}; the policy wants {shape}, or a batch of it.")
+        if len(counts) > 1 or len(set(ranks.values())) > 1 or counts == {0}:
+            raise UserError(f"the parts of obs are batches of {sorted(counts)}; all must be of one size, at least 1.")
+        count, is_batch = counts.pop(), 1 in ranks.values()
+        feed = {name: array.reshape(count, *self._inputs[name][0]) for name, array in parts.items()}
+        if "action_mask" in self._inputs:
+            feed["action_mask"] = self._mask(action_mask, count)
+        elif action_mask is not None:
+            raise UserError("action_mask is given, but the policy was trained without action masks; leave it out.")
+        if "state" in self._inputs:
+            shape, dtype = self._inputs["state"]
+            fits = state is not None and len(state) == count
+            feed["state"] = state if state is not None and fits else np.zeros((count, *shape), dtype)
+        actions, *states = self._session.run(None, feed)
+        action = actions if is_batch else actions[0]
+        whole = action.ndim == 0 and action.dtype.kind in "iu"
+        return int(action) if whole else action, states[0] if states else None
+
+    def _parts(self, structure: Any, value: Any) -> Iterator[tuple[str, Array]]:
+        """(input, array) for each part of an observation, or of a list of observations."""
+        if isinstance(structure, str):
+            array = np.asarray(value)
+            if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
+                raise UserError(f"{structure} holds something else than finite numbers; the policy wants numbers.")
+            yield structure, array.astype(self._inputs[structure][1])
+        elif isinstance(value, list):
+            rows = [dict(self._parts(structure, row)) for row in value]
+            yield from ((name, np.stack([row[name] for row in rows])) for name in (rows[0] if rows else ()))
+        elif isinstance(structure, dict):
+            if not isinstance(value, Mapping) or set(value) != set(structure):
+                raise UserError(f"obs must be a mapping with exactly the keys {', '.join(structure)}.")
+            for name, inner in structure.items():
+                yield from self._parts(inner, value[name])
+        else:
+            if not isinstance(value, tuple) or len(value) != len(structure):
+                raise UserError(f"obs must be a tuple of {len(structure)} parts.")
+            for inner, part in zip(structure, value, strict=True):
+                yield from self._parts(inner, part)
+
+    def _mask(self, action_mask: Any, count: int) -> Array:
+        (size,), _ = self._inputs["action_mask"]
+        mask = np.ones((count, size), dtype=bool) if action_mask is None else np.asarray(action_mask).astype(bool)
+        if mask.size != count * size:
+            raise UserError(f"action_mask has {mask.size} entries; {count} x {size} are needed.")
+        return mask.reshape(count, size)

@@ -1,0 +1,326 @@
+"""A trained policy as one file for elsewhere: ONNX, or a program of `torch.export`.
+
+What is exported goes from the environment's own observations to its own actions: encoding, normaliser, network, masks,
+the best action and its scaling are inside. Memory is an input and an output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces as gs
+from torch import Tensor, nn
+
+from rl_training.algorithms.base import Array
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import TrainingFailure, UserError
+from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
+from rl_training.runtime.workflows import TrainedPolicy
+
+SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
+PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
+OPSET = 18
+CHECKED = 1000  # observations that exported and own policy are compared on
+STEPS = 20  # of an episode that a policy with memory plays for it
+TOLERANCE = 1e-4  # of an action, relative to the larger of 1 and its own size
+MOST_APART = 0.01  # of the observations: where two actions are as good, rounding decides
+
+
+class ExportedPolicy(nn.Module):
+    """Inputs in the order of `input_names`, each [N, ...], to actions [N, ...] and, with memory, the next state."""
+
+    def __init__(self, policy: TrainedPolicy) -> None:
+        super().__init__()
+        algorithm, spaces = policy.algorithm, policy.spaces
+        self._learner = (algorithm,)  # in a tuple, so that critics and optimizers are no part of this module
+        self.acting = algorithm.acting()
+        for parameter in self.acting.parameters():
+            parameter.data = parameter.data.clone()  # no longer a view of memory that holds the critic too
+            parameter.requires_grad_(False)
+        self.spaces = spaces
+        carry = algorithm.initial_carry(1)
+        if carry is not None and not isinstance(carry, Tensor):
+            raise UserError(f"{policy.config.algo} has a memory of several parts; only one tensor can be exported.")
+        self.state_size = None if carry is None else carry.shape[1:]
+        self.structure = name_parts(spaces.observation_space)
+        self.input_names = [name for name, _ in parts_of(self.structure, spaces.observation_space)]
+        self.input_names += ["action_mask"] if spaces.has_action_mask else []
+        self.input_names += [] if self.state_size is None else ["state"]
+        self.output_names = ["action"] if self.state_size is None else ["action", "next_state"]
+        self.low: Tensor
+        self.high: Tensor
+        if isinstance(spaces.action_space, gs.Box):
+            low, high = map(torch.from_numpy, spaces._action_bounds)
+            self.register_buffer("low", low)
+            self.register_buffer("high", high)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The best action, and with memory the state after it."""
+        given = dict(zip(self.input_names, inputs, strict=True))
+        obs = self.encode([given[name] for name in self.input_names if name not in ("action_mask", "state")])
+        is_first = torch.zeros_like(obs.flatten(1)[:, 0], dtype=torch.bool)  # a state of zeros is the first one
+        out = self._learner[0].act(
+            obs, given.get("state"), is_first=is_first, deterministic=True, action_masks=given.get("action_mask")
+        )
+        return (self.scale(out.actions),) if self.state_size is None else (self.scale(out.actions), out.carry)
+
+    def encode(self, parts: Sequence[Tensor]) -> Tensor:
+        """`EnvSpaces.encode` of the observations that the parts make up."""
+        spaces = self.spaces
+        if spaces.obs_kind == "image":
+            image = parts[0].to(torch.uint8)
+            if spaces.image_layout == "channels_last":
+                return image.permute(0, 3, 1, 2)
+            return image.unsqueeze(1) if spaces.image_layout == "plane" else image
+        listed = parts_of(self.structure, spaces.observation_space)
+        return torch.cat([flatten(space, part) for (_, space), part in zip(listed, parts, strict=True)], -1)
+
+    def scale(self, actions: Tensor) -> Tensor:
+        """`EnvSpaces.map_actions`."""
+        space = self.spaces.action_space
+        dtype, shape = tensor_dtype(space.dtype), space.shape or ()
+        if isinstance(space, gs.Box):
+            scaled = (actions + 1.0) * (0.5 * (self.high - self.low)) + self.low
+            scaled = scaled if dtype.is_floating_point else scaled.round()
+            return torch.minimum(torch.maximum(scaled, self.low), self.high).reshape(-1, *shape).to(dtype)
+        if isinstance(space, gs.Discrete):
+            return actions + int(space.start)
+        start = torch.from_numpy(np.asarray(space.start)) if isinstance(space, gs.MultiDiscrete) else 0
+        return (actions.reshape(-1, *shape) + start).to(dtype)
+
+
+def name_parts(space: gs.Space[Any], name: str = "obs") -> Any:
+    """The names of the inputs, arranged as the parts of an observation are: mappings and lists of names, or a name."""
+    if isinstance(space, gs.Dict):
+        return {str(key): name_parts(part, f"{name}.{key}") for key, part in space.spaces.items()}
+    if isinstance(space, gs.Tuple):
+        return [name_parts(part, f"{name}.{index}") for index, part in enumerate(space.spaces)]
+    return name
+
+
+def parts_of(structure: Any, space: gs.Space[Any]) -> Iterator[tuple[str, gs.Space[Any]]]:
+    """(input, space) for each part that has no parts."""
+    if isinstance(structure, str):
+        yield structure, space
+        return
+    assert isinstance(space, (gs.Dict, gs.Tuple))
+    inner = space.spaces.values() if isinstance(space, gs.Dict) else space.spaces
+    names = structure.values() if isinstance(structure, dict) else structure
+    for part, below in zip(names, inner, strict=True):
+        yield from parts_of(part, below)
+
+
+def flatten(space: gs.Space[Any], part: Tensor) -> Tensor:
+    """`gymnasium.spaces.flatten` for a batch: [N, ...] -> floats [N, D]."""
+    rows = part.reshape(part.shape[0], -1)
+    if isinstance(space, gs.Discrete):
+        return one_hot(rows, int(space.start), int(space.n))
+    if isinstance(space, gs.MultiDiscrete):
+        columns = zip(rows.unbind(1), np.ravel(space.start), np.ravel(space.nvec), strict=True)
+        return torch.cat([one_hot(column.unsqueeze(1), int(start), int(n)) for column, start, n in columns], -1)
+    return rows.float()
+
+
+def one_hot(column: Tensor, start: int, n: int) -> Tensor:
+    """Whole numbers [N, 1] from `start` on -> [N, n]."""
+    return (column == torch.arange(start, start + n)).float()
+
+
+def tensor_dtype(dtype: Any) -> torch.dtype:
+    """Torch's name of a numpy dtype."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def draw(space: gs.Space[Any], count: int, rng: np.random.Generator) -> Array:
+    """Elements of a space without parts, [count, ...]; where a Box is wide or unbounded, near 0."""
+    shape = (count, *(space.shape or ()))
+    if isinstance(space, gs.Discrete):
+        return (space.start + rng.integers(space.n, size=shape)).astype(space.dtype)
+    if isinstance(space, gs.MultiDiscrete):
+        return (space.start + np.floor(rng.random(shape) * space.nvec)).astype(space.dtype)
+    if isinstance(space, gs.MultiBinary):
+        return rng.integers(2, size=shape).astype(space.dtype)
+    assert isinstance(space, gs.Box)
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    narrow = (low >= -1e3) & (high <= 1e3)
+    span = np.where(narrow, high - low, 0.0)
+    drawn = np.where(narrow, low + rng.random(shape) * span, np.clip(3.0 * rng.standard_normal(shape), low, high))
+    return (drawn if space.dtype.kind == "f" else np.rint(drawn)).astype(space.dtype)
+
+
+def draw_masks(spaces: EnvSpaces, count: int, rng: np.random.Generator) -> Array:
+    """Masks [count, action_dim] with about half of the actions legal, one of each factor at least."""
+    pieces = [rng.random((count, size)) < 0.5 for size in spaces.action_sizes]
+    for piece in pieces:
+        piece[np.arange(count), rng.integers(piece.shape[1], size=count)] = True
+    return np.concatenate(pieces, axis=1)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Where the policy is, and what is known of it: `facts` is what the JSON file next to it holds."""
+
+    path: Path
+    facts: dict[str, Any]
+
+
+def export_policy(checkpoint: PathLike, file_format: str = "onnx", output: PathLike | None = None) -> Export:
+    """Write the deterministic policy of a checkpoint, compare it with `predict`, and say so in a JSON file next to it.
+
+    A file that does not act as the checkpoint does is not left behind.
+    """
+    if file_format not in SUFFIXES:
+        raise UserError(f"format is {file_format!r}; it must be {' or '.join(SUFFIXES)}.")
+    if missing := [name for name in PACKAGES[file_format] if find_spec(name) is None]:
+        raise UserError(f"{missing[0]} is not installed; run pip install 'rl-training[export]' for --format onnx.")
+    tree = read_checkpoint(checkpoint)
+    policy = TrainedPolicy(*load_algorithm(checkpoint, tree))
+    path = Path(checkpoint).with_suffix(SUFFIXES[file_format]) if output is None else Path(output)
+    if not path.parent.is_dir() or path.suffix != SUFFIXES[file_format]:
+        wanted = f"end with {SUFFIXES[file_format]}" if path.parent.is_dir() else "lie in a folder that exists"
+        raise UserError(f"output is {path}; it must {wanted}.")
+    # of a learner of its own, in which tracing may leave what it likes
+    module = ExportedPolicy(TrainedPolicy(*load_algorithm(checkpoint, tree))).eval()
+    facts: dict[str, Any] = {
+        "algo": policy.config.algo, "env_id": policy.spaces.env_id, "format": file_format,
+        "opset": OPSET if file_format == "onnx" else None, "checkpoint": str(checkpoint), "step": tree["run"]["step"],
+        "observation": module.structure, **describe_shapes(module, policy.spaces),
+        "versions": {name: version(name) for name in ("rl-training", "torch", *PACKAGES[file_format])},
+    }  # fmt: skip
+    partial = path.with_name(f".part-{path.name}")
+    try:
+        write_program(module, partial, file_format, facts)
+        facts["parity"] = compare(policy, module, load_program(partial, file_format))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    path.with_name(f"{path.name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return Export(path, facts)
+
+
+def describe_shapes(module: ExportedPolicy, spaces: EnvSpaces) -> dict[str, Any]:
+    """Name, dtype and shape of every input and output; "batch" is any number of rows."""
+    given = list(example_inputs(module, 2, np.random.default_rng(0)).items())
+    space = spaces.action_space
+    outputs = [("action", np.empty((2, *(space.shape or ())), space.dtype))]
+    if module.state_size is not None:
+        outputs.append(("next_state", given[-1][1]))
+    return {
+        kind: [{"name": name, "dtype": str(a.dtype), "shape": ["batch", *a.shape[1:]]} for name, a in arrays]
+        for kind, arrays in (("inputs", given), ("outputs", outputs))
+    }
+
+
+def example_inputs(module: ExportedPolicy, count: int, rng: np.random.Generator) -> dict[str, Array]:
+    """Random observations and masks and an empty memory, by the names of the inputs."""
+    spaces = module.spaces
+    listed = parts_of(module.structure, spaces.observation_space)
+    inputs = {name: draw(space, count, rng) for name, space in listed}
+    if spaces.has_action_mask:
+        inputs["action_mask"] = draw_masks(spaces, count, rng)
+    if module.state_size is not None:
+        inputs["state"] = np.zeros((count, *module.state_size), np.float32)
+    return inputs
+
+
+def write_program(module: ExportedPolicy, path: Path, file_format: str, facts: dict[str, Any]) -> None:
+    """Trace the policy for any number of rows and write the file."""
+    examples = tuple(map(torch.from_numpy, example_inputs(module, 2, np.random.default_rng(0)).values()))
+    rows = torch.export.Dim("batch")
+    with torch.no_grad(), quiet():
+        try:
+            program = torch.export.export(module, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),))
+        except Exception as error:  # an algorithm of somebody else's may do what cannot be traced
+            reason = f"{facts['algo']} cannot be exported, since torch.export cannot trace its act"
+            raise TrainingFailure(f"{reason} ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+        if file_format == "torch":
+            torch.export.save(program, path, extra_files={"rl_training.json": json.dumps(facts)})
+            return
+        made = torch.onnx.export(
+            program, dynamo=True, opset_version=OPSET, input_names=module.input_names,
+            output_names=module.output_names, verbose=False,
+        )  # fmt: skip
+        assert made is not None
+        made.model.metadata_props["rl_training"] = json.dumps(facts)
+        made.save(path, external_data=False)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Torch's exporters print, warn and log about packages that nobody asked for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def load_program(path: Path, file_format: str) -> Callable[[dict[str, Array]], list[Array]]:
+    """The exported policy as a function of its inputs by name."""
+    if file_format == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        return lambda inputs: session.run(None, inputs)
+    program = torch.export.load(path).module()
+    return lambda inputs: [out.numpy() for out in program(*map(torch.from_numpy, inputs.values()))]
+
+
+def compare(
+    policy: TrainedPolicy, module: ExportedPolicy, run: Callable[[dict[str, Array]], list[Array]]
+) -> dict[str, Any]:
+    """How far actions of the file are from `predict` on random observations; an action too far away is counted.
+
+    A policy with memory plays episodes, in which both carry their own memory along.
+    """
+    rng = np.random.default_rng(0)
+    steps = 1 if module.state_size is None else STEPS
+    rows = CHECKED // steps
+    spaces, session = policy.spaces, policy.session(rows, True)
+    session.forget()
+    largest, apart, state = 0.0, 0, None
+    for step in range(steps):
+        inputs = example_inputs(module, rows, rng)
+        if state is not None:
+            inputs["state"] = state
+        observations = [assemble(module.structure, inputs, row) for row in range(rows)]
+        masks = inputs.get("action_mask")
+        if module.state_size is None:
+            wanted = policy.predict(observations, action_mask=masks)
+        else:
+            encoded, _ = spaces.encode_for_prediction(observations)
+            wanted = spaces.map_actions(session.act(encoded, masks, np.full(rows, step == 0)))
+        actions, *states = run(inputs)
+        state = states[0] if states else None
+        distance = np.abs(actions.astype(np.float64) - wanted.astype(np.float64)).reshape(rows, -1)
+        allowed = TOLERANCE * np.maximum(1.0, np.abs(wanted.astype(np.float64)).reshape(rows, -1))
+        largest, apart = max(largest, float(distance.max())), apart + int((distance > allowed).any(1).sum())
+    if apart > MOST_APART * steps * rows:
+        found = f"{apart} of {steps * rows} actions differ from predict, by up to {largest:.3g}"
+        raise TrainingFailure(f"the exported policy is not the checkpoint's: {found}; nothing was written.")
+    return {"observations": steps * rows, "max_abs_difference": largest, "different": apart, "tolerance": TOLERANCE}
+
+
+def assemble(structure: Any, inputs: dict[str, Array], row: int) -> Any:
+    """One observation of a batch, out of its parts."""
+    if isinstance(structure, str):
+        return inputs[structure][row]
+    if isinstance(structure, dict):
+        return {name: assemble(part, inputs, row) for name, part in structure.items()}
+    return tuple(assemble(part, inputs, row) for part in structure)

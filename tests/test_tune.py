@@ -1,0 +1,256 @@
+"""`tune`: its search spaces, a study that goes on where it was killed, and the comparison at its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from resume_cases import SPECS, tiny
+from rl_training.cli.main import app
+from rl_training.errors import UserError
+from rl_training.experiment.config import TrainConfig, load_config, parse_yaml
+from rl_training.runtime.params import read_params
+from rl_training.tools import tune
+from rl_training.tools.tune import Job, Study, search_space, with_values
+
+TESTS = str(Path(__file__).parent)
+
+
+def finish(job: Job, score: Callable[[TrainConfig], float], evaluations: int = 4) -> str:
+    """A run of the job without a process: every evaluation gives the score."""
+    value = score(job.config)
+    interval = job.config.algo_kwargs["eval_interval"]
+    for number in range(1, evaluations + 1):
+        if not job.evaluated(number * interval, value):
+            job.ended("pruned", value)
+            return "pruned"
+    job.ended("complete", value)
+    return "complete"
+
+
+def by_rate(config: TrainConfig) -> float:
+    """A score that is highest at a learning rate of 1e-3."""
+    return -abs(math.log10(float(config.algo_kwargs.get("learning_rate", 3e-4))) + 3.0)
+
+
+def study(folder: Path, names: tuple[str, ...] = ("learning_rate", "hidden_sizes"), **fields: Any) -> Study:
+    config = tiny("ppo", folder, total_timesteps=1000, **fields)
+    return Study(config, search_space(config, names), folder / "study")
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_every_value_of_a_curated_space_is_legal(algo: str, tmp_path: Path) -> None:
+    config = load_config({"algo": algo, "env_id": "X", "total_timesteps": 10})
+    space = search_space(config)
+    assert algo in tune.curated()["algorithms"]
+    assert len(space) > 3
+    for name, one in space.items():
+        assert bool(one.choices) != (one.low < one.high)
+        if one.choices:
+            assert one.value in one.choices
+        else:
+            assert one.low <= one.value <= one.high
+            assert not one.log or one.low > 0
+        whole = isinstance(one.value, int)
+        for value in one.choices or ((int(one.low), int(one.high)) if whole else (one.low, one.high)):
+            changed = with_values(config, {name: value})
+            assert tune.current_value(read_params(SPECS[algo].params, changed.algo_kwargs), name) == value
+
+
+def test_what_is_not_in_the_table_comes_from_type_and_bounds(tmp_path: Path) -> None:
+    config = tiny("ppo", tmp_path, kwargs={"optimizer_eps": 0.5, "gae_lambda": 0.55})
+    space = search_space(config, ["optimizer_eps", "activation", "normalize_advantages", "gae_lambda"])
+    assert (space["optimizer_eps"].low, space["optimizer_eps"].high) == (0.05, 1.0)  # at most 1, says its model
+    assert space["activation"].choices == ("tanh", "relu", "elu", "silu", "gelu")
+    assert set(space["normalize_advantages"].choices) == {True, False}
+    assert 0.55 in space["gae_lambda"].choices  # the config's own value is always among them
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("learning_rat", "'learning_rat' is no hyper-parameter of ppo; did you mean 'learning_rate'"),
+        ("eval_interval", "'eval_interval' is no hyper-parameter of ppo"),
+        ("target_kl", "target_kl is null, which cannot be tuned; give it a number with --set target_kl=NUMBER"),
+        ("policy_lag", "policy_lag is 0, which gives no range to tune"),
+        ("early_stopping", "early_stopping is null, which cannot be tuned"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_one_sentence(name: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence):
+        search_space(tiny("ppo", tmp_path), [name])
+
+
+def test_a_schedule_keeps_its_shape(tmp_path: Path) -> None:
+    schedule = {"type": "linear", "start": 1e-3, "end": 1e-4}
+    config = tiny("ppo", tmp_path, kwargs={"learning_rate_schedule": schedule})
+    assert search_space(config, ["learning_rate"])["learning_rate"].value == 1e-3
+    changed = with_values(config, {"learning_rate": 2e-3}).algo_kwargs
+    assert changed["learning_rate_schedule"] == {"type": "linear", "start": 2e-3, "end": pytest.approx(2e-4)}
+    assert "learning_rate" not in changed
+
+
+def test_the_first_trial_is_the_config_itself_and_every_trial_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    opened, seen = study(tmp_path), []
+    for job in opened.jobs(4):
+        seen.append(job.config)
+        finish(job, by_rate)
+    assert seen[0].algo_kwargs["learning_rate"] == 3e-4
+    assert list(seen[0].algo_kwargs["hidden_sizes"]) == [8]
+    assert len({config.algo_kwargs["learning_rate"] for config in seen}) == 4
+    assert [config.seed for config in seen] == [3, 4, 5, 6]
+    assert seen[0].algo_kwargs["eval_interval"] == 100
+    again = []
+    for job in study(tmp_path / "again").jobs(4):
+        again.append(job.config.algo_kwargs)
+        finish(job, by_rate)
+    assert again == [config.algo_kwargs for config in seen], "with one job a study is repeatable"
+
+
+def test_a_killed_study_goes_on_with_what_it_had_begun(tmp_path: Path) -> None:
+    first = study(tmp_path)
+    jobs = first.jobs(10)
+    finish(next(jobs), by_rate)
+    begun = [next(jobs).config.algo_kwargs["learning_rate"] for _ in range(2)]
+    del first, jobs  # killed: two trials were running
+    again = study(tmp_path)
+    assert len(again.trials()) == 1
+    seen = []
+    for job in again.jobs(4):
+        seen.append(job.config.algo_kwargs["learning_rate"])
+        finish(job, by_rate)
+    assert len(seen) == 3
+    assert seen[:2] == begun
+    assert seen[2] not in begun
+    assert len(again.trials()) == 4
+    assert list(study(tmp_path).jobs(4)) == []
+
+
+def test_a_trial_that_falls_behind_is_pruned(tmp_path: Path) -> None:
+    opened = study(tmp_path)
+    ends = [finish(job, lambda _: 100.0) for job in opened.jobs(6)]
+    assert ends == ["complete"] * 6
+    assert [finish(job, lambda _: 1.0) for job in opened.jobs(7)] == ["pruned"]
+    assert opened.best().value == 100.0
+
+
+def test_a_failed_trial_counts_and_is_never_the_best(tmp_path: Path) -> None:
+    opened = study(tmp_path)
+    for number, job in enumerate(opened.jobs(3)):
+        if number == 1:
+            job.ended("failed", "the loss is not finite")
+        elif number == 2:
+            job.ended("complete", math.nan)
+        else:
+            finish(job, by_rate)
+    assert opened.best().number == 0
+    assert opened.trials()[1].user_attrs["error"] == "the loss is not finite"
+
+
+def test_a_config_that_cannot_run_ends_the_study_with_its_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no environment X"):
+        next(study(tmp_path).jobs(3)).ended("wrong", "there is no environment X.")
+
+
+def test_another_search_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    study(tmp_path)
+    with pytest.raises(UserError, match="holds a study with another space; give another --study"):
+        study(tmp_path, ("learning_rate",))
+    with pytest.raises(UserError, match="holds a study with another eval_episodes"):
+        study(tmp_path, eval_episodes=7)
+
+
+def test_what_compares_no_evaluations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="eval_episodes is 0"):
+        study(tmp_path, eval_episodes=0)
+    with pytest.raises(UserError, match="early_stopping is set"):
+        study(tmp_path, kwargs={"early_stopping": {"threshold": 1.0}, "eval_interval": 10})
+
+
+def test_best_and_default_meet_on_fresh_seeds_and_the_best_is_a_preset(tmp_path: Path) -> None:
+    opened = study(tmp_path)
+    for job in opened.jobs(8):
+        finish(job, by_rate)
+    config = tiny("ppo", tmp_path, total_timesteps=1000)
+    jobs = opened.finals(2)
+    finish(next(jobs), by_rate)  # then killed
+    opened = study(tmp_path)
+    seeds = []
+    for job in opened.finals(2):
+        seeds.append(job.config.seed)
+        finish(job, by_rate)
+    assert seeds == [100_003, 100_004, 100_004]
+    tuned, default = opened.final_returns().values()
+    assert set(tuned) == set(default) == {0, 1}
+    assert all((tuned[seed] or 0.0) > (default[seed] or 0.0) for seed in default)
+    path = opened.write_preset(config, "first line\nsecond line")
+    text = path.read_text()
+    assert text.startswith("# first line\n# second line\nalgo: ppo\n")
+    best = load_config(path)
+    assert best.algo_kwargs["learning_rate"] == opened.best_values()["learning_rate"]
+    assert best.output_dir == config.output_dir  # not the study's
+    assert "eval_interval" not in parse_yaml(text)["algo_kwargs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--trials", "0"], "--trials is '0'; it must be a whole number of at least 1"),
+        (["--final-seeds", "1"], "an interval needs at least 2"),
+        (["--tune", "gama"], "did you mean 'gamma'"),
+        (["--set", "eval_episodes=0"], "eval_episodes is 0; tune compares evaluations"),
+    ],
+)
+def test_wrong_words_are_one_sentence(words: list[str], sentence: str) -> None:
+    result = CliRunner().invoke(app, ["tune", "--config", "ppo/cartpole", *words])
+    assert result.exit_code == 2
+    assert sentence in " ".join(result.output.split())
+
+
+def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"optuna is not installed; run pip install 'rl-training\[tune\]'"):
+        study(tmp_path)
+
+
+WORDS = [
+    "tune", "--config", "ppo/cartpole", "--total-timesteps", "600", "--set", "num_steps=16", "--set", "num_envs=2",
+    "--set", "eval_episodes=1", "--tune", "learning_rate", "--tune", "activation", "--study", "study",
+    "--final-seeds", "2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_and_ends_with_a_preset(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "rl_training", *WORDS, "--trials", "4", "--jobs", "2"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        next(line for line in killed.stdout if " done " in line)  # the first trial has ended, others run
+        os.kill(killed.pid, signal.SIGKILL)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    assert "going on after" in done.stdout
+    assert "on 2 fresh seeds" in done.stdout
+    assert load_config(tmp_path / "study" / "best.yaml").algo == "ppo"
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_its_trial_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("ZOO_FAULT", "os._exit")
+    monkeypatch.syspath_prepend(TESTS)
+    ends: list[tuple[str, Any]] = []
+    good = tiny("ppo", tmp_path, kwargs={"eval_interval": 64})
+    bad = tiny("ppo", tmp_path, env_id="env_zoo:Misbehaves", kwargs={"eval_interval": 64})
+    jobs = (Job(config, lambda step, value: True, lambda *end: ends.append(end)) for config in (bad, good))
+    tune.run_jobs(jobs, 1, ["env_zoo"], lambda: None)
+    assert [how for how, _ in ends] == ["failed", "complete"]
+    assert "its process ended with code" in ends[0][1]
