@@ -14,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from resume_cases import rows_of
 from rl_training.cli.exits import describe, run_to_exit_code
 from rl_training.cli.main import app
 from rl_training.cli.overrides import apply_settings
@@ -220,6 +221,36 @@ def test_config_prints_what_a_run_would_use() -> None:
     assert "ppo/cartpole" in succeed("config", "--list").splitlines()
 
 
+LINE = "--set learning_rate=0.01 replaces learning_rate_schedule (linear, 0.001 to 0.0)\n"
+
+
+def test_a_number_that_is_set_replaces_its_schedule_and_says_so() -> None:
+    words = ["config", "--config", "ppo/cartpole", "--set", "learning_rate=1e-2"]
+    result = invoke(*words)
+    kwargs = yaml.safe_load(result.stdout)["algo_kwargs"]
+    assert (kwargs["learning_rate"], "learning_rate_schedule" in kwargs, result.stderr) == (0.01, False, LINE)
+    both = invoke(*words, "--set", "learning_rate_schedule.end=5e-4")
+    assert yaml.safe_load(both.stdout)["algo_kwargs"]["learning_rate_schedule"]["end"] == 5e-4
+    assert both.stderr == ""
+    trained = invoke("train", *TINY, "--set", "learning_rate=1e-2", "--seeds", "1,2")
+    assert trained.stderr.count(LINE) == 1
+    for path in Path("runs").glob("*/metrics.jsonl"):
+        assert {row["learning_rate"] for row in rows_of(path.parent) if "learning_rate" in row} <= {0.01}
+
+
+def test_resume_with_a_number_replaces_its_schedule_by_force(checkpoint: str) -> None:
+    words = ["resume", "--checkpoint", checkpoint, "--output-dir", "on", "--total-timesteps", "512",
+             "--set", "learning_rate=3e-4"]  # as stored: what is scheduled is not it
+    refused = invoke(*words)
+    assert refused.exit_code == 2
+    assert "learning_rate_schedule" in refused.stderr
+    forced = invoke(*words, "--force")
+    assert forced.exit_code == 0, forced.output
+    assert "changed by --force: algo_kwargs.learning_rate_schedule is gone (was {" in forced.stderr
+    config = yaml.safe_load(next(Path("on").glob("*/config.yaml")).read_text())
+    assert "learning_rate_schedule" not in config["algo_kwargs"]
+
+
 def test_config_schema_knows_the_hyper_parameters_of_an_algorithm() -> None:
     general = json.loads(succeed("config", "--schema"))
     assert "ppo" in general["properties"]["algo"]["enum"]
@@ -271,6 +302,7 @@ WRONG = {
     "environment": (["train", "--algo", "ppo", "--env", "CartPol-v1"], "did you mean 'CartPole-v1'?"),
     "seed": ([*PPO, "--seed", "x"], "seed is 'x'"),
     "seeds": ([*PPO, "--seeds", "1,,2"], "--seeds"),
+    "seed too large": ([*PPO, "--seeds", "1,4294967296"], "from 0 to 4294967295"),
     "seed twice": ([*PPO, "--seeds", "1,1"], "twice"),
     "seed and seeds": ([*PPO, "--seed", "1", "--seeds", "2"], "both given"),
     "bound": ([*PPO, "--num-envs", "0"], "num_envs is 0"),

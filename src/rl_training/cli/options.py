@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -58,13 +59,14 @@ def find_checkpoint(given: str) -> str:
     return given
 
 
-def whole_number(option: str, text: str, *, least: int = 0) -> int:
+def whole_number(option: str, text: str, *, least: int = 0, most: float = math.inf) -> int:
     """The whole number in an option's text (`1e5` counts as one)."""
     try:
         number = float(text)
         whole = int(text) if text.lstrip("+-").isdigit() else int(number)
     except (ValueError, OverflowError):
         raise UserError(f"{option} is {text!r}; it must be a whole number.") from None
-    if whole != number or whole < least:
-        raise UserError(f"{option} is {text!r}; it must be a whole number of at least {least}.")
+    if whole != number or not least <= whole <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise UserError(f"{option} is {text!r}; it must be a whole number {limits}.")
     return whole

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from rl_training.cli.exits import is_first_rank
 from rl_training.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ def build_config(
 
     data = starting_point(config, algo, env)
     given = {name: value for name, value in fields.items() if value is not None}
-    changed = apply_settings(data, settings or ())
+    changed = drop_replaced_schedules(apply_settings(data, settings or ()), settings or ())
     changed.update(given)
     where = config or f"{algo} on {env}"
     built = validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
@@ -60,6 +63,29 @@ def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str
             raise UserError(f"--set {setting!r} is not KEY=VALUE, such as learning_rate=1e-3.")
         result = _put(result, _path(key.strip(), data.get("algo")), read_value(setting, text), setting)
     return result
+
+
+def drop_replaced_schedules(data: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """The mapping without the schedules of numbers that `--set` gives; says which in one line each."""
+    from rl_training.runtime.params import replaced_schedules
+    from rl_training.runtime.spec import get_algorithm_spec
+
+    paths = [_path(setting.partition("=")[0].strip(), data.get("algo")) for setting in settings]
+    given = [path[1] for path in paths if len(path) > 1 and path[0] == "algo_kwargs"]
+    if not given:
+        return data
+    kwargs = dict(data["algo_kwargs"])
+    for key, name in replaced_schedules(get_algorithm_spec(str(data.get("algo"))).params, kwargs, given).items():
+        if is_first_rank():
+            typer.echo(f"--set {name}={kwargs[name]} replaces {key} {describe_schedule(kwargs[key])}", err=True)
+        del kwargs[key]
+    return {**data, "algo_kwargs": kwargs}
+
+
+def describe_schedule(schedule: Any) -> str:
+    """Such as (linear, 0.001 to 0)."""
+    parts = dict(schedule) if isinstance(schedule, Mapping) else {}
+    return f"({parts.get('type', 'linear')}, {parts.get('start')} to {parts.get('end', parts.get('start'))})"
 
 
 def read_value(setting: str, text: str) -> Any:

@@ -22,6 +22,8 @@ from rl_training.errors import UserError
 if TYPE_CHECKING:
     from rl_training.experiment.config import TrainConfig
 
+LARGEST_SEED = 2**32 - 1
+
 
 def train(
     config: ConfigOption = None,
@@ -46,20 +48,18 @@ def train(
 
     if seed is not None and seeds is not None:
         raise UserError("--seed and --seeds were both given; give one of them.")
-    built = [
-        build_config(
-            config, algo, env, settings, modules, output_dir=output_dir, total_timesteps=total_timesteps,
-            num_envs=num_envs, eval_episodes=eval_episodes, seed=one_seed, execution_backend=execution_backend,
-            device=device,
-        )
-        for one_seed in ([seed] if seeds is None else read_seeds(seeds))
-    ]
-    run_all(built, several=seeds is not None, modules=modules)
+    every = None if seeds is None else read_seeds(seeds)
+    built = build_config(
+        config, algo, env, settings, modules, output_dir=output_dir, total_timesteps=total_timesteps,
+        num_envs=num_envs, eval_episodes=eval_episodes, seed=seed, execution_backend=execution_backend, device=device,
+    )  # fmt: skip
+    configs = [built] if every is None else [built.model_copy(update={"seed": one}) for one in every]
+    run_all(configs, several=every is not None, modules=modules)
 
 
 def read_seeds(text: str) -> list[int]:
     """The seeds in `1,2,3`; each may stand once."""
-    seeds = [whole_number("--seeds", part.strip()) for part in text.split(",")]
+    seeds = [whole_number("--seeds", part.strip(), most=LARGEST_SEED) for part in text.split(",")]
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds is {text!r}; a seed stands in it twice.")
     return seeds
