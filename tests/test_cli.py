@@ -20,6 +20,7 @@ from rl_training.cli.main import app
 from rl_training.cli.overrides import apply_settings
 from rl_training.cli.screen import larger_budget, mean_interval
 from rl_training.errors import UserError
+from rl_training.runtime.workflows import train
 
 TINY = ["--config", "ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
         "--set", "num_steps=64", "--set", "minibatch_size=64"]  # fmt: skip
@@ -297,6 +298,18 @@ WRONG = {
     "nothing to train": (["train"], "--config, or --algo with --env"),
     "no environment": (["train", "--algo", "ppo"], "--env is missing"),
     "two sources": ([*PPO, "--algo", "ppo"], "--config cannot be combined with"),
+    "two presets": ([*PPO, "dqn/cartpole"], "'dqn/cartpole' and --config ppo/cartpole were both given"),
+    "algorithm as a preset": (["train", "--config", "dqn"], "give one of its presets (dqn/"),
+    "algorithm as a word": (["train", "ppo"], "'ppo' is an algorithm; give one of its presets (ppo/"),
+    "set of a wrapper": ([*PPO, "--set", "normalize_observation=true"],
+                         "did you mean 'env_kwargs.wrappers.normalize_observation'?"),
+    "set of a limit": ([*PPO, "--set", "max_episode_steps=5"], "did you mean 'env_kwargs.max_episode_steps'?"),
+    "set of a short name": ([*PPO, "--set", "lr=1e-3"], "did you mean 'learning_rate'?"),
+    "wrapper as an argument": ([*PPO, "--set", "env_kwargs.normalize_reward=true"],
+                               "did you mean 'env_kwargs.wrappers.normalize_reward'?"),
+    "argument that no one takes": ([*PPO, "--set", "env_kwargs.gravitas=1"],
+                                   "env_kwargs: unknown key 'gravitas'; CartPole-v1 does not take it."),
+    "field as a hyper-parameter": ([*PPO, "--set", "algo_kwargs.num_envs=2"], "did you mean 'num_envs'?"),
     "preset": (["train", "--config", "ppo/cartpol"], "did you mean 'ppo/cartpole'?"),
     "algorithm": (["train", "--algo", "pppo", "--env", "CartPole-v1"], "did you mean 'ppo'?"),
     "environment": (["train", "--algo", "ppo", "--env", "CartPol-v1"], "did you mean 'CartPole-v1'?"),
@@ -339,6 +352,35 @@ def test_wrong_input_is_one_sentence_and_leaves_no_run(name: str) -> None:
     check_one_sentence(result.exit_code, result.stderr, expected)
     assert result.stdout == ""
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("gamma: 0.9", "mine.yaml: unknown key 'gamma'; did you mean 'algo_kwargs.gamma'?"),
+        ("lr: 0.9", "mine.yaml: unknown key 'lr'; did you mean 'algo_kwargs.learning_rate'?"),
+        ("clip_coef_schedule: {start: 1}", "did you mean 'algo_kwargs.clip_coef_schedule'?"),
+        ("frame_stack: 4", "did you mean 'env_kwargs.wrappers.frame_stack'?"),
+        ("num_env: 4", "did you mean 'num_envs'?"),
+        ("algo_kwargs: {max_episode_steps: 4}", "did you mean 'env_kwargs.max_episode_steps'?"),
+        ("algo_kwargs: {gama: 4}", "algo_kwargs: unknown key 'gama'; did you mean 'gamma'?"),
+        ("env_kwargs: {wrappers: {gamma: 4}}", "env_kwargs.wrappers: unknown key 'gamma'; known:"),
+    ],
+)
+def test_a_key_in_the_wrong_place_of_a_file_gets_its_full_path(line: str, expected: str) -> None:
+    Path("mine.yaml").write_text(f"algo: ppo\nenv_id: CartPole-v1\ntotal_timesteps: 100\n{line}\n")
+    for words in (["train", "mine.yaml"], ["config", "mine.yaml"]):
+        result = invoke(*words)
+        check_one_sentence(result.exit_code, result.stderr, expected)
+    with pytest.raises(UserError) as refused:
+        train("mine.yaml")
+    assert expected in str(refused.value)
+
+
+def test_a_preset_may_be_a_word_of_its_own() -> None:
+    assert succeed("config", "ppo/cartpole") == succeed("config", "--config", "ppo/cartpole")
+    assert "ppo on CartPole-v1" in succeed("train", *TINY[1:])
+    assert yaml.safe_load(succeed("config", "ppo", "--env", "Acrobot-v1"))["env_id"] == "Acrobot-v1"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ def option(text: str, *names: str, metavar: str | None = None) -> Any:
 
 
 ConfigOption = Annotated[Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C")]
+PresetArgument = Annotated[Text, typer.Argument(metavar="[PRESET]", help="The same as --config.", show_default=False)]
 AlgoOption = Annotated[Text, option("Algorithm, with its defaults (see `list`).", "--algo", metavar="NAME")]
 EnvOption = Annotated[Text, option("Gymnasium id, or module:name of a class or function.", "--env", metavar="ID")]
 OwnEnvOption = Annotated[Text, option("Your own name for the checkpoint's environment.", "--env", metavar="ID")]
@@ -49,6 +50,13 @@ def name_environment(env: str | None, modules: Iterable[str] | None) -> Any:
         except Exception as error:
             raise UserError(f"--import {name}: the module fails with {type(error).__name__}: {error}.") from error
     return names if env is None else env
+
+
+def one_config(preset: str | None, config: str | None) -> str | None:
+    """What was given as --config or as a word of its own."""
+    if preset is not None and config is not None:
+        raise UserError(f"{preset!r} and --config {config} were both given; give one of them.")
+    return config if preset is None else preset
 
 
 def find_checkpoint(given: str) -> str:

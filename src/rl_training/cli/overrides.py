@@ -24,8 +24,11 @@ def build_config(
     """The validated config of a command, which names what its options name; `fields` that are None were not given."""
     from rl_training.cli.options import name_environment
     from rl_training.experiment.config import TrainConfig
+    from rl_training.runtime.spec import list_algorithm_specs
     from rl_training.validation import validate
 
+    if env is not None and algo is None and config in [spec.name for spec in list_algorithm_specs()]:
+        config, algo = None, config
     data = starting_point(config, algo, env)
     given = {name: value for name, value in fields.items() if value is not None}
     changed = drop_replaced_schedules(apply_settings(data, settings or ()), settings or ())
@@ -109,27 +112,19 @@ def _read_exponents(value: Any) -> Any:
 def _path(key: str, algo: Any) -> list[str]:
     """Where a key belongs: a field of TrainConfig, or a hyper-parameter under `algo_kwargs`."""
     from rl_training.experiment.config import TrainConfig
+    from rl_training.runtime.known_keys import full_path, hyper_parameters
 
     parts = key.split(".")
     if parts[0] in TrainConfig.model_fields:
         return parts
     known = hyper_parameters(algo)
     if parts[0] not in known:
-        nearest = did_you_mean(parts[0], [*known, *TrainConfig.model_fields])
+        found = (full_path(parts[0], algo) or parts[0]).removeprefix("algo_kwargs.")
+        nearest = did_you_mean(found, [*known, *TrainConfig.model_fields, *([found] if "." in found else [])])
         if nearest.startswith("known:"):  # sixty names are no help
             nearest = f"rl-training config --schema --algo {algo} shows them all."
         raise UserError(f"--set: unknown key {parts[0]!r}; {nearest}")
     return ["algo_kwargs", *parts]
-
-
-def hyper_parameters(algo: Any) -> list[str]:
-    """Names that `algo_kwargs` may hold for that algorithm, schedules included."""
-    from rl_training.runtime.params import _is_number
-    from rl_training.runtime.spec import get_algorithm_spec
-
-    fields = get_algorithm_spec(str(algo)).params.model_fields
-    schedules = [f"{name}_schedule" for name, field in fields.items() if _is_number(field.annotation)]
-    return [*(name for name in fields if name != "schedules"), *schedules]
 
 
 def _put(data: Mapping[str, Any], path: list[str], value: Any, setting: str) -> dict[str, Any]:

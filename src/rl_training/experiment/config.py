@@ -228,6 +228,8 @@ def list_presets() -> list[str]:
 
 def _preset_text(name: str) -> str:
     preset = name.replace("\\", "/").removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
+    if own := [one for one in list_presets() if one.startswith(f"{preset}/")]:
+        raise UserError(f"{name!r} is an algorithm; give one of its presets ({', '.join(own)}), or --algo and --env.")
     if preset not in list_presets():
         raise UserError(f"{name!r} is neither a file nor a packaged preset; {did_you_mean(preset, list_presets())}")
     return Presets.joinpath(f"{preset}.yaml").read_text(encoding="utf-8")

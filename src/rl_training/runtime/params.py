@@ -142,7 +142,7 @@ AnyParams = TypeVar("AnyParams", bound=Params)
 
 def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyParams:
     """`algo_kwargs` as parameters of an algorithm, its `<name>_schedule` keys gathered under `schedules`."""
-    numeric = [name for name, info in model.model_fields.items() if _is_number(info.annotation)]
+    numeric = [name for name, info in model.model_fields.items() if is_number(info.annotation)]
     plain, schedules = {}, {}
     for key, value in algo_kwargs.items():
         name = key.removesuffix(SCHEDULE) if isinstance(key, str) else key
@@ -170,8 +170,8 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
     return params.model_copy(update={"schedules": schedules})
 
 
-def _is_number(annotation: Any) -> bool:
-    return annotation is float or any(_is_number(part) for part in get_args(annotation))
+def is_number(annotation: Any) -> bool:
+    return annotation is float or any(is_number(part) for part in get_args(annotation))
 
 
 def _check_bounds(model: type[Params], name: str, value: float, key: str) -> None:

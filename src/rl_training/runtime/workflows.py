@@ -20,6 +20,7 @@ from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.runtime.acting import ActingSession, acting_lock
 from rl_training.runtime.evaluation import Evaluator
+from rl_training.runtime.known_keys import keys_located
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
@@ -100,6 +101,7 @@ def read_config(config: AnyConfig, env: UserEnv | None) -> TrainConfig:
 
 
 @threads_restored()
+@keys_located()
 def train(
     config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
