@@ -176,6 +176,17 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
 
 
+def episode_limit(env: Env) -> int | None:
+    """Steps after which a wrapper or the emulator truncates an episode; None where nobody is known to."""
+    limits = []
+    while isinstance(env, gym.Wrapper):
+        limits += [env._max_episode_steps] if isinstance(env, gym.wrappers.TimeLimit) else []
+        env = env.env
+    if (emulator := getattr(env, "ale", None)) is not None:
+        limits.append(emulator.getInt("max_num_frames_per_episode"))
+    return min((limit for limit in limits if limit), default=None)
+
+
 def register_on_demand(env_id: str) -> None:
     """Atari and MinAtar are registered by importing their packages, which Gymnasium does not do by itself."""
     extra = "results" if env_id.startswith("MinAtar/") else "atari"

@@ -72,6 +72,9 @@ class TrainConfig(StrictModel):
     device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU where there is one and it pays).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
     eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")
+    eval_max_steps: int | None = Field(
+        None, ge=1, description="Most steps of an evaluation episode; null: the environment's own limit, else 10,000."
+    )
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
     checkpoint_interval: int = Field(
         0, ge=0, description="Environment steps between checkpoints; 0 is every 60 seconds and at the end."

@@ -215,7 +215,7 @@ def evaluate_checkpoint(
     seed = config.seed if seed is None else seed
     torch.set_num_threads(int(config.threads))
     videos = None if record_video_dir is None else Path(record_video_dir)
-    result = Evaluator(recipe, spaces, seed).evaluate(
+    result = Evaluator(recipe, spaces, seed, max_steps=config.eval_max_steps).evaluate(
         algorithm, episodes, deterministic=deterministic, window=render, videos=videos
     )
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
