@@ -156,7 +156,8 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
         plain["device"] = "auto"  # which the preset says; the record names the device
     if config.execution_backend == "local_sync":
         del plain["num_workers"]  # nobody reads it
-    for name, before in (("worker_order", "fixed"), ("max_policy_lag", None)):  # as it was before they came
+    # as it was before they came
+    for name, before in (("worker_order", "fixed"), ("max_policy_lag", None), ("eval_max_steps", None)):
         if plain[name] == before:
             del plain[name]
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))

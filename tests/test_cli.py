@@ -14,11 +14,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from resume_cases import rows_of
 from rl_training.cli.exits import describe, run_to_exit_code
 from rl_training.cli.main import app
 from rl_training.cli.overrides import apply_settings
 from rl_training.cli.screen import larger_budget, mean_interval
 from rl_training.errors import UserError
+from rl_training.runtime.workflows import train
 
 TINY = ["--config", "ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
         "--set", "num_steps=64", "--set", "minibatch_size=64"]  # fmt: skip
@@ -220,6 +222,36 @@ def test_config_prints_what_a_run_would_use() -> None:
     assert "ppo/cartpole" in succeed("config", "--list").splitlines()
 
 
+LINE = "--set learning_rate=0.01 replaces learning_rate_schedule (linear, 0.001 to 0.0)\n"
+
+
+def test_a_number_that_is_set_replaces_its_schedule_and_says_so() -> None:
+    words = ["config", "--config", "ppo/cartpole", "--set", "learning_rate=1e-2"]
+    result = invoke(*words)
+    kwargs = yaml.safe_load(result.stdout)["algo_kwargs"]
+    assert (kwargs["learning_rate"], "learning_rate_schedule" in kwargs, result.stderr) == (0.01, False, LINE)
+    both = invoke(*words, "--set", "learning_rate_schedule.end=5e-4")
+    assert yaml.safe_load(both.stdout)["algo_kwargs"]["learning_rate_schedule"]["end"] == 5e-4
+    assert both.stderr == ""
+    trained = invoke("train", *TINY, "--set", "learning_rate=1e-2", "--seeds", "1,2")
+    assert trained.stderr.count(LINE) == 1
+    for path in Path("runs").glob("*/metrics.jsonl"):
+        assert {row["learning_rate"] for row in rows_of(path.parent) if "learning_rate" in row} <= {0.01}
+
+
+def test_resume_with_a_number_replaces_its_schedule_by_force(checkpoint: str) -> None:
+    words = ["resume", "--checkpoint", checkpoint, "--output-dir", "on", "--total-timesteps", "512",
+             "--set", "learning_rate=3e-4"]  # as stored: what is scheduled is not it
+    refused = invoke(*words)
+    assert refused.exit_code == 2
+    assert "learning_rate_schedule" in refused.stderr
+    forced = invoke(*words, "--force")
+    assert forced.exit_code == 0, forced.output
+    assert "changed by --force: algo_kwargs.learning_rate_schedule is gone (was {" in forced.stderr
+    config = yaml.safe_load(next(Path("on").glob("*/config.yaml")).read_text())
+    assert "learning_rate_schedule" not in config["algo_kwargs"]
+
+
 def test_config_schema_knows_the_hyper_parameters_of_an_algorithm() -> None:
     general = json.loads(succeed("config", "--schema"))
     assert "ppo" in general["properties"]["algo"]["enum"]
@@ -266,11 +298,24 @@ WRONG = {
     "nothing to train": (["train"], "--config, or --algo with --env"),
     "no environment": (["train", "--algo", "ppo"], "--env is missing"),
     "two sources": ([*PPO, "--algo", "ppo"], "--config cannot be combined with"),
+    "two presets": ([*PPO, "dqn/cartpole"], "'dqn/cartpole' and --config ppo/cartpole were both given"),
+    "algorithm as a preset": (["train", "--config", "dqn"], "give one of its presets (dqn/"),
+    "algorithm as a word": (["train", "ppo"], "'ppo' is an algorithm; give one of its presets (ppo/"),
+    "set of a wrapper": ([*PPO, "--set", "normalize_observation=true"],
+                         "did you mean 'env_kwargs.wrappers.normalize_observation'?"),
+    "set of a limit": ([*PPO, "--set", "max_episode_steps=5"], "did you mean 'env_kwargs.max_episode_steps'?"),
+    "set of a short name": ([*PPO, "--set", "lr=1e-3"], "did you mean 'learning_rate'?"),
+    "wrapper as an argument": ([*PPO, "--set", "env_kwargs.normalize_reward=true"],
+                               "did you mean 'env_kwargs.wrappers.normalize_reward'?"),
+    "argument that no one takes": ([*PPO, "--set", "env_kwargs.gravitas=1"],
+                                   "env_kwargs: unknown key 'gravitas'; CartPole-v1 does not take it."),
+    "field as a hyper-parameter": ([*PPO, "--set", "algo_kwargs.num_envs=2"], "did you mean 'num_envs'?"),
     "preset": (["train", "--config", "ppo/cartpol"], "did you mean 'ppo/cartpole'?"),
     "algorithm": (["train", "--algo", "pppo", "--env", "CartPole-v1"], "did you mean 'ppo'?"),
     "environment": (["train", "--algo", "ppo", "--env", "CartPol-v1"], "did you mean 'CartPole-v1'?"),
     "seed": ([*PPO, "--seed", "x"], "seed is 'x'"),
     "seeds": ([*PPO, "--seeds", "1,,2"], "--seeds"),
+    "seed too large": ([*PPO, "--seeds", "1,4294967296"], "from 0 to 4294967295"),
     "seed twice": ([*PPO, "--seeds", "1,1"], "twice"),
     "seed and seeds": ([*PPO, "--seed", "1", "--seeds", "2"], "both given"),
     "bound": ([*PPO, "--num-envs", "0"], "num_envs is 0"),
@@ -307,6 +352,35 @@ def test_wrong_input_is_one_sentence_and_leaves_no_run(name: str) -> None:
     check_one_sentence(result.exit_code, result.stderr, expected)
     assert result.stdout == ""
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("gamma: 0.9", "mine.yaml: unknown key 'gamma'; did you mean 'algo_kwargs.gamma'?"),
+        ("lr: 0.9", "mine.yaml: unknown key 'lr'; did you mean 'algo_kwargs.learning_rate'?"),
+        ("clip_coef_schedule: {start: 1}", "did you mean 'algo_kwargs.clip_coef_schedule'?"),
+        ("frame_stack: 4", "did you mean 'env_kwargs.wrappers.frame_stack'?"),
+        ("num_env: 4", "did you mean 'num_envs'?"),
+        ("algo_kwargs: {max_episode_steps: 4}", "did you mean 'env_kwargs.max_episode_steps'?"),
+        ("algo_kwargs: {gama: 4}", "algo_kwargs: unknown key 'gama'; did you mean 'gamma'?"),
+        ("env_kwargs: {wrappers: {gamma: 4}}", "env_kwargs.wrappers: unknown key 'gamma'; known:"),
+    ],
+)
+def test_a_key_in_the_wrong_place_of_a_file_gets_its_full_path(line: str, expected: str) -> None:
+    Path("mine.yaml").write_text(f"algo: ppo\nenv_id: CartPole-v1\ntotal_timesteps: 100\n{line}\n")
+    for words in (["train", "mine.yaml"], ["config", "mine.yaml"]):
+        result = invoke(*words)
+        check_one_sentence(result.exit_code, result.stderr, expected)
+    with pytest.raises(UserError) as refused:
+        train("mine.yaml")
+    assert expected in str(refused.value)
+
+
+def test_a_preset_may_be_a_word_of_its_own() -> None:
+    assert succeed("config", "ppo/cartpole") == succeed("config", "--config", "ppo/cartpole")
+    assert "ppo on CartPole-v1" in succeed("train", *TINY[1:])
+    assert yaml.safe_load(succeed("config", "ppo", "--env", "Acrobot-v1"))["env_id"] == "Acrobot-v1"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from resume_cases import SPECS, take_steps, tiny
 from rl_training.errors import UserError
-from rl_training.runtime.params import _is_number
+from rl_training.runtime.params import change_params, is_number
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import open_session
+from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import train
 
 UPDATES, MOST_STEPS = 6, 120
@@ -38,7 +39,7 @@ SETTING: dict[str, dict[str, Any]] = {
 
 
 def floats_of(algo: str) -> list[str]:
-    return [name for name, info in SPECS[algo].params.model_fields.items() if _is_number(info.annotation)]
+    return [name for name, info in SPECS[algo].params.model_fields.items() if is_number(info.annotation)]
 
 
 def other_value(algo: str, name: str) -> float:
@@ -206,3 +207,18 @@ def test_gamma_moves_the_scale_of_rewards_too(tmp_path: Path) -> None:
         learner: Any = result.policy.algorithm
         moments.append(learner.reward_scale.moments.tolist())
     assert moments[1] == moments[2] != moments[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"learning_rate": 0.1}, {"learning_rate": 0.1}),
+        ({"policy_learning_rate": 0.1}, {"policy_learning_rate": 0.1}),  # which means the same
+        ({"learning_rate": 0.1, "learning_rate_schedule": {"start": 0.2, "end": 0.0}}, None),
+        ({"gamma": 0.5}, None),
+    ],
+)
+def test_a_changed_number_replaces_its_schedule(given: dict[str, Any], left: dict[str, Any] | None) -> None:
+    stored = {"learning_rate_schedule": {"start": 1.0, "end": 0.0}}
+    changed = change_params(get_algorithm_spec("mbpo").params, stored, given)
+    assert changed == (left if left is not None else {**stored, **given})

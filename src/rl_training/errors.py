@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 LONGEST = 380  # characters of a sentence
 MOST_NAMES = 12  # listed when no name is near
@@ -17,6 +18,18 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
+
+
+class UnknownKey(UserError):
+    """A key that means nothing where it stands; `data` is the mapping in which it was found, from the top."""
+
+    def __init__(self, where: str, field: str, hint: str, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__(f"{where}: unknown key {field[:60]!r}; {hint}")
+        self.where, self.field, self.data, self.is_near = where, field, data or {}, hint.startswith("did")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process it is only its sentence."""
+        return UserError, (str(self),)
 
 
 class EnvironmentFailure(RuntimeError):
@@ -55,11 +68,15 @@ def _one_line(message: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of an "unknown name" sentence: the nearest known name, or what there is when none is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    if (near := near_name(name, names)) is not None:
+        return f"did you mean {near!r}?"
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"known: {', '.join(names[:MOST_NAMES])}{more}"
+
+
+def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known name that is most like this one, if any is."""
+    return next(iter(difflib.get_close_matches(name[:100], known, n=1, cutoff=likeness)), None)
 
 
 def counted(number: int, noun: str) -> str:

@@ -32,13 +32,16 @@ class Played(NamedTuple):
 
 
 def play(
-    envs: Sequence[Any], act: Act, seed_of: Callable[[int], int | None], env_id: str, episodes: float = inf
-) -> Iterator[Played]:
+    envs: Sequence[Any], act: Act, seed_of: Callable[[int], int | None], env_id: str, episodes: float = inf,
+    longest: float = inf,
+) -> Iterator[Played]:  # fmt: skip
     """The steps of these environments in turn, each taking the next episode when it ends one.
 
-    Episode i is reset with `seed_of(i)`. What an environment raises gets the name `env_id`.
+    Episode i is reset with `seed_of(i)` and left after `longest` steps. What an environment raises gets the name
+    `env_id`.
     """
     current, begun = list(range(len(envs))), len(envs)  # the episode that each environment is in; beyond the last: none
+    taken = [0] * len(envs)  # steps of that episode
     named = FailuresNamed(env_id)
     with named:
         rows, infos = (list(part) for part in zip(*(e.reset(seed=seed_of(i)) for i, e in enumerate(envs)), strict=True))
@@ -54,8 +57,9 @@ def play(
                 rows[i], reward, terminated, truncated, infos[i] = env.step(actions[i])
                 step = Played(*before, float(reward), rows[i], terminated, truncated, infos[i], current[i])
             yield step
-            if terminated or truncated:
-                current[i], begun, is_first[i] = begun, begun + 1, True
+            taken[i] += 1
+            if terminated or truncated or taken[i] >= longest:
+                taken[i], current[i], begun, is_first[i] = 0, begun, begun + 1, True
                 if current[i] < episodes:
                     with named:
                         rows[i], infos[i] = env.reset(seed=seed_of(current[i]))

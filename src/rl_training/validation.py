@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UnknownKey, UserError, did_you_mean
 
 Model = TypeVar("Model", bound="StrictModel")
 READ = {"read": True}  # pydantic's context of what `validate` makes: a file may have said it, not the user's code
@@ -96,7 +96,12 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
         return model.model_validate(dict(data), context=READ)
     except ValidationError as error:
         problems = [_Problem.locate(found, model, data) for found in error.errors(include_url=False)]
-        raise UserError(f"{where}: {_first_problem(problems, model, also_known)}") from None
+        # a key that is misspelt is often one that is then missing
+        if unknown := next((one for one in problems if one.kind == "extra_forbidden"), None):
+            known = [*unknown.owner.model_fields, *(also_known if unknown.owner is model else ())]
+            hint = did_you_mean(unknown.path[-1], known)
+            raise UnknownKey(where, ".".join(unknown.path), hint, data) from None
+        raise UserError(f"{where}: {_first_problem(problems)}") from None
 
 
 class _Problem(NamedTuple):
@@ -128,17 +133,11 @@ class _Problem(NamedTuple):
         return cls(path, owner, found["type"], found["msg"], found["input"])
 
 
-def _first_problem(problems: list[_Problem], model: type[BaseModel], also_known: Iterable[str]) -> str:
-    # a key that is misspelt is often one that is then missing
-    problem = next((one for one in problems if one.kind == "extra_forbidden"), problems[0])
+def _first_problem(problems: list[_Problem]) -> str:
     # every member of a union complains; the one that was meant is the one of which the most fits
-    of_field = [one for one in problems if one.path[:1] == problem.path[:1]]
-    if problem.kind != "extra_forbidden":
-        problem = max(of_field, key=lambda one: len(one.path))
+    of_field = [one for one in problems if one.path[:1] == problems[0].path[:1]]
+    problem = max(of_field, key=lambda one: len(one.path))
     field = ".".join(problem.path)
-    if problem.kind == "extra_forbidden":
-        known = [*problem.owner.model_fields, *(also_known if problem.owner is model else ())]
-        return f"unknown key {_show(field)}; {did_you_mean(problem.path[-1], known)}"
     if problem.kind == "missing" and isinstance(problem.value, Mapping):
         return f"{field} is missing; it must be given."
     if problem.kind == "missing":

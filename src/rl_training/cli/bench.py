@@ -12,8 +12,10 @@ from rl_training.cli.options import (
     ConfigOption,
     EnvOption,
     ImportOption,
+    PresetArgument,
     SetOption,
     Text,
+    one_config,
     option,
     whole_number,
 )
@@ -28,6 +30,7 @@ BAR = 24
 
 
 def bench(
+    preset: PresetArgument = None,
     config: ConfigOption = None,
     algo: AlgoOption = None,
     env: EnvOption = None,
@@ -38,7 +41,7 @@ def bench(
     """Run a config for a short while and show where the time goes; leaves nothing behind."""
     from rl_training.cli.overrides import build_config
 
-    built = build_config(config, algo, env, settings, modules)
+    built = build_config(one_config(preset, config), algo, env, settings, modules)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
         limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}

@@ -9,7 +9,16 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from rl_training.cli.options import AlgoOption, ConfigOption, EnvOption, ImportOption, SetOption, option
+from rl_training.cli.options import (
+    AlgoOption,
+    ConfigOption,
+    EnvOption,
+    ImportOption,
+    PresetArgument,
+    SetOption,
+    one_config,
+    option,
+)
 from rl_training.cli.screen import make_console
 
 
@@ -35,6 +44,7 @@ def list_algorithms() -> None:
 
 
 def show_config(
+    preset: PresetArgument = None,
     config: ConfigOption = None,
     algo: AlgoOption = None,
     env: EnvOption = None,
@@ -46,6 +56,7 @@ def show_config(
     """Print a config as a run would resolve it, every default spelled out, as YAML; nothing in it is called."""
     from rl_training.experiment.config import dump_yaml, list_presets
 
+    config = one_config(preset, config)
     if presets:
         typer.echo("\n".join(list_presets()))
         return
@@ -97,7 +108,7 @@ def config_schema(algo: str | None) -> dict[str, Any]:
 
 def _hyper_parameter_schema(params: Any, algo: str) -> dict[str, Any]:
     """The schema of the parameters, with their schedules under the names that a config uses."""
-    from rl_training.cli.overrides import hyper_parameters
+    from rl_training.runtime.known_keys import hyper_parameters
 
     schema: dict[str, Any] = params.model_json_schema()
     fields = schema["properties"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UnknownKey, UserError, did_you_mean
 
 FAILED, WRONG_INPUT, STOPPED = 1, 2, 130
 
@@ -51,6 +51,10 @@ def is_first_rank() -> bool:
 
 def describe(error: Exception) -> tuple[int, str]:
     """The exit code and the sentence of an exception."""
+    if isinstance(error, UnknownKey):
+        from rl_training.runtime.known_keys import with_full_path
+
+        error = with_full_path(error)
     if isinstance(error, UserError):
         return WRONG_INPUT, one_sentence(str(error))
     if hasattr(error, "format_message"):  # a usage error of click's, or of typer's own copy of it

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -93,4 +94,5 @@ def main() -> None:
     """The console entry point."""
     if sys.stderr is not None:
         faulthandler.enable()  # an environment or library that crashes the process is seen on the way out
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ def option(text: str, *names: str, metavar: str | None = None) -> Any:
 
 
 ConfigOption = Annotated[Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C")]
+PresetArgument = Annotated[Text, typer.Argument(metavar="[PRESET]", help="The same as --config.", show_default=False)]
 AlgoOption = Annotated[Text, option("Algorithm, with its defaults (see `list`).", "--algo", metavar="NAME")]
 EnvOption = Annotated[Text, option("Gymnasium id, or module:name of a class or function.", "--env", metavar="ID")]
 OwnEnvOption = Annotated[Text, option("Your own name for the checkpoint's environment.", "--env", metavar="ID")]
@@ -50,6 +52,13 @@ def name_environment(env: str | None, modules: Iterable[str] | None) -> Any:
     return names if env is None else env
 
 
+def one_config(preset: str | None, config: str | None) -> str | None:
+    """What was given as --config or as a word of its own."""
+    if preset is not None and config is not None:
+        raise UserError(f"{preset!r} and --config {config} were both given; give one of them.")
+    return config if preset is None else preset
+
+
 def find_checkpoint(given: str) -> str:
     """The checkpoint file; for a run's folder its newest one."""
     for newest in (os.path.join(given, "checkpoints", "latest.ckpt"), os.path.join(given, "latest.ckpt")):
@@ -58,13 +67,14 @@ def find_checkpoint(given: str) -> str:
     return given
 
 
-def whole_number(option: str, text: str, *, least: int = 0) -> int:
+def whole_number(option: str, text: str, *, least: int = 0, most: float = math.inf) -> int:
     """The whole number in an option's text (`1e5` counts as one)."""
     try:
         number = float(text)
         whole = int(text) if text.lstrip("+-").isdigit() else int(number)
     except (ValueError, OverflowError):
         raise UserError(f"{option} is {text!r}; it must be a whole number.") from None
-    if whole != number or whole < least:
-        raise UserError(f"{option} is {text!r}; it must be a whole number of at least {least}.")
+    if whole != number or not least <= whole <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise UserError(f"{option} is {text!r}; it must be a whole number {limits}.")
     return whole

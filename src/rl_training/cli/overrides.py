@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from rl_training.cli.exits import is_first_rank
 from rl_training.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -21,11 +24,14 @@ def build_config(
     """The validated config of a command, which names what its options name; `fields` that are None were not given."""
     from rl_training.cli.options import name_environment
     from rl_training.experiment.config import TrainConfig
+    from rl_training.runtime.spec import list_algorithm_specs
     from rl_training.validation import validate
 
+    if env is not None and algo is None and config in [spec.name for spec in list_algorithm_specs()]:
+        config, algo = None, config
     data = starting_point(config, algo, env)
     given = {name: value for name, value in fields.items() if value is not None}
-    changed = apply_settings(data, settings or ())
+    changed = drop_replaced_schedules(apply_settings(data, settings or ()), settings or ())
     changed.update(given)
     where = config or f"{algo} on {env}"
     built = validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
@@ -62,6 +68,29 @@ def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str
     return result
 
 
+def drop_replaced_schedules(data: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """The mapping without the schedules of numbers that `--set` gives; says which in one line each."""
+    from rl_training.runtime.params import replaced_schedules
+    from rl_training.runtime.spec import get_algorithm_spec
+
+    paths = [_path(setting.partition("=")[0].strip(), data.get("algo")) for setting in settings]
+    given = [path[1] for path in paths if len(path) > 1 and path[0] == "algo_kwargs"]
+    if not given:
+        return data
+    kwargs = dict(data["algo_kwargs"])
+    for key, name in replaced_schedules(get_algorithm_spec(str(data.get("algo"))).params, kwargs, given).items():
+        if is_first_rank():
+            typer.echo(f"--set {name}={kwargs[name]} replaces {key} {describe_schedule(kwargs[key])}", err=True)
+        del kwargs[key]
+    return {**data, "algo_kwargs": kwargs}
+
+
+def describe_schedule(schedule: Any) -> str:
+    """Such as (linear, 0.001 to 0)."""
+    parts = dict(schedule) if isinstance(schedule, Mapping) else {}
+    return f"({parts.get('type', 'linear')}, {parts.get('start')} to {parts.get('end', parts.get('start'))})"
+
+
 def read_value(setting: str, text: str) -> Any:
     """A value as YAML reads it, but `1e-3` is a number."""
     from rl_training.experiment.config import parse_yaml
@@ -83,27 +112,19 @@ def _read_exponents(value: Any) -> Any:
 def _path(key: str, algo: Any) -> list[str]:
     """Where a key belongs: a field of TrainConfig, or a hyper-parameter under `algo_kwargs`."""
     from rl_training.experiment.config import TrainConfig
+    from rl_training.runtime.known_keys import full_path, hyper_parameters
 
     parts = key.split(".")
     if parts[0] in TrainConfig.model_fields:
         return parts
     known = hyper_parameters(algo)
     if parts[0] not in known:
-        nearest = did_you_mean(parts[0], [*known, *TrainConfig.model_fields])
+        found = (full_path(parts[0], algo) or parts[0]).removeprefix("algo_kwargs.")
+        nearest = did_you_mean(found, [*known, *TrainConfig.model_fields, *([found] if "." in found else [])])
         if nearest.startswith("known:"):  # sixty names are no help
             nearest = f"rl-training config --schema --algo {algo} shows them all."
         raise UserError(f"--set: unknown key {parts[0]!r}; {nearest}")
     return ["algo_kwargs", *parts]
-
-
-def hyper_parameters(algo: Any) -> list[str]:
-    """Names that `algo_kwargs` may hold for that algorithm, schedules included."""
-    from rl_training.runtime.params import _is_number
-    from rl_training.runtime.spec import get_algorithm_spec
-
-    fields = get_algorithm_spec(str(algo)).params.model_fields
-    schedules = [f"{name}_schedule" for name, field in fields.items() if _is_number(field.annotation)]
-    return [*(name for name in fields if name != "schedules"), *schedules]
 
 
 def _put(data: Mapping[str, Any], path: list[str], value: Any, setting: str) -> dict[str, Any]:

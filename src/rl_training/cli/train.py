@@ -10,9 +10,11 @@ from rl_training.cli.options import (
     EnvOption,
     ImportOption,
     OutputOption,
+    PresetArgument,
     SetOption,
     StepsOption,
     Text,
+    one_config,
     option,
     whole_number,
 )
@@ -22,8 +24,11 @@ from rl_training.errors import UserError
 if TYPE_CHECKING:
     from rl_training.experiment.config import TrainConfig
 
+LARGEST_SEED = 2**32 - 1
+
 
 def train(
+    preset: PresetArgument = None,
     config: ConfigOption = None,
     algo: AlgoOption = None,
     env: EnvOption = None,
@@ -38,7 +43,7 @@ def train(
     modules: ImportOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Train a policy: --config C, or --algo NAME --env ID.
+    """Train a policy: a preset such as ppo/cartpole, --config C, or --algo NAME --env ID.
 
     Ctrl-C stops after the current update and writes a checkpoint; Ctrl-C again stops at once.
     """
@@ -46,20 +51,19 @@ def train(
 
     if seed is not None and seeds is not None:
         raise UserError("--seed and --seeds were both given; give one of them.")
-    built = [
-        build_config(
-            config, algo, env, settings, modules, output_dir=output_dir, total_timesteps=total_timesteps,
-            num_envs=num_envs, eval_episodes=eval_episodes, seed=one_seed, execution_backend=execution_backend,
-            device=device,
-        )
-        for one_seed in ([seed] if seeds is None else read_seeds(seeds))
-    ]
-    run_all(built, several=seeds is not None, modules=modules)
+    every = None if seeds is None else read_seeds(seeds)
+    source = one_config(preset, config)
+    built = build_config(
+        source, algo, env, settings, modules, output_dir=output_dir, total_timesteps=total_timesteps, num_envs=num_envs,
+        eval_episodes=eval_episodes, seed=seed, execution_backend=execution_backend, device=device,
+    )  # fmt: skip
+    configs = [built] if every is None else [built.model_copy(update={"seed": one}) for one in every]
+    run_all(configs, several=every is not None, modules=modules)
 
 
 def read_seeds(text: str) -> list[int]:
     """The seeds in `1,2,3`; each may stand once."""
-    seeds = [whole_number("--seeds", part.strip()) for part in text.split(",")]
+    seeds = [whole_number("--seeds", part.strip(), most=LARGEST_SEED) for part in text.split(",")]
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds is {text!r}; a seed stands in it twice.")
     return seeds

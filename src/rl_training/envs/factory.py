@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from gymnasium import spaces as gs
 from pydantic import Field
 
 from rl_training.envs.spaces import EnvSpaces, image_layout
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UnknownKey, UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
 
 Env = gym.Env[Any, Any]
@@ -166,10 +167,24 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             "(an environment of your own: --import its module, or module:Class)"
         ) from None
     except (Exception, SystemExit) as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in recipe.kwargs:
+            raise UnknownKey("env_kwargs", unknown[1], f"{recipe.env_id} does not take it.") from error
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
+
+
+def episode_limit(env: Env) -> int | None:
+    """Steps after which a wrapper or the emulator truncates an episode; None where nobody is known to."""
+    limits = []
+    while isinstance(env, gym.Wrapper):
+        limits += [env._max_episode_steps] if isinstance(env, gym.wrappers.TimeLimit) else []
+        env = env.env
+    if (emulator := getattr(env, "ale", None)) is not None:
+        limits.append(emulator.getInt("max_num_frames_per_episode"))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def register_on_demand(env_id: str) -> None:

@@ -72,6 +72,9 @@ class TrainConfig(StrictModel):
     device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU where there is one and it pays).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
     eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")
+    eval_max_steps: int | None = Field(
+        None, ge=1, description="Most steps of an evaluation episode; null: the environment's own limit, else 10,000."
+    )
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
     checkpoint_interval: int = Field(
         0, ge=0, description="Environment steps between checkpoints; 0 is every 60 seconds and at the end."
@@ -228,6 +231,8 @@ def list_presets() -> list[str]:
 
 def _preset_text(name: str) -> str:
     preset = name.replace("\\", "/").removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
+    if own := [one for one in list_presets() if one.startswith(f"{preset}/")]:
+        raise UserError(f"{name!r} is an algorithm; give one of its presets ({', '.join(own)}), or --algo and --env.")
     if preset not in list_presets():
         raise UserError(f"{name!r} is neither a file nor a packaged preset; {did_you_mean(preset, list_presets())}")
     return Presets.joinpath(f"{preset}.yaml").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ import numpy as np
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import Env, EnvRecipe, make_env
+from rl_training.envs.factory import Env, EnvRecipe, episode_limit, make_env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
@@ -22,6 +23,7 @@ from rl_training.runtime.acting import ActingSession
 
 EVALUATION_STREAM = 2**31  # an environment index that no training environment has
 MOST_SIDE_BY_SIDE = 20
+MOST_STEPS = 10_000  # of an episode of an environment that has no limit
 NEEDS = "needs the extra 'video' (pip install 'rl-training[video]')"
 
 
@@ -31,6 +33,7 @@ class EvaluationResult:
 
     returns: list[float]
     lengths: list[int]
+    cut: int = 0  # episodes that were ended because they took too long
 
     def metrics(self) -> dict[str, Any]:
         """Mean, deviation and count under the contract's names."""
@@ -46,14 +49,16 @@ class Evaluator:
     """Evaluates in new environments every time: some keep a history, and a result may depend on weights and seed only.
 
     So a resumed run evaluates as the uninterrupted one does. `check` is called before every step and may raise; `warn`
-    is told what an environment raises when it is closed, else that is raised.
+    is told what an environment raises when it is closed, else that is raised. An episode of more than `max_steps`
+    (without that, and where the environment has no limit of its own, 10,000) is cut there, with a warning.
     """
 
     def __init__(
-        self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, check: Callable[[], None] | None = None,
-        warn: Callable[[str], None] | None = None,
+        self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, max_steps: int | None = None,
+        check: Callable[[], None] | None = None, warn: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        self.recipe, self.spaces, self.seed, self.check, self.warn = recipe, spaces, seed, check, warn
+        self.recipe, self.spaces, self.seed, self.max_steps = recipe, spaces, seed, max_steps
+        self.check, self.warn, self._has_warned = check, warn, False
 
     def evaluate(
         self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True, window: bool = False,
@@ -70,21 +75,36 @@ class Evaluator:
         with closed_after(envs, self.spaces.env_id, self.warn):
             for _ in range(1 if shown else min(episodes, MOST_SIDE_BY_SIDE)):
                 envs.append(make_env(self.recipe, evaluation=True, render_mode=shown))
+            limit = self.max_steps or episode_limit(envs[0]) or MOST_STEPS
             try:
                 if videos is not None:
                     envs[0] = gym.wrappers.RecordVideo(envs[0], str(videos), lambda _: True, disable_logger=True)
-                return self._play(envs, algorithm, episodes, deterministic)
+                result = self._play(envs, algorithm, episodes, deterministic, limit)
             except gym.error.DependencyNotInstalled as error:
                 if shown is None:
                     raise
                 raise UserError(f"a {'window' if videos is None else 'video'} {NEEDS}: {error}.") from None
+        if result.cut and not self._has_warned:
+            self._has_warned = True
+            self._tell(f"evaluation episodes that did not end within {limit:,} steps and were cut there: {result.cut} "
+                       f"of {episodes} (eval_max_steps sets that limit)")  # fmt: skip
+        return result
 
-    def _play(self, envs: list[Env], algorithm: Algorithm, episodes: int, deterministic: bool) -> EvaluationResult:
+    def _tell(self, text: str) -> None:
+        if self.warn is None:
+            warnings.warn(text, stacklevel=5)
+        else:
+            self.warn(f"warning: {text}")
+
+    def _play(
+        self, envs: list[Env], algorithm: Algorithm, episodes: int, deterministic: bool, limit: int
+    ) -> EvaluationResult:
         actor = ActingSession(algorithm, len(envs), self.seed, deterministic=deterministic)
         act = actor.in_environments(self.spaces, self.check)
         seed_of = partial(episode_seed, self.seed, EVALUATION_STREAM)
-        returns, lengths = [0.0] * episodes, [0] * episodes
-        for step in play(envs, act, seed_of, self.spaces.env_id, episodes):
+        returns, lengths, cut = [0.0] * episodes, [0] * episodes, 0
+        for step in play(envs, act, seed_of, self.spaces.env_id, episodes, limit):
             returns[step.episode] += step.reward
             lengths[step.episode] += 1
-        return EvaluationResult(returns, lengths)
+            cut += lengths[step.episode] == limit and not (step.terminated or step.truncated)
+        return EvaluationResult(returns, lengths, cut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
@@ -142,7 +142,7 @@ AnyParams = TypeVar("AnyParams", bound=Params)
 
 def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyParams:
     """`algo_kwargs` as parameters of an algorithm, its `<name>_schedule` keys gathered under `schedules`."""
-    numeric = [name for name, info in model.model_fields.items() if _is_number(info.annotation)]
+    numeric = [name for name, info in model.model_fields.items() if is_number(info.annotation)]
     plain, schedules = {}, {}
     for key, value in algo_kwargs.items():
         name = key.removesuffix(SCHEDULE) if isinstance(key, str) else key
@@ -170,8 +170,8 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
     return params.model_copy(update={"schedules": schedules})
 
 
-def _is_number(annotation: Any) -> bool:
-    return annotation is float or any(_is_number(part) for part in get_args(annotation))
+def is_number(annotation: Any) -> bool:
+    return annotation is float or any(is_number(part) for part in get_args(annotation))
 
 
 def _check_bounds(model: type[Params], name: str, value: float, key: str) -> None:
@@ -198,8 +198,21 @@ def check_schedules(algo: str, params: Params, algorithm: Any, source: Any) -> N
 
 
 def change_params(model: type[Params], stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored `algo_kwargs` with changes; of two keys that mean the same, the one that changed stays."""
+    """Stored `algo_kwargs` with changes; of two keys that mean the same, the one that changed stays.
+
+    A number that is given without a schedule replaces the schedule that it had.
+    """
     changed = {key for key, value in changes.items() if key not in stored or stored[key] != value}
     pairs = [(other + end, name + end) for other, name in model.synonyms.items() for end in ("", SCHEDULE)]
     stale = {old for pair in pairs for old, new in (pair, pair[::-1]) if new in changed and old not in changed}
+    stale |= set(replaced_schedules(model, stored, changes))
     return {key: value for key, value in {**stored, **changes}.items() if key not in stale}
+
+
+def replaced_schedules(model: type[Params], kwargs: Mapping[str, Any], given: Iterable[str]) -> dict[str, str]:
+    """Schedules in `kwargs` that the given names replace: each with the name that does, unless it is given too."""
+    names = set(given)
+    same = [pair for other, name in model.synonyms.items() for pair in ((other, name), (name, other))]
+    meant = [(name, name) for name in names] + [(other, name) for other, name in same if name in names]
+    found = {f"{scheduled}{SCHEDULE}": name for scheduled, name in meant}
+    return {key: name for key, name in found.items() if key in kwargs and key not in names}

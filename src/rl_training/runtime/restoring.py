@@ -268,7 +268,10 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     if refused and not force:
         what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
         raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")
-    notes = [f"changed by --force: {key} is now {new.get(key)!r} (was {old.get(key)!r})" for key in refused]
+    notes = [
+        f"changed by --force: {key} is {f'now {new[key]!r}' if key in new else 'gone'} (was {old.get(key)!r})"
+        for key in refused
+    ]
     if config.total_timesteps != stored.total_timesteps:
         budgets = f"{config.total_timesteps} steps (was {stored.total_timesteps})"
         notes.append(f"the budget is now {budgets}; schedules stretch with it")

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger, SilentLogger
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator
 from rl_training.runtime.params import Schedule
+from rl_training.runtime.progress import RecentSpeed, describe_workers
 from rl_training.runtime.ranks import resume_command
 from rl_training.runtime.run_folder import write_run_files
 from rl_training.runtime.session import Session, describe_machine
@@ -113,8 +114,9 @@ class Run:
             resume_step=self.step,
         )  # fmt: skip
         self.evaluator = Evaluator(
-            session.recipe, session.spaces, self.config.seed, check=self._check_signal, warn=self.logger.message
-        )
+            session.recipe, session.spaces, self.config.seed, max_steps=self.config.eval_max_steps,
+            check=self._look_up, warn=self.logger.message,
+        )  # fmt: skip
         self._machine = describe_machine(self.config)
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
@@ -124,6 +126,7 @@ class Run:
         self._resumed_at = self._last_save = time.perf_counter()
         self._save_seconds = 0.0
         self._at_start = self.step, self.train_seconds
+        self._recent = RecentSpeed(*self._at_start)
         self._logged_update = self._evaluated_step = -1
 
     # the loop's questions ----------------------------------------------------------------------------------------
@@ -137,6 +140,7 @@ class Run:
         self._tell("on_start")
         self._evaluate_when_due()  # a signal ended the run in this evaluation
         self._resumed_at, self._at_start = time.perf_counter(), (self.step, self.train_seconds)
+        self._recent = RecentSpeed(*self._at_start)
 
     def finished(self) -> bool:
         """Whether a budget is spent or somebody asked to stop."""
@@ -241,7 +245,8 @@ class Run:
         mean = self.progress_metrics().get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
         workers = describe_workers(self.session.collector.metrics(last=True))
-        self.logger.progress(self.step, self.steps_per_second(), mean, losses, workers)
+        speed = self._recent.update(self.step, self.train_seconds if self._evaluating else self._trained_seconds())
+        self.logger.progress(self.step, speed, mean, losses, workers, "evaluating" if self._evaluating else "")
 
     def steps_per_second(self) -> float:
         """Steps of this process over its training time."""
@@ -300,12 +305,15 @@ class Run:
         return metrics
 
     def _play_evaluation(self) -> EvaluationResult:
-        self._check_signal()
+        self._look_up()
         return self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
 
-    def _check_signal(self) -> None:
+    def _look_up(self) -> None:
+        """Between the steps of an evaluation: end it after a signal, and say on the progress line what goes on."""
         if self._signal is not None:
             raise Interruption
+        if self.logger.progress_due:
+            self._show_progress(read_metrics(self.latest))
 
     def _save_best(self, best_return: float) -> None:
         self._check_parameters()
@@ -569,17 +577,6 @@ class Run:
                 if isinstance(error, Exception) and hasattr(error, "add_note"):
                     error.add_note(note)
             raise
-
-
-def describe_workers(metrics: Mapping[str, float]) -> list[str]:
-    """Such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and what went wrong; nothing without workers."""
-    if not metrics:
-        return []
-    least, mean, most = (metrics[f"policy_lag{end}"] for end in ("_min", "", "_max"))
-    spread = "" if least == most else f" ({least:g} to {most:g})"
-    waits = [f"learner waits {metrics['learner_waiting']:.0%}", f"workers wait {metrics['worker_waiting']:.0%}"]
-    counts = {name: int(metrics[f"worker_{name}"]) for name in ("restarts", "dropped")}
-    return [f"lag {mean:.3g}{spread}", *waits, *(f"{n:,} {name}" for name, n in counts.items() if n)]
 
 
 def can_leave(frame: FrameType | None) -> bool:

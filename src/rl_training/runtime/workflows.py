@@ -20,6 +20,7 @@ from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.runtime.acting import ActingSession, acting_lock
 from rl_training.runtime.evaluation import Evaluator
+from rl_training.runtime.known_keys import keys_located
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
@@ -100,6 +101,7 @@ def read_config(config: AnyConfig, env: UserEnv | None) -> TrainConfig:
 
 
 @threads_restored()
+@keys_located()
 def train(
     config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
@@ -213,7 +215,7 @@ def evaluate_checkpoint(
     seed = config.seed if seed is None else seed
     torch.set_num_threads(int(config.threads))
     videos = None if record_video_dir is None else Path(record_video_dir)
-    result = Evaluator(recipe, spaces, seed).evaluate(
+    result = Evaluator(recipe, spaces, seed, max_steps=config.eval_max_steps).evaluate(
         algorithm, episodes, deterministic=deterministic, window=render, videos=videos
     )
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}

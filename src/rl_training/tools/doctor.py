@@ -14,7 +14,7 @@ from gymnasium import spaces as gs
 
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
-from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
@@ -185,7 +185,7 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: Algori
         if time.perf_counter() > budget:
             break
     env = make_env(recipe)
-    limit = recipe.max_episode_steps or getattr(env.spec, "max_episode_steps", None)
+    limit = episode_limit(env)
     env.close()
     sizes = f"reward {min(rewards):.3g}..{max(rewards):.3g}"
     detail = f"{ends} terminated, {cuts} truncated in {len(rewards):,} steps, time limit {limit or 'none'}, {sizes}"

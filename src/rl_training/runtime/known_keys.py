@@ -1,0 +1,61 @@
+"""Where every key of a config belongs, so that one written in the wrong place gets a hint with its full path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rl_training.envs.factory import AtariOptions, PixelOptions, WrapperOptions
+from rl_training.errors import UnknownKey, UserError, did_you_mean, near_name
+from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.params import SCHEDULE, is_number
+from rl_training.runtime.spec import get_algorithm_spec
+
+ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
+ENVIRONMENT = {
+    "env_kwargs": ("max_episode_steps", "wrappers"),
+    "env_kwargs.wrappers": tuple(WrapperOptions.model_fields),
+    "env_kwargs.wrappers.pixels": tuple(PixelOptions.model_fields),
+    "env_kwargs.wrappers.atari": tuple(AtariOptions.model_fields),
+}
+
+
+def hyper_parameters(algo: Any) -> list[str]:
+    """Names that `algo_kwargs` may hold for that algorithm, schedules included."""
+    fields = get_algorithm_spec(str(algo)).params.model_fields
+    schedules = [f"{name}{SCHEDULE}" for name, field in fields.items() if is_number(field.annotation)]
+    return [*(name for name in fields if name != "schedules"), *schedules]
+
+
+def full_path(name: str, algo: Any = None) -> str | None:
+    """The full path of the key of that name, or of the nearest one; None where nothing is near."""
+    levels: dict[str, Any] = {"": tuple(TrainConfig.model_fields)}
+    try:
+        levels["algo_kwargs"] = hyper_parameters(algo)
+    except UserError:  # of no algorithm that there is
+        levels["algo_kwargs"] = ("learning_rate",)
+    levels |= ENVIRONMENT
+    paths: dict[str, str] = {}
+    for level, names in levels.items():
+        for known in names:
+            paths.setdefault(known, f"{level}.{known}".lstrip("."))
+    near = ALSO_CALLED.get(name, name)
+    return paths.get(near if near in paths else near_name(name, paths, likeness=0.8) or "")
+
+
+@contextmanager
+def keys_located() -> Iterator[None]:
+    """What is refused as an unknown key inside gets the hint where such a key belongs."""
+    try:
+        yield
+    except UnknownKey as error:
+        raise with_full_path(error) from None
+
+
+def with_full_path(error: UnknownKey) -> UnknownKey:
+    """The error with the full path of the key, unless its own level has a near one already."""
+    name = error.field.rpartition(".")[2]
+    found = full_path(name, error.data.get("algo"))
+    elsewhere = found is not None and (found.rpartition(".")[2] == ALSO_CALLED.get(name, name) or not error.is_near)
+    return UnknownKey(error.where, error.field, did_you_mean(found, [found])) if found and elsewhere else error
