@@ -8,10 +8,10 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rl_training.envs.factory import UserEnv
+from rl_training.envs.factory import UserEnv, read_env
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import save_checkpoint
-from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.config import TrainConfig, names_config
 from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.run import Callback
 from rl_training.runtime.workflows import (
@@ -57,16 +57,29 @@ class Actor:
 
 
 class ManagedAlgorithm:
-    """An algorithm with its config. `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
+    """An algorithm and its config: learn, evaluate, predict, save, load.
+
+    The first argument is an environment (a Gymnasium id, a function or class that makes one, or one that is made) or a
+    config (a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`). A string that names a file or a preset
+    is a config, any other an environment. Keywords are fields of TrainConfig and hyper-parameters of the algorithm:
+    `PPO("CartPole-v1", num_envs=8, learning_rate=3e-4)`. `env` is the environment of a config that is for another one.
+    """
 
     algo: ClassVar[str] = ""
 
-    def __init__(self, config: AnyConfig, *, env: UserEnv | None = None) -> None:
-        if env is not None and not (callable(env) or isinstance(env, str)):
-            raise UserError(f"env is a {type(env).__name__}; it must be a callable that makes one, such as a class.")
-        self.config = read_config({"algo": self.algo, **config} if isinstance(config, Mapping) else config, env)
-        if self.config.algo != self.algo:
-            raise UserError(f"algo is {self.config.algo!r}; {type(self).__name__} needs {self.algo!r}.")
+    def __init__(
+        self, config_or_env: AnyConfig | UserEnv | None = None, *, env: UserEnv | None = None, **settings: Any
+    ) -> None:
+        config: Any = config_or_env
+        name = type(self).__name__
+        if config is not None and not _is_config(config):
+            if env is not None:
+                raise UserError(f"{name} got two environments, {config!r} and env={env!r}; give one.")
+            config, env = None, config
+        if config is None and env is None and "env_id" not in settings:
+            raise UserError(f'{name} needs an environment, such as {name}("CartPole-v1").')
+        env = read_env(env)
+        self.config = read_config(config, env, self.algo, settings)
         self.env: UserEnv = self.config.named if env is None else env
         self._checkpoint: Path | None = None
         self._policy: TrainedPolicy | None = None
@@ -126,3 +139,7 @@ class ManagedAlgorithm:
         if self._policy is None:
             raise UserError("there is no policy yet; call learn() or load() first.")
         return self._policy
+
+
+def _is_config(given: Any) -> bool:
+    return names_config(given) if isinstance(given, str) else isinstance(given, TrainConfig | Mapping | Path)

@@ -98,12 +98,10 @@ def _path(key: str, algo: Any) -> list[str]:
 
 def hyper_parameters(algo: Any) -> list[str]:
     """Names that `algo_kwargs` may hold for that algorithm, schedules included."""
-    from rl_training.runtime.params import _is_number
+    from rl_training.runtime.params import parameter_names
     from rl_training.runtime.spec import get_algorithm_spec
 
-    fields = get_algorithm_spec(str(algo)).params.model_fields
-    schedules = [f"{name}_schedule" for name, field in fields.items() if _is_number(field.annotation)]
-    return [*(name for name in fields if name != "schedules"), *schedules]
+    return parameter_names(get_algorithm_spec(str(algo)).params)
 
 
 def _put(data: Mapping[str, Any], path: list[str], value: Any, setting: str) -> dict[str, Any]:

@@ -170,6 +170,12 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
     return params.model_copy(update={"schedules": schedules})
 
 
+def parameter_names(model: type[Params]) -> list[str]:
+    """Names that `algo_kwargs` may hold, schedules included."""
+    fields = {name: info for name, info in model.model_fields.items() if name != "schedules"}
+    return [*fields, *(f"{name}{SCHEDULE}" for name, info in fields.items() if _is_number(info.annotation))]
+
+
 def _is_number(annotation: Any) -> bool:
     return annotation is float or any(_is_number(part) for part in get_args(annotation))
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.envs.factory import UserEnv, probe_spaces, read_recipe
+from rl_training.envs.factory import UserEnv, probe_spaces, read_env, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import pack_tree, unpack_tree
@@ -26,9 +26,8 @@ from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpo
 from rl_training.runtime.run import Callback, Run, RunState
 from rl_training.runtime.run_folder import branch_run_dir, is_newest, locked, make_run_dir, run_dir_of
 from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session, threads_restored
+from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
-
-AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
@@ -90,22 +89,13 @@ def plain_action(action: Any) -> Any:
     return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
-def read_config(config: AnyConfig, env: UserEnv | None) -> TrainConfig:
-    """The config as `load_config` reads it, of the environment that the user names or makes, where one is given."""
-    if isinstance(config, Mapping) and env is not None:
-        name = env if isinstance(env, str) else getattr(env, "__name__", "")
-        config = {"env_id": name if isinstance(env, str) or name.isidentifier() else "custom", **config}
-    loaded = load_config(config)
-    return loaded.model_copy(update={"env_id": env}).naming(env) if isinstance(env, str) else loaded
-
-
 @threads_restored()
 def train(
     config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
     """One run from the start; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
-    told = read_callbacks(callbacks)
+    told, env = read_callbacks(callbacks), read_env(env)
     ranks = join_ranks()
     session = open_session(read_config(config, env), env=env, ranks=ranks)
     with ExitStack() as held:
