@@ -27,6 +27,8 @@ Env = gym.Env[Any, Any]
 # already, or names (`module`, `module:name`) whose functions a config may call.
 UserEnv = str | Callable[..., Env] | Env | tuple[str, ...]
 
+NAMELESS = "custom"  # the name of an environment that a lambda makes
+
 
 class MadeEnvironment:
     """An environment that the user made: training steps it and leaves it open, everybody else gets a copy."""
@@ -79,7 +81,7 @@ def read_env(env: Any) -> UserEnv | None:
 def name_env(env: UserEnv) -> str:
     """The name of an environment for a config."""
     name = env if isinstance(env, str) else getattr(env, "__name__", "")
-    return name if isinstance(env, str | MadeEnvironment) or name.isidentifier() else "custom"
+    return name if isinstance(env, str | MadeEnvironment) or name.isidentifier() else NAMELESS
 
 
 class PixelOptions(StrictModel):

@@ -226,7 +226,8 @@ def resume_training(
     if output_dir is not None:
         wanted["output_dir"] = str(output_dir)
     begun_in = run_dir_of(Path(path))
-    in_place = begun_in if begun_in is not None and "output_dir" not in wanted and is_newest(Path(path)) else None
+    elsewhere = not {"output_dir", "env_id"}.isdisjoint(wanted)  # another environment makes another run
+    in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path)) else None
     ranks = join_ranks()
     with ExitStack() as held:
         if in_place is not None:  # before reading: nobody else goes on from what is read
@@ -235,7 +236,7 @@ def resume_training(
         if in_place is None and "output_dir" not in wanted:  # a checkpoint does not say where to write
             home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
             session.config = session.config.model_copy(update={"output_dir": home})
-            if begun_in is not None:
+            if begun_in is not None and not elsewhere:
                 branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
                 notes.append(branch)
         with closed_on_error(session):
