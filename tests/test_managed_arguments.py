@@ -171,6 +171,28 @@ def test_no_hyper_parameter_hides_behind_a_field_of_the_config(algo: str) -> Non
     assert getattr(rl_training, SPECS[algo].class_name)("X-v0", gamma=0.5).config.algo_kwargs["gamma"] == 0.5
 
 
+def test_hyper_parameters_can_be_read_back(tmp_path: Path) -> None:
+    managed = rl_training.C51DQN("CartPole-v1", gamma=0.5, learning_rate_schedule={"start": 1e-3, "end": 0.0})
+    found = managed.hyperparameters
+    assert (found["gamma"], found["tau"], found["v_min"]) == (0.5, 0.005, None)
+    assert found["learning_rate_schedule"]["end"] == 0.0
+    managed = rl_training.C51DQN(tiny("c51_dqn", tmp_path))
+    managed.learn()
+    assert isinstance(managed.hyperparameters["v_min"], float)  # which is measured at the start of the run
+    assert managed.config.threads == 1
+    assert rl_training.C51DQN.load(managed.save(tmp_path / "x.ckpt")).hyperparameters == managed.hyperparameters
+
+
+def test_a_hyper_parameter_out_of_bounds_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match="learning_rate is -1; it should be greater than or equal to 0"):
+        PPO("CartPole-v1", learning_rate=-1)
+
+
+def test_none_takes_a_presets_schedule_away() -> None:
+    assert "learning_rate_schedule" in PPO("ppo/cartpole").hyperparameters
+    assert "learning_rate_schedule" not in PPO("ppo/cartpole", learning_rate_schedule=None).hyperparameters
+
+
 def test_predict_works_with_an_instance(tmp_path: Path) -> None:
     managed = A2C(env_zoo.Walk(), output_dir=tmp_path, **SMALL)
     managed.learn()

@@ -14,11 +14,13 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import save_checkpoint
 from rl_training.experiment.config import TrainConfig, names_config
 from rl_training.runtime.acting import ActingSession
+from rl_training.runtime.params import dump_params, read_params
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import load_algorithm, move_config, read_checkpoint
 from rl_training.runtime.run import Callback, RunState
 from rl_training.runtime.session import check_same_spaces
 from rl_training.runtime.settings import AnyConfig, read_config
+from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import (
     TrainedPolicy,
     TrainResult,
@@ -30,6 +32,7 @@ from rl_training.runtime.workflows import (
 from rl_training.validation import validate
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
+Given = AnyConfig | UserEnv | None
 
 
 class Actor:
@@ -69,7 +72,7 @@ class ManagedAlgorithm:
     algo: ClassVar[str] = ""
 
     def __init__(
-        self, config_or_env: AnyConfig | UserEnv | None = None, *, env: UserEnv | None = None, **settings: Any
+        self, config_or_env: Given = None, *, env: UserEnv | None = None, **settings: Any
     ) -> None:
         config: Any = config_or_env
         name = type(self).__name__
@@ -83,6 +86,7 @@ class ManagedAlgorithm:
         self._begin(read_config(config, env, self.algo, settings), env)
 
     def _begin(self, config: TrainConfig, env: UserEnv | None) -> None:
+        read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)  # which refuses what is out of bounds
         self.config = self._asked = config
         self.env: UserEnv = config.named if env is None else env
         self._checkpoint: Path | None = None
@@ -128,6 +132,11 @@ class ManagedAlgorithm:
         return evaluate_checkpoint(
             self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic
         )
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Every hyper-parameter with its value, and schedules; after `learn` also what was decided at its start."""
+        return dump_params(read_params(get_algorithm_spec(self.algo).params, self.config.algo_kwargs))
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
         """The environment's action for an observation, or actions for a batch.

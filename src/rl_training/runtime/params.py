@@ -53,6 +53,9 @@ class Schedule(StrictModel):
         return self.start + (self.end - self.start) * share
 
 
+AnySchedule = Schedule | Mapping[str, Any]
+
+
 class Params(StrictModel):
     """Accepted by every algorithm."""
 
@@ -152,7 +155,7 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
             if name in model.model_fields and model.model_fields[name].annotation in (int, int | None):
                 raise UserError(f"algo_kwargs.{key}: {name} is a whole number, which stays as it is during a run.")
             raise UserError(f"algo_kwargs: {key!r} schedules no number; {did_you_mean(name, numeric)}")
-        else:
+        elif value is not None:  # which takes a preset's schedule away
             schedules[name] = validate(Schedule, value, f"algo_kwargs.{key}")
             for end in (schedules[name].start, schedules[name].end):
                 if end is not None:

@@ -283,7 +283,8 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
         raise UserError(f"resuming would change {what}; only the budget may change, anything else needs --force.")
     notes = [f"changed by --force: {key} is now {new.get(key)!r} (was {old.get(key)!r})" for key in refused]
     if moved:
-        notes.append(f"the environment is now {config.env_id} (was {stored.env_id}); new episodes and a new replay begin")
+        names = f"{config.env_id} (was {stored.env_id})"
+        notes.append(f"the environment is now {names}; new episodes and a new replay begin")
     if config.total_timesteps != stored.total_timesteps:
         budgets = f"{config.total_timesteps} steps (was {stored.total_timesteps})"
         notes.append(f"the budget is now {budgets}; schedules stretch with it")
