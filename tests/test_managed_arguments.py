@@ -13,8 +13,10 @@ import env_zoo
 import rl_training
 from resume_cases import SPECS, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO, TrainConfig
+from rl_training.cli.overrides import apply_settings
 from rl_training.errors import UserError
 from rl_training.runtime.workflows import resume_training, train
+from rl_training.stable_baselines3 import NAMES, REMARKS
 
 SMALL = {"total_timesteps": 32, "eval_episodes": 2, "device": "cpu", "num_steps": 8, "hidden_sizes": (8,)}
 
@@ -197,3 +199,76 @@ def test_predict_works_with_an_instance(tmp_path: Path) -> None:
     managed = A2C(env_zoo.Walk(), output_dir=tmp_path, **SMALL)
     managed.learn()
     assert managed.predict(np.zeros(2, np.float32)) in (0, 1)
+
+
+# ---- the habits of Stable-Baselines3 ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algo", "theirs", "ours"),
+    [
+        ("ppo", "n_steps", "num_steps"), ("ppo", "n_epochs", "update_epochs"), ("ppo", "clip_range", "clip_coef"),
+        ("ppo", "batch_size", "minibatch_size"), ("ppo", "clip_range_vf", "clip_value_loss"),
+        ("a2c", "n_steps", "num_steps"), ("a2c", "use_rms_prop", "optimizer"), ("dqn", "n_steps", "n_step"),
+        ("dqn", "buffer_size", "buffer_capacity"), ("dqn", "train_freq", "train_frequency"),
+        ("dqn", "gradient_steps", "gradient_updates_per_step"), ("dqn", "exploration_final_eps", "epsilon_end"),
+        ("sac", "ent_coef", "alpha"), ("td3", "target_policy_noise", "policy_noise"), ("trpo", "target_kl", "max_kl"),
+        ("td3", "action_noise", "exploration_noise"), ("qr_dqn", "n_quantiles", "num_quantiles"),
+    ],
+)  # fmt: skip
+def test_a_name_of_stable_baselines3_gets_ours_in_python_yaml_and_on_the_command_line(
+    algo: str, theirs: str, ours: str, tmp_path: Path
+) -> None:
+    said = f"{theirs!r}; Stable-Baselines3's {theirs} is {ours} here."
+    with pytest.raises(UserError, match=f"has no setting {said}"):
+        getattr(rl_training, SPECS[algo].class_name)("X-v0", **{theirs: 1})
+    with pytest.raises(UserError, match=f"unknown key {said}"):
+        apply_settings({"algo": algo}, [f"{theirs}=1"])
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"algo: {algo}\nenv_id: X-v0\ntotal_timesteps: 1\nalgo_kwargs: {{{theirs}: 1}}\n")
+    with pytest.raises(UserError, match=f"unknown key {said}"):
+        getattr(rl_training, SPECS[algo].class_name)(file)
+
+
+def test_such_a_name_at_the_top_of_a_file_gets_its_place() -> None:
+    for theirs, ours in (("clip_range", "algo_kwargs.clip_coef"), ("n_envs", "num_envs")):
+        with pytest.raises(UserError, match=f"Stable-Baselines3's {theirs} is {ours} here"):
+            PPO({"env_id": "X-v0", theirs: 1})
+
+
+def test_what_an_algorithm_does_not_have_is_not_promised() -> None:
+    with pytest.raises(UserError, match="A2C has no setting 'clip_range'") as caught:
+        A2C("X-v0", clip_range=0.2)
+    assert "clip_coef" not in str(caught.value)
+
+
+def test_every_name_of_ours_in_the_table_exists() -> None:
+    known = {name for spec in SPECS.values() for name in spec.params.model_fields} | set(TrainConfig.model_fields)
+    assert {our for ours in NAMES.values() for our in ours} <= known | {"callbacks", "progress", "reset"}
+    assert not REMARKS.keys() & known
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        (lambda: PPO("MlpPolicy", "CartPole-v1", verbose=1), "PPO takes no MlpPolicy, only the environment, such as "
+         "PPO(env); networks follow from the environment's spaces; hidden_sizes and activation shape them."),
+        (lambda: PPO("CartPole-v1", verbose=1),
+         "PPO has no setting 'verbose'; learn(progress=True) shows how a run goes."),
+        (lambda: PPO("CartPole-v1", policy_kwargs={}),
+         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation and optimizer shape the networks."),
+        (lambda: PPO("CartPole-v1", tensorboard_log="logs"), "PPO has no setting 'tensorboard_log'; every run writes "
+         "TensorBoard events into its folder, which is made in output_dir."),
+        (lambda: PPO("CartPole-v1", 3),
+         "PPO takes one environment or config; give everything else by name, as in seed=1."),
+        (lambda: PPO("CartPole-v1").learn(10, progress_bar=True),
+         "learn has no argument 'progress_bar'; Stable-Baselines3's progress_bar is progress here."),
+        (lambda: PPO("CartPole-v1").learn(10, callback=[]),
+         "learn has no argument 'callback'; Stable-Baselines3's callback is callbacks here."),
+        (lambda: PPO("CartPole-v1").learn(10, resett=True), "learn has no argument 'resett'; did you mean 'reset'?"),
+    ],
+)  # fmt: skip
+def test_other_habits_get_one_sentence(use: Any, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        use()
+    assert str(caught.value) == sentence

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from rl_training.stable_baselines3 import translate
+
 LONGEST = 380  # characters of a sentence
 MOST_NAMES = 12  # listed when no name is near
 
@@ -55,6 +57,8 @@ def _one_line(message: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of an "unknown name" sentence: the nearest known name, or what there is when none is near."""
     names = sorted(known)
+    if (ours := translate(name, names)) is not None:
+        return ours
     close = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -23,7 +23,8 @@ def managed_class(class_name: str) -> type[ManagedAlgorithm]:
 
 def constructor_signature(spec: AlgorithmSpec) -> Signature:
     """What the constructor of a managed class takes: fields of the config and hyper-parameters, with their defaults."""
-    kept = list(signature(ManagedAlgorithm.__init__).parameters.values())[1:3]
+    own = signature(ManagedAlgorithm.__init__).parameters
+    kept = [own["config_or_env"], own["env"]]
     for name, field in {**TrainConfig.model_fields, **spec.params.model_fields}.items():
         if name not in ("algo", "schedules"):
             default = None if field.is_required() else field.get_default(call_default_factory=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from rl_training.envs.factory import NAMELESS, UserEnv, name_env, probe_spaces, read_env, read_recipe
-from rl_training.errors import UserError
+from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.checkpointing import save_checkpoint
 from rl_training.experiment.config import TrainConfig, names_config
 from rl_training.runtime.acting import ActingSession
@@ -29,10 +29,12 @@ from rl_training.runtime.workflows import (
     resume_training,
     train,
 )
+from rl_training.stable_baselines3 import REMARKS
 from rl_training.validation import validate
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
 Given = AnyConfig | UserEnv | None
+ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset")
 
 
 class Actor:
@@ -72,10 +74,14 @@ class ManagedAlgorithm:
     algo: ClassVar[str] = ""
 
     def __init__(
-        self, config_or_env: Given = None, *, env: UserEnv | None = None, **settings: Any
+        self, config_or_env: Given = None, *others: Any, env: UserEnv | None = None, **settings: Any
     ) -> None:
         config: Any = config_or_env
         name = type(self).__name__
+        if isinstance(config, str) and config.endswith("Policy"):
+            raise UserError(f"{name} takes no {config}, only the environment, such as {name}(env); {REMARKS['policy']}")
+        if others:
+            raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
         if config is not None and not _is_config(config):
             if env is not None:
                 raise UserError(f"{name} got two environments, {config!r} and env={env!r}; give one.")
@@ -95,7 +101,7 @@ class ManagedAlgorithm:
 
     def learn(
         self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | None = None,
-        progress: bool | None = None, reset: bool = False,
+        progress: bool | None = None, reset: bool = False, **unknown: Any,
     ) -> TrainResult:  # fmt: skip
         """Train for `total_timesteps` steps, or as many as the config says.
 
@@ -103,6 +109,8 @@ class ManagedAlgorithm:
         budget that is not spent. Schedules stretch to the new end. `reset` starts over, as a new run. `progress` shows
         how it goes; None does so in a terminal and in a notebook.
         """
+        for name in unknown:
+            raise UserError(f"learn has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_LEARN)}")
         if isinstance(total_timesteps, Iterable) and not isinstance(total_timesteps, str) and callbacks is None:
             total_timesteps, callbacks = None, total_timesteps  # as it was called before
         steps = None if total_timesteps is None else _whole_number("total_timesteps", total_timesteps, least=1)
