@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
 LOW_EXPERIMENT = {"experiment.config", "experiment.checkpointing", "experiment.logging"}
-ANYWHERE = {"errors", "validation", "play"}
+ANYWHERE = {"errors", "validation", "play", "stable_baselines3"}
 ALGORITHM_BASES = {  # shared by learners
     "base", "optimization", "capture", "actor_critic", "exploration", "q_learning", "target",
 }  # fmt: skip
@@ -88,7 +88,7 @@ def test_low_experiment_modules_import_no_one(leaf: str) -> None:
 
 @pytest.mark.parametrize("module", sorted(ANYWHERE))
 def test_what_everyone_imports_imports_next_to_nothing(module: str) -> None:
-    assert violations(files_of(module), allowed={"errors"}) == []
+    assert violations(files_of(module), allowed={"errors", "stable_baselines3"} - {module}) == []
 
 
 def test_ops_are_pure_functions_of_tensors() -> None:

@@ -133,6 +133,26 @@ def test_an_unknown_name_is_an_attribute_error_that_helps() -> None:
         from rl_training import Nobody  # type: ignore[attr-defined]  # noqa: F401
 
 
-def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import sys, rl_training; rl_training.__version__; sys.exit('torch' in sys.modules)"
+def test_importing_the_package_and_listing_its_names_does_not_import_torch() -> None:
+    code = "import sys, rl_training; assert 'PPO' in dir(rl_training); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_dir_shows_every_public_name() -> None:
+    names = set(dir(rl_training))
+    assert names >= {f"{name}{end}" for name in CONTRACT.values() for end in ("", "Algorithm")}
+    assert names >= {"ManagedAlgorithm", "TrainConfig", "__version__"}
+    assert all(hasattr(rl_training, name) for name in names)
+
+
+@each_algorithm
+def test_the_constructors_signature_has_every_setting_with_its_default(spec: AlgorithmSpec) -> None:
+    parameters = inspect.signature(getattr(rl_training, spec.class_name)).parameters
+    assert list(parameters)[:2] == ["config_or_env", "env"]
+    for name, field in spec.params.model_fields.items():
+        if name != "schedules":
+            assert parameters[name].default == field.default, name
+    fields = {name: field.default for name, field in rl_training.TrainConfig.model_fields.items() if name != "algo"}
+    assert set(fields) <= set(parameters)
+    assert parameters["num_envs"].default == spec.defaults.get("num_envs", 1)
+    assert "learning_rate_schedule" in parameters

@@ -11,6 +11,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    """The public names, out of the type stub, which is made from the registry: that would import torch."""
+    import re
+    from pathlib import Path
+
+    stub = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    return sorted({*globals(), *re.findall(r'^    "(\w+)",$', stub, re.MULTILINE)})
+
+
 def __getattr__(name: str) -> Any:
     if name == "TrainConfig":
         from rl_training.experiment.config import TrainConfig

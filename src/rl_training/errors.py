@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rl_training.stable_baselines3 import translate
+
 LONGEST = 380  # characters of a sentence
 MOST_NAMES = 12  # listed when no name is near
 
@@ -68,6 +70,8 @@ def _one_line(message: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The tail of an "unknown name" sentence: the nearest known name, or what there is when none is near."""
     names = sorted(known)
+    if (ours := translate(name, names)) is not None:
+        return ours
     if (near := near_name(name, names)) is not None:
         return f"did you mean {near!r}?"
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""

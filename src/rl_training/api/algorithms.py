@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from inspect import Parameter, Signature, signature
+from typing import Any, Optional
 
 from rl_training.api.managed import ManagedAlgorithm
-from rl_training.experiment.registry import list_algorithm_specs
+from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.registry import AlgorithmSpec, list_algorithm_specs
+from rl_training.runtime.params import Schedule, parameter_names
 
 
 @cache
 def managed_class(class_name: str) -> type[ManagedAlgorithm]:
     """The managed class of that name; the same object every time."""
     spec = next(spec for spec in list_algorithm_specs() if spec.class_name == class_name)
-    doc = f"{spec.class_name}, managed: {spec.paper}. {spec.scope}"
-    return type(class_name, (ManagedAlgorithm,), {"algo": spec.name, "__doc__": doc, "__module__": __name__})
+    doc = f"{spec.class_name}, managed: {spec.paper}. {spec.scope}\n\n{ManagedAlgorithm.__doc__}"
+    own = {"algo": spec.name, "__doc__": doc, "__module__": __name__, "__signature__": constructor_signature(spec)}
+    return type(class_name, (ManagedAlgorithm,), own)
+
+
+def constructor_signature(spec: AlgorithmSpec) -> Signature:
+    """What the constructor of a managed class takes: fields of the config and hyper-parameters, with their defaults."""
+    own = signature(ManagedAlgorithm.__init__).parameters
+    kept = [own["config_or_env"], own["env"]]
+    for name, field in {**TrainConfig.model_fields, **spec.params.model_fields}.items():
+        if name not in ("algo", "schedules"):
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            default = spec.defaults.get(name, default)
+            kind: Any = field.annotation if default is not None else Optional[field.annotation]  # noqa: UP045
+            kept.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    names = [name for name in parameter_names(spec.params) if name not in spec.params.model_fields]
+    kept += [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Schedule | None) for name in names]
+    return Signature(kept, return_annotation=None)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from rl_training.envs.factory import UserEnv
-from rl_training.errors import UserError
+from rl_training.envs.factory import NAMELESS, UserEnv, name_env, probe_spaces, read_env, read_recipe
+from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.checkpointing import save_checkpoint
-from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.config import TrainConfig, names_config
 from rl_training.runtime.acting import ActingSession
-from rl_training.runtime.run import Callback
+from rl_training.runtime.params import dump_params, read_params
+from rl_training.runtime.ranks import join_ranks
+from rl_training.runtime.restoring import load_algorithm, move_config, read_checkpoint
+from rl_training.runtime.run import Callback, RunState
+from rl_training.runtime.session import check_same_spaces
+from rl_training.runtime.settings import AnyConfig, read_config
+from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import (
-    AnyConfig,
     TrainedPolicy,
     TrainResult,
     evaluate_checkpoint,
-    load_policy,
     plain_action,
-    read_checkpoint,
-    read_config,
     resume_training,
     train,
 )
+from rl_training.stable_baselines3 import REMARKS
 from rl_training.validation import validate
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
+Given = AnyConfig | UserEnv | None
+ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset")
 
 
 class Actor:
@@ -57,31 +63,88 @@ class Actor:
 
 
 class ManagedAlgorithm:
-    """An algorithm with its config. `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
+    """An algorithm and its config: learn, evaluate, predict, save, load.
+
+    The first argument is an environment (a Gymnasium id, a function or class that makes one, or one that is made) or a
+    config (a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`). A string that names a file or a preset
+    is a config, any other an environment. Keywords are fields of TrainConfig and hyper-parameters of the algorithm:
+    `PPO("CartPole-v1", num_envs=8, learning_rate=3e-4)`. `env` is the environment of a config that is for another one.
+    """
 
     algo: ClassVar[str] = ""
 
-    def __init__(self, config: AnyConfig, *, env: UserEnv | None = None) -> None:
-        if env is not None and not (callable(env) or isinstance(env, str)):
-            raise UserError(f"env is a {type(env).__name__}; it must be a callable that makes one, such as a class.")
-        self.config = read_config({"algo": self.algo, **config} if isinstance(config, Mapping) else config, env)
-        if self.config.algo != self.algo:
-            raise UserError(f"algo is {self.config.algo!r}; {type(self).__name__} needs {self.algo!r}.")
-        self.env: UserEnv = self.config.named if env is None else env
+    def __init__(
+        self, config_or_env: Given = None, *others: Any, env: UserEnv | None = None, **settings: Any
+    ) -> None:
+        config: Any = config_or_env
+        name = type(self).__name__
+        if isinstance(config, str) and config.endswith("Policy"):
+            raise UserError(f"{name} takes no {config}, only the environment, such as {name}(env); {REMARKS['policy']}")
+        if others:
+            raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
+        if config is not None and not _is_config(config):
+            if env is not None:
+                raise UserError(f"{name} got two environments, {config!r} and env={env!r}; give one.")
+            config, env = None, config
+        if config is None and env is None and "env_id" not in settings:
+            raise UserError(f'{name} needs an environment, such as {name}("CartPole-v1").')
+        env = read_env(env)
+        self._begin(read_config(config, env, self.algo, settings), env)
+
+    def _begin(self, config: TrainConfig, env: UserEnv | None) -> None:
+        read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)  # which refuses what is out of bounds
+        self.config = self._asked = config
+        self.env: UserEnv = config.named if env is None else env
         self._checkpoint: Path | None = None
         self._policy: TrainedPolicy | None = None
+        self._step = 0
 
-    def learn(self, callbacks: Iterable[Callback] | None = None) -> TrainResult:
-        """Train as the config says; afterwards `evaluate` and `predict` use the result."""
-        return self._adopt(train(self.config, env=self.env, callbacks=callbacks))
+    def learn(
+        self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | None = None,
+        progress: bool | None = None, reset: bool = False, **unknown: Any,
+    ) -> TrainResult:  # fmt: skip
+        """Train for `total_timesteps` steps, or as many as the config says.
+
+        Called again, or after `load`, it continues: for that many steps more or, without a number, to the end of a
+        budget that is not spent. Schedules stretch to the new end. `reset` starts over, as a new run. `progress` shows
+        how it goes; None does so in a terminal and in a notebook.
+        """
+        for name in unknown:
+            raise UserError(f"learn has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_LEARN)}")
+        if isinstance(total_timesteps, Iterable) and not isinstance(total_timesteps, str) and callbacks is None:
+            total_timesteps, callbacks = None, total_timesteps  # as it was called before
+        steps = None if total_timesteps is None else _whole_number("total_timesteps", total_timesteps, least=1)
+        shown = _is_watched() if progress is None else progress
+        if self._checkpoint is None or reset:
+            config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
+            return self._adopt(train(config, env=self.env, callbacks=callbacks, console=shown))
+        left = self.config.total_timesteps - self._step
+        steps = steps or (left if left > 0 else self._asked.total_timesteps)
+        if progress is not False and join_ranks().rank == 0:
+            what = f"{type(self).__name__} continues from step {self._step:,} for {steps:,} more steps"
+            print(f"{what}; learn(reset=True) starts over", file=sys.stderr)
+        return self.resume(total_timesteps=self._step + steps, callbacks=callbacks, console=shown)
 
     def resume(self, **changes: Any) -> TrainResult:
         """Go on from the newest checkpoint; arguments as `resume_training` takes them, e.g. `total_timesteps`."""
-        return self._adopt(resume_training(self._path("resume"), env=self.env, **changes))
+        path = self._path("resume")
+        if self._loaded().config.env_id != self._asked.env_id:
+            changes["changes"] = {"env_id": self._asked.env_id, **changes.get("changes", {})}
+        return self._adopt(resume_training(path, env=self.env, **changes))
 
-    def evaluate(self, num_episodes: int | None = None) -> dict[str, Any]:
-        """Metrics of whole episodes in environments of its own."""
-        return evaluate_checkpoint(self._path("evaluate"), num_episodes=num_episodes, env=self.env)
+    def evaluate(
+        self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True
+    ) -> dict[str, Any]:
+        """Metrics of whole episodes in environments of its own, the same ones for the same seed."""
+        seed = None if seed is None else _whole_number("seed", seed, least=0)
+        return evaluate_checkpoint(
+            self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic
+        )
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Every hyper-parameter with its value, and schedules; after `learn` also what was decided at its start."""
+        return dump_params(read_params(get_algorithm_spec(self.algo).params, self.config.algo_kwargs))
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
         """The environment's action for an observation, or actions for a batch.
@@ -107,14 +170,30 @@ class ManagedAlgorithm:
 
     @classmethod
     def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None) -> Self:
-        """The algorithm in a file that `save` or a run wrote."""
-        managed = cls(validate(TrainConfig, read_checkpoint(path)["config"], str(path)), env=env)
-        managed._checkpoint = Path(path)
-        managed._policy = load_policy(path)
+        """The algorithm in a file that `save` or a run wrote.
+
+        `env` may be another environment of the same spaces: `learn` then goes on there, with new episodes and an empty
+        replay buffer. One of the same name is taken for the same, and so is any for a policy of a nameless function.
+        """
+        tree, env = read_checkpoint(path), read_env(env)
+        policy = TrainedPolicy(*load_algorithm(path, tree))
+        config = policy.config
+        if config.algo != cls.algo:
+            raise UserError(f"algo is {config.algo!r}; {cls.__name__} needs {cls.algo!r}.")
+        name = config.env_id if env is None or isinstance(env, tuple) else name_env(env)
+        if config.env_id not in (name, NAMELESS):
+            config = config.model_copy(update=move_config(config, name))
+        if env is not None:
+            check_same_spaces(policy.spaces, probe_spaces(read_recipe(config.env_id, config.env_kwargs, env)))
+        managed = cls.__new__(cls)
+        managed._begin(config, env)
+        managed._checkpoint, managed._policy = Path(path), policy
+        managed._step = validate(RunState, tree["run"], f"{path}, run").step
         return managed
 
     def _adopt(self, result: TrainResult) -> TrainResult:
         self._checkpoint, self._policy = result.checkpoint_path, result.policy
+        self.config, self._step = result.policy.config, result.metrics["global_step"]
         return result
 
     def _path(self, verb: str) -> Path:
@@ -126,3 +205,20 @@ class ManagedAlgorithm:
         if self._policy is None:
             raise UserError("there is no policy yet; call learn() or load() first.")
         return self._policy
+
+
+def _is_config(given: Any) -> bool:
+    return names_config(given) if isinstance(given, str) else isinstance(given, TrainConfig | Mapping | Path)
+
+
+def _whole_number(name: str, value: Any, *, least: int) -> int:
+    """The value as a whole number; `1e5` is one."""
+    number = float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else 0.5
+    if not number.is_integer() or number < least:
+        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+    return int(value)
+
+
+def _is_watched() -> bool:
+    """Whether somebody sees what is printed: in a terminal, or in a notebook."""
+    return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"

@@ -90,7 +90,12 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return self._info.get("action_mask") if isinstance(self._info, Mapping) else None
 
     def restore_episode(self, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Replay an episode; returns the observation and info that it ends at."""
+        """Replay an episode; returns the observation and info that it ends at.
+
+        The user's own environment, used again, may begin where the stored one ended: that has moved all the same.
+        """
+        moved = state.get("hidden", {})
+        self._at_first = {name: value for name, value in self._at_first.items() if moved.get(name) != value}
         if state["before_reset"] is not None:
             self.episode = -1
             self.reset()

@@ -11,7 +11,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -24,9 +24,65 @@ from rl_training.errors import UnknownKey, UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
 
 Env = gym.Env[Any, Any]
-# The user's own word on the environment: an id in place of the config's, a callable that makes it, or names
-# (`module`, `module:name`) whose functions a config may call.
-UserEnv = str | Callable[..., Env] | tuple[str, ...]
+# The user's own word on the environment: an id in place of the config's, a callable that makes it, one that is made
+# already, or names (`module`, `module:name`) whose functions a config may call.
+UserEnv = str | Callable[..., Env] | Env | tuple[str, ...]
+
+NAMELESS = "custom"  # the name of an environment that a lambda makes
+
+
+class MadeEnvironment:
+    """An environment that the user made: training steps it and leaves it open, everybody else gets a copy."""
+
+    def __init__(self, env: Env) -> None:
+        spec = env.unwrapped.spec
+        self.env, self.__name__ = env, type(env.unwrapped).__name__ if spec is None else spec.id
+        try:
+            self._unused = copy.deepcopy(env)
+        except Exception as error:
+            raise UserError(
+                f"env is an environment that cannot be copied ({_first_line(error)}), and evaluation needs one of its "
+                "own; give a function that makes it, such as env=lambda: make_mine()."
+            ) from None
+
+    def __call__(self, **kwargs: Any) -> Env:
+        """A copy of it as it was given."""
+        return copy.deepcopy(self._unused) if not kwargs else self._refuse(kwargs)
+
+    def lend(self, **kwargs: Any) -> Env:
+        """The environment itself."""
+        return _Lent(self.env) if not kwargs else self._refuse(kwargs)
+
+    def _refuse(self, kwargs: dict[str, Any]) -> Env:
+        raise UserError(f"env is one environment, made already, and cannot take {', '.join(kwargs)}; {GIVE_ONE}.")
+
+
+class _Lent(gym.Wrapper[Any, Any, Any, Any]):
+    """Whoever made it closes it."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+GIVE_ONE = "give a function that makes environments, such as env=lambda: make_mine()"
+
+
+def read_env(env: Any) -> UserEnv | None:
+    """What the user gave as an environment, checked; one that is made already as what hands it out."""
+    if isinstance(env, gym.vector.VectorEnv):
+        raise UserError(f"env is a vector environment; {GIVE_ONE}, and num_envs.")
+    if isinstance(env, gym.Env):
+        return MadeEnvironment(env)
+    if not (env is None or callable(env) or isinstance(env, str | tuple)):
+        kind = type(env).__name__
+        raise UserError(f"env is of type {kind}; it must be a Gymnasium id, a function, a class or a gymnasium.Env.")
+    return env
+
+
+def name_env(env: UserEnv) -> str:
+    """The name of an environment for a config."""
+    name = env if isinstance(env, str) else getattr(env, "__name__", "")
+    return name if isinstance(env, str | MadeEnvironment) or name.isidentifier() else NAMELESS
 
 
 class PixelOptions(StrictModel):
@@ -88,6 +144,11 @@ class EnvRecipe:
         return self.maker or ((self.env_id,) if self.named_by_user else ())
 
     @property
+    def for_training(self) -> EnvRecipe:
+        """The recipe of what training steps: the user's own environment, where that is made already."""
+        return replace(self, maker=self.maker.lend) if isinstance(self.maker, MadeEnvironment) else self
+
+    @property
     def is_plain(self) -> bool:
         """Whether the registered environment is used as it is, but for its time limit."""
         options = self.wrappers
@@ -103,6 +164,7 @@ class EnvRecipe:
 
 def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None = None) -> EnvRecipe:
     """The recipe in a config's `env_id` and `env_kwargs`, with what the user says of it."""
+    env = read_env(env)
     maker = env if callable(env) else None
     env_id, names = (env, (env,)) if isinstance(env, str) else (env_id, env if isinstance(env, tuple) else ())
     named = env_id in names or env_id.partition(":")[0] in names

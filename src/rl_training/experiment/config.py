@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -229,8 +230,19 @@ def list_presets() -> list[str]:
     )
 
 
+def names_config(text: str) -> bool:
+    """Whether a text means a config rather than an environment: a file, or a path of YAML or of presets."""
+    folder, slash, _ = _preset_name(text).partition("/")
+    in_presets = bool(slash) and Presets.joinpath(folder).is_dir()
+    return in_presets or text.endswith((".yaml", ".yml")) or os.path.isfile(text)
+
+
+def _preset_name(text: str) -> str:
+    return text.replace("\\", "/").removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
+
+
 def _preset_text(name: str) -> str:
-    preset = name.replace("\\", "/").removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
+    preset = _preset_name(name)
     if own := [one for one in list_presets() if one.startswith(f"{preset}/")]:
         raise UserError(f"{name!r} is an algorithm; give one of its presets ({', '.join(own)}), or --algo and --env.")
     if preset not in list_presets():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_training.envs.factory import UserEnv
+from rl_training.envs.factory import UserEnv, read_env
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.registry import get_algorithm_spec
 from rl_training.runtime.params import read_params
@@ -36,6 +36,7 @@ class DefaultExperimentManager:
 
     def setup(self, config: AnyConfig, *, env: UserEnv | None = None) -> Experiment:
         """The experiment of a config, a mapping, a file or a preset; wrong names and bounds are refused here."""
+        env = read_env(env)
         loaded = read_config(config, env)
         read_params(get_algorithm_spec(loaded.algo).params, loaded.algo_kwargs)
         return Experiment(loaded, env)

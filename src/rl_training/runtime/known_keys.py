@@ -9,7 +9,7 @@ from typing import Any
 from rl_training.envs.factory import AtariOptions, PixelOptions, WrapperOptions
 from rl_training.errors import UnknownKey, UserError, did_you_mean, near_name
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.params import SCHEDULE, is_number
+from rl_training.runtime.params import parameter_names
 from rl_training.runtime.spec import get_algorithm_spec
 
 ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
@@ -23,9 +23,7 @@ ENVIRONMENT = {
 
 def hyper_parameters(algo: Any) -> list[str]:
     """Names that `algo_kwargs` may hold for that algorithm, schedules included."""
-    fields = get_algorithm_spec(str(algo)).params.model_fields
-    schedules = [f"{name}{SCHEDULE}" for name, field in fields.items() if is_number(field.annotation)]
-    return [*(name for name in fields if name != "schedules"), *schedules]
+    return parameter_names(get_algorithm_spec(str(algo)).params)
 
 
 def full_path(name: str, algo: Any = None) -> str | None:

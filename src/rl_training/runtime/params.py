@@ -53,6 +53,9 @@ class Schedule(StrictModel):
         return self.start + (self.end - self.start) * share
 
 
+AnySchedule = Schedule | Mapping[str, Any]
+
+
 class Params(StrictModel):
     """Accepted by every algorithm."""
 
@@ -142,7 +145,7 @@ AnyParams = TypeVar("AnyParams", bound=Params)
 
 def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyParams:
     """`algo_kwargs` as parameters of an algorithm, its `<name>_schedule` keys gathered under `schedules`."""
-    numeric = [name for name, info in model.model_fields.items() if is_number(info.annotation)]
+    numeric = [name for name, info in model.model_fields.items() if _is_number(info.annotation)]
     plain, schedules = {}, {}
     for key, value in algo_kwargs.items():
         name = key.removesuffix(SCHEDULE) if isinstance(key, str) else key
@@ -152,7 +155,7 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
             if name in model.model_fields and model.model_fields[name].annotation in (int, int | None):
                 raise UserError(f"algo_kwargs.{key}: {name} is a whole number, which stays as it is during a run.")
             raise UserError(f"algo_kwargs: {key!r} schedules no number; {did_you_mean(name, numeric)}")
-        else:
+        elif value is not None:  # which takes a preset's schedule away
             schedules[name] = validate(Schedule, value, f"algo_kwargs.{key}")
             for end in (schedules[name].start, schedules[name].end):
                 if end is not None:
@@ -170,8 +173,14 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
     return params.model_copy(update={"schedules": schedules})
 
 
-def is_number(annotation: Any) -> bool:
-    return annotation is float or any(is_number(part) for part in get_args(annotation))
+def parameter_names(model: type[Params]) -> list[str]:
+    """Names that `algo_kwargs` may hold, schedules included."""
+    fields = {name: info for name, info in model.model_fields.items() if name != "schedules"}
+    return [*fields, *(f"{name}{SCHEDULE}" for name, info in fields.items() if _is_number(info.annotation))]
+
+
+def _is_number(annotation: Any) -> bool:
+    return annotation is float or any(_is_number(part) for part in get_args(annotation))
 
 
 def _check_bounds(model: type[Params], name: str, value: float, key: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
     "output_dir", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
 }  # fmt: skip
+# what a run knows of an environment that it has not been in
+UNMEASURED = {"best_return": -math.inf, "good_evaluations": 0, "episodes": [], "last_evaluation": {}}
 
 
 def read_checkpoint(path: PathLike) -> dict[str, Any]:
@@ -146,6 +149,8 @@ def restore_session(
     stored = validate(TrainConfig, tree["config"], str(path))
     state = validate(RunState, tree["run"], f"{path}, run")
     config, notes = change_config(stored, wanted, force=force)
+    if config.env_id != stored.env_id:
+        tree, state = {**tree, "source": leave_episodes(tree["source"])}, state.model_copy(update=UNMEASURED)
     if "replay_folder" not in (wanted.get("algo_kwargs") or {}):
         config, note = keep_replay_at_home(config, Path(path), elsewhere="output_dir" in wanted)
         notes += note
@@ -169,6 +174,12 @@ def restore_session(
         sentences.append("it was saved in the middle of a turn: episodes start over, so this resume is not exact.")
     sentences += machine_changes(tree.get("machine"), session.config)
     return session, state, notes + [f"warning: {sentence}" for sentence in dict.fromkeys(ranks.union(sentences))]
+
+
+def leave_episodes(source: dict[str, Any]) -> dict[str, Any]:
+    """The source without what belongs to its environments: the episodes under way, and the replay buffer."""
+    empty = {name: type(source[name])() for name in ("stepper", "workers", "flight") if name in source}
+    return {name: value for name, value in source.items() if name != "replay"} | empty
 
 
 def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
@@ -255,15 +266,17 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
     """The stored config with the wanted keys, and a sentence on each change; only budgets change without `force`."""
     before = stored.model_dump(mode="json")
-    merged = {**before, **wanted}
+    moved = move_config(stored, wanted["env_id"]) if wanted.get("env_id", stored.env_id) != stored.env_id else {}
+    merged = {**before, **moved, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):
         model = get_algorithm_spec(stored.algo).params
         merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
     config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
     old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
-    moves = stored.has_workers and config.has_workers  # from processes to a cluster, or back
-    free = FREE_KEYS | {"execution_backend"} if moves else FREE_KEYS
+    free = FREE_KEYS | moved.keys()
+    if stored.has_workers and config.has_workers:  # from processes to a cluster, or back
+        free |= {"execution_backend"}
     refused = [key for key in changed if key not in free]
     if refused and not force:
         what = ", ".join(f"{key} from {old.get(key)!r} to {new.get(key)!r}" for key in refused)
@@ -272,10 +285,20 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
         f"changed by --force: {key} is {f'now {new[key]!r}' if key in new else 'gone'} (was {old.get(key)!r})"
         for key in refused
     ]
+    if moved:
+        names = f"{config.env_id} (was {stored.env_id})"
+        notes.append(f"the environment is now {names}; new episodes and a new replay begin")
     if config.total_timesteps != stored.total_timesteps:
         budgets = f"{config.total_timesteps} steps (was {stored.total_timesteps})"
         notes.append(f"the budget is now {budgets}; schedules stretch with it")
     return config, notes
+
+
+def move_config(stored: TrainConfig, env_id: str) -> dict[str, Any]:
+    """What changes when a run goes on in another environment: it does not take the arguments of the first one."""
+    kept = {name: value for name, value in stored.env_kwargs.items() if name in ("wrappers", "max_episode_steps")}
+    native = stored.vectorization == "native"
+    return {"env_id": env_id, "env_kwargs": kept, "vectorization": "auto" if native else stored.vectorization}
 
 
 def flat_params(config: TrainConfig) -> dict[str, Any]:

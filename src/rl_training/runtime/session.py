@@ -25,7 +25,7 @@ from rl_training.collect.worker import FIRST, WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.engines import choose_vectorization, is_cartpole, make_engine
-from rl_training.envs.factory import EnvRecipe, UserEnv, probe_spaces, read_recipe
+from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, probe_spaces, read_recipe
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
@@ -95,6 +95,7 @@ def open_session(
     params = read_params(spec.params, config.algo_kwargs)
     named = (*config.named, *(env or ())) if env is None or isinstance(env, tuple) else env
     recipe = read_recipe(config.env_id, config.env_kwargs, named)
+    check_made_environment(config, recipe)
     spaces = probe_spaces(recipe)
     spec.check_support(spaces)
     if restored is None:
@@ -116,7 +117,7 @@ def open_session(
     stepper = None
     if spec.steps_environments and not config.has_workers:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
-        stepper = Stepper(make_engine(recipe, spaces, *where), spaces, config.num_envs)
+        stepper = Stepper(make_engine(recipe.for_training, spaces, *where), spaces, config.num_envs)
     with closed_on_error(stepper):
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
@@ -141,6 +142,14 @@ def open_session(
     if config.has_workers and config.worker_order == FIRST:
         notes.append(ANY_ORDER)
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
+
+
+def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
+    """Refuse an environment that is made already where more than one is needed, or one in another process."""
+    if isinstance(recipe.maker, MadeEnvironment):
+        for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
+            if (value := getattr(config, name)) not in (fits, "auto"):
+                raise UserError(f"env is one environment, made already, but {name} is {value!r}; {GIVE_ONE}.")
 
 
 def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:

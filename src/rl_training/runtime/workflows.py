@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.envs.factory import UserEnv, probe_spaces, read_recipe
+from rl_training.envs.factory import UserEnv, probe_spaces, read_env, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import pack_tree, unpack_tree
@@ -27,9 +27,8 @@ from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpo
 from rl_training.runtime.run import Callback, Run, RunState
 from rl_training.runtime.run_folder import branch_run_dir, is_newest, locked, make_run_dir, run_dir_of
 from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session, threads_restored
+from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
-
-AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
@@ -91,15 +90,6 @@ def plain_action(action: Any) -> Any:
     return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
-def read_config(config: AnyConfig, env: UserEnv | None) -> TrainConfig:
-    """The config as `load_config` reads it, of the environment that the user names or makes, where one is given."""
-    if isinstance(config, Mapping) and env is not None:
-        name = env if isinstance(env, str) else getattr(env, "__name__", "")
-        config = {"env_id": name if isinstance(env, str) or name.isidentifier() else "custom", **config}
-    loaded = load_config(config)
-    return loaded.model_copy(update={"env_id": env}).naming(env) if isinstance(env, str) else loaded
-
-
 @threads_restored()
 @keys_located()
 def train(
@@ -107,7 +97,7 @@ def train(
     run_suffix: str | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
     """One run from the start; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
-    told = read_callbacks(callbacks)
+    told, env = read_callbacks(callbacks), read_env(env)
     ranks = join_ranks()
     session = open_session(read_config(config, env), env=env, ranks=ranks)
     with ExitStack() as held:
@@ -238,7 +228,8 @@ def resume_training(
     if output_dir is not None:
         wanted["output_dir"] = str(output_dir)
     begun_in = run_dir_of(Path(path))
-    in_place = begun_in if begun_in is not None and "output_dir" not in wanted and is_newest(Path(path)) else None
+    elsewhere = not {"output_dir", "env_id"}.isdisjoint(wanted)  # another environment makes another run
+    in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path)) else None
     ranks = join_ranks()
     with ExitStack() as held:
         if in_place is not None:  # before reading: nobody else goes on from what is read
@@ -247,7 +238,7 @@ def resume_training(
         if in_place is None and "output_dir" not in wanted:  # a checkpoint does not say where to write
             home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
             session.config = session.config.model_copy(update={"output_dir": home})
-            if begun_in is not None:
+            if begun_in is not None and not elsewhere:
                 branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
                 notes.append(branch)
         with closed_on_error(session):

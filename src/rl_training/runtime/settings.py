@@ -1,0 +1,78 @@
+"""From what a user writes to a `TrainConfig`: a config, an environment, and settings by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_training.envs.factory import MadeEnvironment, UserEnv, name_env
+from rl_training.errors import UserError, did_you_mean
+from rl_training.experiment.config import TrainConfig, read_yaml
+from rl_training.runtime.params import change_params, parameter_names
+from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
+from rl_training.validation import validate
+
+AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
+
+
+def read_config(
+    config: AnyConfig | None, env: UserEnv | None, algo: str = "", settings: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """The config of a run: of the environment that the user gives, of the algorithm `algo`, and with these settings.
+
+    A setting is a field of `TrainConfig` or a hyper-parameter. Without a config the algorithm's own defaults count.
+    """
+    settings = settings or {}
+    names: tuple[str, ...] | None = None  # what the user named: all, where it is the user's own code
+    if isinstance(config, TrainConfig):
+        data, names = config.model_dump(exclude_unset=True), config.named
+    elif isinstance(config, str | Path):
+        data, names = read_yaml(config), ()
+    else:
+        data = dict(config or {})
+    wanted = settings.get("algo", data.setdefault("algo", algo)) if algo else ""
+    if wanted != algo:
+        raise UserError(f"algo is {wanted!r}; {get_algorithm_spec(algo).class_name} needs {algo!r}.")
+    if isinstance(env, str) or (env is not None and (names == () or "env_id" not in data)):
+        data["env_id"] = name_env(env)
+    if settings:
+        data = put_settings(get_algorithm_spec(str(data.get("algo"))), data, settings)
+    if isinstance(env, MadeEnvironment):
+        data.setdefault("num_envs", 1)
+    if config is None:
+        data = fill_defaults(data, get_algorithm_spec(algo).defaults)
+    read = validate(TrainConfig, data, str(config) if names == () else "config")
+    says = names is None or isinstance(env, str) or "env_id" in settings
+    return read.naming(*(names or ()), *([read.env_id] if says else []))
+
+
+def fill_defaults(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's mapping with the algorithm's defaults wherever it says nothing, each wrapper apart."""
+    parts = {name: said.get(name) for name, value in defaults.items() if isinstance(value, Mapping)}
+    inner = {name: fill_defaults(part, defaults[name]) for name, part in parts.items() if isinstance(part, Mapping)}
+    return {**defaults, **said, **inner}
+
+
+def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's mapping with settings put where they belong; a mapping goes into the one that is there."""
+    known, fields = parameter_names(spec.params), TrainConfig.model_fields
+    for name in settings:
+        if name not in fields and name not in known:
+            raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec)}")
+    merged = {name: data.get(name) or {} for name in ("algo_kwargs", "env_kwargs")}
+    given = {name: value for name, value in settings.items() if name in fields and name not in merged}
+    hyper = {**settings.get("algo_kwargs", {}), **{name: settings[name] for name in settings if name not in fields}}
+    return {
+        **data, **given,
+        "algo_kwargs": change_params(spec.params, merged["algo_kwargs"], hyper),
+        "env_kwargs": {**merged["env_kwargs"], **settings.get("env_kwargs", {})},
+    }  # fmt: skip
+
+
+def nearest_setting(name: str, spec: AlgorithmSpec) -> str:
+    """The end of a sentence on an unknown setting: the nearest name, or where all of them stand."""
+    nearest = did_you_mean(name, [*parameter_names(spec.params), *TrainConfig.model_fields])
+    if nearest.startswith("known:"):  # sixty names are no help
+        return f"rl-training config --schema --algo {spec.name} shows them all."
+    return nearest

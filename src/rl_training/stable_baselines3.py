@@ -1,0 +1,44 @@
+"""What users of Stable-Baselines3 type, and what it is called here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+# Their name -> ours; of several, the one that the algorithm has.
+NAMES: dict[str, tuple[str, ...]] = {
+    "n_steps": ("num_steps", "n_step"), "n_epochs": ("update_epochs",), "clip_range": ("clip_coef",),
+    "batch_size": ("minibatch_size", "value_minibatch_size"), "clip_range_vf": ("clip_value_loss",),
+    "normalize_advantage": ("normalize_advantages",), "rms_prop_eps": ("optimizer_eps",),
+    "use_rms_prop": ("optimizer",), "n_envs": ("num_envs",), "eval_freq": ("eval_interval",),
+    "n_eval_episodes": ("eval_episodes",),
+    "buffer_size": ("buffer_capacity",), "train_freq": ("train_frequency",), "ent_coef": ("alpha",),
+    "gradient_steps": ("gradient_updates_per_step",), "exploration_initial_eps": ("epsilon_start",),
+    "exploration_final_eps": ("epsilon_end",), "action_noise": ("exploration_noise",),
+    "target_policy_noise": ("policy_noise",), "target_noise_clip": ("noise_clip",), "n_critics": ("num_critics",),
+    "n_quantiles": ("num_quantiles",), "n_critic_updates": ("value_updates",), "cg_max_steps": ("cg_iterations",),
+    "line_search_max_iter": ("line_search_steps",), "line_search_shrinking_factor": ("line_search_shrink",),
+    "target_kl": ("max_kl",), "net_arch": ("hidden_sizes",), "activation_fn": ("activation",),
+    "optimizer_class": ("optimizer",), "callback": ("callbacks",), "progress_bar": ("progress",),
+    "reset_num_timesteps": ("reset",),
+}  # fmt: skip
+REMARKS = {
+    "policy": "networks follow from the environment's spaces; hidden_sizes and activation shape them.",
+    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks.",
+    "verbose": "learn(progress=True) shows how a run goes.",
+    "tensorboard_log": "every run writes TensorBoard events into its folder, which is made in output_dir.",
+    "tb_log_name": "every run has a folder of its own in output_dir.",
+    "stats_window_size": "episode statistics are over the last 100 episodes.",
+    "use_sde": "there is no state-dependent exploration here.",
+    "sde_sample_freq": "there is no state-dependent exploration here.",
+    "optimize_memory_usage": "the replay buffer stores no observation twice anyway.",
+    "replay_buffer_class": "buffer_capacity, n_step and prioritized describe the replay buffer.",
+    "replay_buffer_kwargs": "buffer_capacity, n_step and prioritized describe the replay buffer.",
+}
+
+
+def translate(name: str, known: Collection[str]) -> str | None:
+    """The end of a sentence on a name of Stable-Baselines3 that is not among the known; None for any other name."""
+    ours = [our for our in NAMES.get(name, ()) if our in known]
+    if not ours and "algo_kwargs" in known and "learning_rate" not in known:  # the top of a config file
+        ours = [f"algo_kwargs.{our}" for our in NAMES.get(name, ())]
+    return f"Stable-Baselines3's {name} is {ours[0]} here." if ours else REMARKS.get(name)

@@ -1,0 +1,194 @@
+"""`learn` called once, again and after `load`; `evaluate` and `load` with arguments; progress."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import env_zoo
+from resume_cases import StopAt, assert_same_run, tiny
+from rl_training import A2C, DQN, PPO
+from rl_training.errors import UserError
+from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.workflows import resume_training, train
+
+
+class Watch(Callback):
+    """Remembers at which step each run began, and the lengths of the episodes in it."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+
+    def on_start(self, run: Run) -> None:
+        self.starts.append(run.step)
+
+
+class Hill(env_zoo.Walk):
+    """Another environment of the same spaces."""
+
+    made = 0
+
+    def __init__(self, length: int = 3) -> None:
+        super().__init__(length)
+        type(self).made += 1
+
+
+def make(tmp_path: Path, algo: type = A2C, **fields: Any) -> Any:
+    name = algo.algo  # type: ignore[attr-defined]
+    return algo(tiny(name, tmp_path, **{"env_id": "env_zoo:Walk", "num_envs": 1, "total_timesteps": 64, **fields}))
+
+
+def test_learn_again_trains_as_many_steps_more_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    managed, watch = make(tmp_path), Watch()
+    first = managed.learn(48, callbacks=[watch])
+    assert first.metrics["global_step"] == 48
+    assert capsys.readouterr().err == ""
+    second = managed.learn(32, callbacks=[watch])
+    assert second.metrics["global_step"] == 80
+    assert second.run_dir == first.run_dir
+    assert capsys.readouterr().err == "A2C continues from step 48 for 32 more steps; learn(reset=True) starts over\n"
+    assert managed.learn(callbacks=[watch], progress=False).metrics["global_step"] == 80 + 64  # what the config says
+    assert capsys.readouterr().err == ""
+    assert watch.starts == [0, 48, 80]
+    assert managed.config.total_timesteps == 144
+
+
+def test_learn_again_is_an_exact_resume(tmp_path: Path) -> None:
+    managed = make(tmp_path, DQN)
+    managed.learn(40)
+    again = managed.learn(24)
+    resumed = train(managed._asked.model_copy(update={"total_timesteps": 40}), console=False)
+    assert_same_run(resume_training(resumed.checkpoint_path, total_timesteps=64, console=False), again)
+
+
+def test_learn_after_a_stop_finishes_the_budget(tmp_path: Path) -> None:
+    managed = make(tmp_path)
+    assert managed.learn(callbacks=[StopAt(24)]).metrics["global_step"] < 64
+    assert managed.learn().metrics["global_step"] == 64
+
+
+def test_reset_starts_over_as_a_new_run(tmp_path: Path) -> None:
+    managed = make(tmp_path)
+    first = managed.learn(32)
+    again = managed.learn(32, reset=True)
+    assert again.run_dir != first.run_dir
+    assert_same_run(first, again)
+    assert managed.learn(reset=True).metrics["global_step"] == 64  # the config's own budget
+
+
+def test_learn_after_load_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    managed, watch = make(tmp_path), Watch()
+    managed.learn(48)
+    loaded = A2C.load(managed.save(tmp_path / "kept.ckpt"))
+    assert loaded.learn(16, callbacks=[watch]).metrics["global_step"] == 64
+    assert watch.starts == [48]
+    assert loaded.learn(8, callbacks=[watch]).metrics["global_step"] == 72
+
+
+def test_callbacks_may_still_be_the_first_argument(tmp_path: Path) -> None:
+    watch = Watch()
+    assert make(tmp_path).learn([watch]).metrics["global_step"] == 64
+    assert watch.starts == [0]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "many", True, float("nan")])
+def test_a_wrong_number_of_steps_is_refused(tmp_path: Path, steps: Any) -> None:
+    with pytest.raises(UserError, match=r"total_timesteps is .*; it must be a whole number of at least 1"):
+        make(tmp_path).learn(steps)
+
+
+def test_steps_may_be_written_as_a_float_or_come_from_numpy(tmp_path: Path) -> None:
+    managed = make(tmp_path)
+    assert managed.learn(3.2e1).metrics["global_step"] == 32
+    assert managed.learn(np.int64(8)).metrics["global_step"] == 40
+
+
+# ---- evaluate --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_takes_a_seed_and_samples_on_request(tmp_path: Path) -> None:
+    managed = make(tmp_path, PPO, env_id="CartPole-v1")
+    managed.learn()
+    plain = managed.evaluate(4)
+    assert managed.evaluate(4, seed=managed.config.seed) == plain
+    assert managed.evaluate(4, seed=11)["eval_returns"] != plain["eval_returns"]
+    assert managed.evaluate(4, deterministic=False)["eval_returns"] != plain["eval_returns"]
+    with pytest.raises(UserError, match="seed is -1; it must be a whole number of at least 0"):
+        managed.evaluate(seed=-1)
+
+
+# ---- another environment ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", [A2C, DQN])
+@pytest.mark.filterwarnings("ignore:the checkpoint holds no replay buffer")
+def test_a_policy_goes_on_in_another_environment_of_the_same_spaces(
+    tmp_path: Path, algo: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    managed = make(tmp_path, algo, env_kwargs={"length": 5, "max_episode_steps": 50})
+    before = managed.learn()
+    loaded = algo.load(before.checkpoint_path, env=Hill)  # type: ignore[attr-defined]
+    assert (loaded.config.env_id, loaded.config.env_kwargs) == ("Hill", {"max_episode_steps": 50})
+    assert np.array_equal(loaded.predict(np.zeros(2, np.float32)), managed.predict(np.zeros(2, np.float32)))
+    made = Hill.made
+    after = loaded.learn(64, progress=True)
+    assert Hill.made > made
+    said = "the environment is now Hill (was env_zoo:Walk); new episodes and a new replay begin"
+    assert said in capsys.readouterr().err
+    assert after.metrics["global_step"] == 128
+    assert after.run_dir != before.run_dir  # the first run stays as it is
+    assert before.checkpoint_path.with_name("latest.ckpt").is_file()
+    assert after.metrics["episode_length_mean"] <= 3
+    assert loaded.config.env_id == "Hill"
+    assert loaded.learn(16).run_dir == after.run_dir  # from here on it is a run like any other
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_environment_of_many_may_be_followed_by_another_engine(tmp_path: Path) -> None:
+    """CartPole's own vector code steps the first; the second has none."""
+    managed = make(tmp_path, PPO, env_id="CartPole-v1", num_envs=2)
+    path = managed.learn().checkpoint_path
+    assert managed.config.vectorization == "native"
+    loaded = PPO.load(path, env=lambda: gym.make("CartPole-v1", max_episode_steps=7))
+    loaded.learn(32)
+    assert (loaded.config.env_id, loaded.config.vectorization) == ("custom", "sync")
+    assert loaded.evaluate(2)["eval_lengths"] == [7, 7]
+
+
+def test_other_spaces_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = make(tmp_path).learn().checkpoint_path
+    with pytest.raises(UserError, match=r"the checkpoint was made for observations .*; CartPole-v1 now has"):
+        A2C.load(path, env="CartPole-v1")
+
+
+def test_an_environment_of_the_same_name_is_the_same(tmp_path: Path) -> None:
+    managed = make(tmp_path)
+    first = managed.learn(48)
+    loaded = A2C.load(first.checkpoint_path, env="env_zoo:Walk")
+    assert loaded.learn(16).run_dir == first.run_dir
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+class NotebookStream(io.StringIO):
+    """What stands for the screen in a notebook."""
+
+    __module__ = "ipykernel.iostream"
+
+
+def test_progress_is_shown_on_request_and_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, progress, shown in (
+        (io.StringIO(), None, False), (io.StringIO(), True, True), (NotebookStream(), None, True),
+        (NotebookStream(), False, False),
+    ):  # fmt: skip
+        monkeypatch.setattr("sys.stderr", stream)
+        make(tmp_path).learn(progress=progress)
+        assert ("steps/s" in stream.getvalue()) is shown
