@@ -7,13 +7,14 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 DEMO = runs/demo
 JOBS ?= 2
 
-.PHONY: help demo test test-slow lint types docs results results-defaults bench clean
+.PHONY: help demo test test-slow lint types docs site results results-defaults bench clean
 
 help:
 	@echo "make demo       train IMPALA on CartPole-v1 until it is solved, evaluate it, draw its curve"
 	@echo "make test       quick tests         make test-slow  kill tests, full resume matrix, long checks"
 	@echo "make lint       ruff                make types      mypy"
 	@echo "make docs       write the generated pages and type stubs"
+	@echo "make site       the documentation as pages to open: build/site/index.html"
 	@echo "make results    run the learning gates that are not recorded, then draw docs/results.md"
 	@echo "make results-defaults  our defaults next to Stable-Baselines3's, where nothing was tuned (hours)"
 	@echo "make bench      every benchmark in benchmarks/, next to Stable-Baselines3 where it has the same;"
@@ -38,6 +39,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(INSTALL) -e '.[results,bench]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -65,6 +70,9 @@ types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	$(BIN)/python scripts/generate_docs.py
 	$(BIN)/python scripts/render_results.py
+
+site: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 results: $(VENV)/.installed
 	$(BIN)/python scripts/run_gates.py --jobs $(JOBS)

@@ -27,7 +27,7 @@ class UnknownKey(UserError):
 
     def __init__(self, where: str, field: str, hint: str, data: Mapping[str, Any] | None = None) -> None:
         super().__init__(f"{where}: unknown key {field[:60]!r}; {hint}")
-        self.where, self.field, self.data, self.is_near = where, field, data or {}, hint.startswith("did")
+        self.where, self.field, self.data, self.is_near = where, field, data or {}, not hint.startswith("known")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process it is only its sentence."""

@@ -1,0 +1,31 @@
+"""The examples that teach, each with a small budget."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL: dict[str, dict[str, int]] = {
+    "own_environment": {"total_timesteps": 600},
+    "callback": {"total_timesteps": 4_000},
+    "offline_to_online": {"first_timesteps": 300, "more_timesteps": 260},
+    "deployment": {"total_timesteps": 1_000},
+    "workers": {"total_timesteps": 600},
+}
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of that name, run in an empty folder."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    return importlib.import_module(request.param)
+
+
+@pytest.mark.parametrize(("example", "budget"), SMALL.items(), ids=SMALL, indirect=["example"])
+def test_an_example_runs(example: Any, budget: dict[str, int]) -> None:
+    assert example.main(**budget) is not None
