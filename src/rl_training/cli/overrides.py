@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rl_training.cli.exits import is_first_rank
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UserError
 
 if TYPE_CHECKING:
     from rl_training.experiment.config import TrainConfig
@@ -112,18 +112,13 @@ def _read_exponents(value: Any) -> Any:
 def _path(key: str, algo: Any) -> list[str]:
     """Where a key belongs: a field of TrainConfig, or a hyper-parameter under `algo_kwargs`."""
     from rl_training.experiment.config import TrainConfig
-    from rl_training.runtime.known_keys import full_path, hyper_parameters
+    from rl_training.runtime.known_keys import hyper_parameters, nearest_setting
 
     parts = key.split(".")
     if parts[0] in TrainConfig.model_fields:
         return parts
-    known = hyper_parameters(algo)
-    if parts[0] not in known:
-        found = (full_path(parts[0], algo) or parts[0]).removeprefix("algo_kwargs.")
-        nearest = did_you_mean(found, [*known, *TrainConfig.model_fields, *([found] if "." in found else [])])
-        if nearest.startswith("known:"):  # sixty names are no help
-            nearest = f"rl-training config --schema --algo {algo} shows them all."
-        raise UserError(f"--set: unknown key {parts[0]!r}; {nearest}")
+    if parts[0] not in hyper_parameters(algo):
+        raise UserError(f"--set: unknown key {parts[0]!r}; {nearest_setting(parts[0], algo)}")
     return ["algo_kwargs", *parts]
 
 

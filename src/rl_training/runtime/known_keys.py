@@ -11,6 +11,7 @@ from rl_training.errors import UnknownKey, UserError, did_you_mean, near_name
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import parameter_names
 from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.stable_baselines3 import translate
 
 ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
 ENVIRONMENT = {
@@ -40,6 +41,18 @@ def full_path(name: str, algo: Any = None) -> str | None:
             paths.setdefault(known, f"{level}.{known}".lstrip("."))
     near = ALSO_CALLED.get(name, name)
     return paths.get(near if near in paths else near_name(name, paths, likeness=0.8) or "")
+
+
+def nearest_setting(name: str, algo: str) -> str:
+    """The end of a sentence on an unknown setting by itself: the nearest name, its full path, or where all of them are."""
+    known = [*hyper_parameters(algo), *TrainConfig.model_fields]
+    if (ours := translate(name, known)) is not None:
+        return ours
+    found = (full_path(name, algo) or name).removeprefix("algo_kwargs.")
+    nearest = did_you_mean(found, [*known, *([found] if "." in found else [])])
+    if nearest.startswith("known:"):  # sixty names are no help
+        return f"rl-training config --schema --algo {algo} shows them all."
+    return nearest
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.envs.factory import MadeEnvironment, UserEnv, name_env
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig, read_yaml
+from rl_training.runtime.known_keys import nearest_setting
 from rl_training.runtime.params import change_params, parameter_names
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.validation import validate
@@ -59,7 +60,7 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
     known, fields = parameter_names(spec.params), TrainConfig.model_fields
     for name in settings:
         if name not in fields and name not in known:
-            raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec)}")
+            raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec.name)}")
     merged = {name: data.get(name) or {} for name in ("algo_kwargs", "env_kwargs")}
     given = {name: value for name, value in settings.items() if name in fields and name not in merged}
     hyper = {**settings.get("algo_kwargs", {}), **{name: settings[name] for name in settings if name not in fields}}
@@ -68,11 +69,3 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
         "algo_kwargs": change_params(spec.params, merged["algo_kwargs"], hyper),
         "env_kwargs": {**merged["env_kwargs"], **settings.get("env_kwargs", {})},
     }  # fmt: skip
-
-
-def nearest_setting(name: str, spec: AlgorithmSpec) -> str:
-    """The end of a sentence on an unknown setting: the nearest name, or where all of them stand."""
-    nearest = did_you_mean(name, [*parameter_names(spec.params), *TrainConfig.model_fields])
-    if nearest.startswith("known:"):  # sixty names are no help
-        return f"rl-training config --schema --algo {spec.name} shows them all."
-    return nearest
