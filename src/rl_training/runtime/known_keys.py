@@ -44,7 +44,7 @@ def full_path(name: str, algo: Any = None) -> str | None:
 
 
 def nearest_setting(name: str, algo: str) -> str:
-    """The end of a sentence on an unknown setting by itself: the nearest name, its full path, or where all of them are."""
+    """The end of a sentence on an unknown setting: the nearest name, its full path, or where all of them are."""
     known = [*hyper_parameters(algo), *TrainConfig.model_fields]
     if (ours := translate(name, known)) is not None:
         return ours
