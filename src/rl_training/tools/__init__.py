@@ -1,1 +1,1 @@
-"""Tools over the runtime: `doctor`, `bench`, what a world model imagines, what finished runs say. Only the command line calls them."""
+"""`doctor`, `bench`, what a world model imagines, what finished runs say. Only the command line calls these tools."""

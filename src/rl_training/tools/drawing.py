@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from html import escape
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rl_training.errors import UserError
 from rl_training.tools.statistics import Array
 
 LIGHT = ("#0072b2", "#c14a00", "#00795a", "#a8488a", "#7a6a00", "#5b5b5b")
@@ -47,11 +49,13 @@ def chart_style() -> str:
     )
 
 
-def draw_chart(
-    series: Sequence[Series], title: str, description: str, x_label: str, y_label: str, *, width: int = 720,
-    height: int = 340, standalone: bool = False, name: str = "",
+def draw_svg(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, width: int = 720, height: int = 340,
+    standalone: bool = False,
 ) -> str:  # fmt: skip
-    """The chart as an `<svg>` element, or with `standalone` as a file of its own."""
+    """The chart as an `<svg>` element, or with `standalone` as a file of its own; described by where its lines go."""
+    told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
+    name = "".join(letter if letter.isalnum() else "-" for letter in title)
     legend = place_legend([line.name for line in series], width) if len(series) > 1 else []
     top = 30 + (legend[-1][1] + LINE if legend else 0)
     first, last = _ends([line.x for line in series])
@@ -82,12 +86,12 @@ def draw_chart(
     for i, (x, y, label) in enumerate(legend):
         parts.append(f'<line class="line s{i % len(DASHES)}" x1="{x}" y1="{y + 9}" x2="{x + 26}" y2="{y + 9}"/>')
         parts.append(_text(x + 32, y + 13, label))
-    total, ids = top + height - 26, f"{name or 'chart'}{width}"
+    total, ids = top + height - 26, f"{name}{width}"
     style = f"<style>{chart_style()}</style>" if standalone else ""
     return (
         f'<svg xmlns="{SVG}" class="chart w{width}" viewBox="0 0 {width} {total:.0f}" width="{width}" role="img" '
         f'aria-labelledby="{ids}t {ids}d"><title id="{ids}t">{escape(title)}</title>'
-        f'<desc id="{ids}d">{escape(description)}</desc>{style}{"".join(parts)}</svg>'
+        f'<desc id="{ids}d">{escape(f"{y_label} over {x_label}: {told}.")}</desc>{style}{"".join(parts)}</svg>'
     )
 
 
@@ -135,10 +139,13 @@ def format_number(value: float) -> str:
     return f"{round(value, 10):.4g}"
 
 
-def save_png(series: Sequence[Series], title: str, x_label: str, y_label: str, target: str) -> None:
-    """The same lines and bands by matplotlib, whose absence is the caller's to tell."""
-    from matplotlib.figure import Figure
-
+def draw_png(series: Sequence[Series], title: str, x_label: str, y_label: str) -> bytes:
+    """The same lines and bands as a PNG file, by matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        needs = "a PNG needs the extra 'results' (pip install 'rl-training[results]')"
+        raise UserError(f"{needs}; an .svg needs nothing.") from None
     axes = (figure := Figure(figsize=(7.2, 4.0), layout="constrained")).subplots()
     for i, line in enumerate(series):
         color, dash = LIGHT[i % len(LIGHT)], DASHES[i % len(DASHES)]
@@ -150,4 +157,5 @@ def save_png(series: Sequence[Series], title: str, x_label: str, y_label: str, t
     axes.grid(alpha=0.3)
     if len(series) > 1:
         axes.legend()
-    figure.savefig(target, dpi=150)
+    figure.savefig(buffer := io.BytesIO(), dpi=150)
+    return buffer.getvalue()
