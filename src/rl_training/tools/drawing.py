@@ -34,16 +34,17 @@ class Series(NamedTuple):
 def chart_style() -> str:
     """CSS of all charts."""
 
-    def colors(names: Sequence[str], text: str, grid: str) -> str:
+    def colors(names: Sequence[str], text: str, grid: str, back: str) -> str:
         lines = "".join(f"--line{i}:{color};" for i, color in enumerate(names))
-        return f".chart{{--text:{text};--grid:{grid};{lines}}}"
+        return f".chart{{--text:{text};--grid:{grid};--back:{back};{lines}}}"
 
     series = "".join(
         f".chart .s{i}{{stroke:var(--line{i});stroke-dasharray:{dash}}}.chart .b{i}{{fill:var(--line{i})}}"
         for i, dash in enumerate(DASHES)
     )
     return (
-        f"{colors(LIGHT, '#333', '#ddd')}@media(prefers-color-scheme:dark){{{colors(DARK, '#ddd', '#3a3f46')}}}"
+        f"{colors(LIGHT, '#333', '#ddd', '#fff')}"
+        f"@media(prefers-color-scheme:dark){{{colors(DARK, '#ddd', '#3a3f46', '#15181c')}}}"
         ".chart text{font:12px system-ui,sans-serif;fill:var(--text)}.chart .grid{stroke:var(--grid)}"
         f".chart .line{{fill:none;stroke-width:2;stroke-linejoin:round}}.chart .band{{opacity:.18}}{series}"
     )
@@ -69,7 +70,10 @@ def draw_svg(
         down = box[3] - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (box[3] - box[1])
         return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across, down, strict=True))
 
-    parts = [_text(2, top - 14, y_label), _text(box[2], box[3] + 36, x_label, "end")]
+    parts = [
+        _text(2, top - 14, f"{title}: {y_label}" if standalone else y_label),
+        _text(box[2], box[3] + 36, x_label, "end"),
+    ]
     for tick in y_ticks:
         ends = place(np.array([first, last]), np.array([tick, tick]))
         parts += [f'<polyline class="grid" points="{ends}"/>']
@@ -87,11 +91,11 @@ def draw_svg(
         parts.append(f'<line class="line s{i % len(DASHES)}" x1="{x}" y1="{y + 9}" x2="{x + 26}" y2="{y + 9}"/>')
         parts.append(_text(x + 32, y + 13, label))
     total, ids = top + height - 26, f"{name}{width}"
-    style = f"<style>{chart_style()}</style>" if standalone else ""
+    own = f'<style>{chart_style()}</style><rect fill="var(--back)" width="100%" height="100%"/>' if standalone else ""
     return (
         f'<svg xmlns="{SVG}" class="chart w{width}" viewBox="0 0 {width} {total:.0f}" width="{width}" role="img" '
         f'aria-labelledby="{ids}t {ids}d"><title id="{ids}t">{escape(title)}</title>'
-        f'<desc id="{ids}d">{escape(f"{y_label} over {x_label}: {told}.")}</desc>{style}{"".join(parts)}</svg>'
+        f'<desc id="{ids}d">{escape(f"{y_label} over {x_label}: {told}.")}</desc>{own}{"".join(parts)}</svg>'
     )
 
 

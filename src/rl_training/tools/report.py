@@ -55,7 +55,8 @@ STYLE = (
     ".words td{white-space:normal;overflow-wrap:anywhere;text-align:left}.words th{text-align:left}"
     ".words td:first-child{white-space:nowrap}"
     "li{overflow-wrap:anywhere}svg,img{max-width:100%;height:auto}"
-    f".w{NARROW}{{display:none}}@media(max-width:560px){{th,td{{padding-right:.6rem}}.w{WIDE}{{display:none}}.w{NARROW}{{display:inline}}}}"
+    f".w{NARROW}{{display:none}}@media(max-width:560px){{th,td{{padding-right:.6rem}}"
+    f".w{WIDE}{{display:none}}.w{NARROW}{{display:inline}}}}"
 )
 
 
@@ -248,9 +249,8 @@ def describe_time(named: Sequence[tuple[str, RunRecord]]) -> str:
     rows = []
     for name, run in named:
         total, training, last = wall_seconds(run), training_seconds(run), last_row(run, "steps_per_second")
-        waits = (
-            f" ({last['learner_waiting']:.0%} waiting for workers)" if is_number(last.get("learner_waiting")) else ""
-        )
+        waiting = last.get("learner_waiting")
+        waits = f" ({waiting:.0%} waiting for workers)" if is_number(waiting) else ""
         rows.append((
             name, f"{total:.1f} s", "-" if training is None else f"{training:.1f} s{waits}",
             "-" if training is None else f"{total - training:.1f} s",
@@ -333,7 +333,10 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
     except Exception as error:  # whatever an environment or its renderer does, there is a report
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         return f"<p>{escape(name)}: no episode, because {escape(type(error).__name__)}: {escape(reason)}</p>"
-    told = escape(f"{name}: {counted(steps, 'step')}, return {total:.4g}, by {checkpoint.name} of {run.folder.name}")
+    part = "the first " if steps == MOST_STEPS else ""
+    told = escape(
+        f"{name}: {part}{counted(steps, 'step')}, return {total:.4g}, by {checkpoint.name} of {run.folder.name}"
+    )
     data = b64encode(picture).decode()
     return f'<details open><summary>{told}</summary><img alt="{told}" src="data:image/gif;base64,{data}"></details>'
 
