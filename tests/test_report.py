@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import gymnasium as gym
 import numpy as np
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 from rl_training.cli.main import app
 from rl_training.tools import report
 from rl_training.tools.compare import find_runs, group_runs
-from rl_training.tools.drawing import Series, draw_chart, format_number, place_legend, ticks
+from rl_training.tools.drawing import Series, draw_svg, format_number, place_legend, ticks
 from run_records import HOSTILE, write_group, write_run
 
 TINY = ["--algo", "ppo", "--total-timesteps", "64", "--num-envs", "1", "--eval-episodes", "1", "--set", "num_steps=32",
@@ -189,6 +191,37 @@ def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> Non
     assert "--output nowhere/r.html cannot be written: No such file or directory." in sentence
 
 
+# ---- plot ----------------------------------------------------------------------------------------
+
+
+def test_plot_writes_svg_and_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for algo in ("a2c", "ppo"):
+        write_group(tmp_path / "runs", [10.0, 20.0, 30.0], algo=algo)
+    run_command("plot", "runs", "--output", "curves.svg")
+    drawing = Path("curves.svg").read_text(encoding="utf-8")
+    tree = ElementTree.fromstring(drawing)
+    assert tree.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "a2c goes from 0 to 20; ppo goes from 0 to 20." in drawing
+    assert drawing.count('class="band') == 2
+    assert "prefers-color-scheme:dark" in drawing  # it brings its own colours
+    run_command("plot", "runs", "--output", "curves.png")
+    assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "needs the extra 'results'" in run_command("plot", "runs", "--output", "curves.png", code=2)
+
+
+def test_plot_refuses_what_it_cannot_draw(tmp_path: Path) -> None:
+    write_group(tmp_path / "runs", [10.0])
+    assert "--output is 'c.pdf'; it must end in .svg or .png." in run_command(
+        "plot", "runs", "--output", "c.pdf", code=2
+    )
+    write_group(tmp_path / "runs", [10.0], env_id="Pendulum-v1")
+    assert "plot runs on one environment" in run_command("plot", "runs", code=2)
+    write_run(tmp_path / "short", [1.0])
+    assert "to draw a curve" in run_command("plot", "short", code=2)
+    assert not Path("curves.svg").exists()
+
+
 # ---- drawing -------------------------------------------------------------------------------------
 
 
@@ -208,7 +241,7 @@ def test_numbers_are_short() -> None:
 
 def test_lines_and_bands_lie_where_their_values_are() -> None:
     x, y = np.array([0.0, 50.0, 100.0]), np.array([0.0, 5.0, 10.0])
-    drawn = draw_chart([Series("a", x, y, y - 0, y + 0)], "t", "d", "x", "y", width=700)
+    drawn = draw_svg([Series("a", x, y, y - 1, y + 1)], "t", "x", "y", width=700)
     points = re.search(r'class="line s0" points="([^"]+)"', drawn)
     assert points is not None
     (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in points[1].split())
@@ -217,12 +250,12 @@ def test_lines_and_bands_lie_where_their_values_are() -> None:
     assert y2 < y0  # up is more
     assert 'class="band b0"' in drawn
     nan = np.full(3, np.nan)
-    assert "band" not in draw_chart([Series("a", x, y, nan, nan)], "t", "d", "x", "y")
+    assert "band" not in draw_svg([Series("a", x, y, nan, nan)], "t", "x", "y")
 
 
 def test_one_value_can_be_drawn() -> None:
     point = np.array([3.0])
-    assert "nan" not in draw_chart([Series("a", point, point)], "t", "d", "x", "y")
+    assert "nan" not in draw_svg([Series("a", point, point)], "t", "x", "y")
 
 
 def test_a_legend_stays_inside_the_chart() -> None:

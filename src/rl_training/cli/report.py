@@ -1,4 +1,4 @@
-"""`rl-training compare` and `report`: what finished runs say, together."""
+"""`rl-training compare`, `report` and `plot`: what finished runs say, together."""
 
 from __future__ import annotations
 
@@ -68,10 +68,25 @@ def report(
     make_console().print(f"report: {quote(Path(output))}", soft_wrap=True)
 
 
-def write_output(target: str, text: str) -> None:
+def plot(
+    runs: RunsArgument,
+    output: Annotated[str, option("The file to write, .svg or .png.", "--output", metavar="F")] = "curves.svg",
+    by: ByOption = None,
+) -> None:
+    """Draw learning curves with intervals over seeds."""
+    if Path(output).suffix not in (".svg", ".png"):
+        raise UserError(f"--output is {output!r}; it must end in .svg or .png.")
+    from rl_training.tools.compare import find_runs, group_runs
+    from rl_training.tools.report import plot_curves
+
+    write_output(output, plot_curves(group_runs(find_runs(runs), by), Path(output).suffix))
+    make_console().print(f"plot: {quote(Path(output))}", soft_wrap=True)
+
+
+def write_output(target: str, content: str | bytes) -> None:
     """Write the file, or say why not."""
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        Path(target).write_bytes(content if isinstance(content, bytes) else content.encode())
     except (OSError, ValueError) as error:
         raise UserError(f"--output {target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
 

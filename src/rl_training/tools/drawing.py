@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from html import escape
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rl_training.errors import UserError
 from rl_training.tools.statistics import Array
 
 LIGHT = ("#0072b2", "#c14a00", "#00795a", "#a8488a", "#7a6a00", "#5b5b5b")
@@ -32,26 +34,29 @@ class Series(NamedTuple):
 def chart_style() -> str:
     """CSS of all charts."""
 
-    def colors(names: Sequence[str], text: str, grid: str) -> str:
+    def colors(names: Sequence[str], text: str, grid: str, back: str) -> str:
         lines = "".join(f"--line{i}:{color};" for i, color in enumerate(names))
-        return f".chart{{--text:{text};--grid:{grid};{lines}}}"
+        return f".chart{{--text:{text};--grid:{grid};--back:{back};{lines}}}"
 
     series = "".join(
         f".chart .s{i}{{stroke:var(--line{i});stroke-dasharray:{dash}}}.chart .b{i}{{fill:var(--line{i})}}"
         for i, dash in enumerate(DASHES)
     )
     return (
-        f"{colors(LIGHT, '#333', '#ddd')}@media(prefers-color-scheme:dark){{{colors(DARK, '#ddd', '#3a3f46')}}}"
+        f"{colors(LIGHT, '#333', '#ddd', '#fff')}"
+        f"@media(prefers-color-scheme:dark){{{colors(DARK, '#ddd', '#3a3f46', '#15181c')}}}"
         ".chart text{font:12px system-ui,sans-serif;fill:var(--text)}.chart .grid{stroke:var(--grid)}"
         f".chart .line{{fill:none;stroke-width:2;stroke-linejoin:round}}.chart .band{{opacity:.18}}{series}"
     )
 
 
-def draw_chart(
-    series: Sequence[Series], title: str, description: str, x_label: str, y_label: str, *, width: int = 720,
-    height: int = 340, standalone: bool = False, name: str = "",
+def draw_svg(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, width: int = 720, height: int = 340,
+    standalone: bool = False,
 ) -> str:  # fmt: skip
-    """The chart as an `<svg>` element, or with `standalone` as a file of its own."""
+    """The chart as an `<svg>` element, or with `standalone` as a file of its own; described by where its lines go."""
+    told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
+    name = "".join(letter if letter.isalnum() else "-" for letter in title)
     legend = place_legend([line.name for line in series], width) if len(series) > 1 else []
     top = 30 + (legend[-1][1] + LINE if legend else 0)
     first, last = _ends([line.x for line in series])
@@ -65,7 +70,10 @@ def draw_chart(
         down = box[3] - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (box[3] - box[1])
         return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across, down, strict=True))
 
-    parts = [_text(2, top - 14, y_label), _text(box[2], box[3] + 36, x_label, "end")]
+    parts = [
+        _text(2, top - 14, f"{title}: {y_label}" if standalone else y_label),
+        _text(box[2], box[3] + 36, x_label, "end"),
+    ]
     for tick in y_ticks:
         ends = place(np.array([first, last]), np.array([tick, tick]))
         parts += [f'<polyline class="grid" points="{ends}"/>']
@@ -82,12 +90,12 @@ def draw_chart(
     for i, (x, y, label) in enumerate(legend):
         parts.append(f'<line class="line s{i % len(DASHES)}" x1="{x}" y1="{y + 9}" x2="{x + 26}" y2="{y + 9}"/>')
         parts.append(_text(x + 32, y + 13, label))
-    total, ids = top + height - 26, f"{name or 'chart'}{width}"
-    style = f"<style>{chart_style()}</style>" if standalone else ""
+    total, ids = top + height - 26, f"{name}{width}"
+    own = f'<style>{chart_style()}</style><rect fill="var(--back)" width="100%" height="100%"/>' if standalone else ""
     return (
         f'<svg xmlns="{SVG}" class="chart w{width}" viewBox="0 0 {width} {total:.0f}" width="{width}" role="img" '
         f'aria-labelledby="{ids}t {ids}d"><title id="{ids}t">{escape(title)}</title>'
-        f'<desc id="{ids}d">{escape(description)}</desc>{style}{"".join(parts)}</svg>'
+        f'<desc id="{ids}d">{escape(f"{y_label} over {x_label}: {told}.")}</desc>{own}{"".join(parts)}</svg>'
     )
 
 
@@ -135,10 +143,13 @@ def format_number(value: float) -> str:
     return f"{round(value, 10):.4g}"
 
 
-def save_png(series: Sequence[Series], title: str, x_label: str, y_label: str, target: str) -> None:
-    """The same lines and bands by matplotlib, whose absence is the caller's to tell."""
-    from matplotlib.figure import Figure
-
+def draw_png(series: Sequence[Series], title: str, x_label: str, y_label: str) -> bytes:
+    """The same lines and bands as a PNG file, by matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        needs = "a PNG needs the extra 'results' (pip install 'rl-training[results]')"
+        raise UserError(f"{needs}; an .svg needs nothing.") from None
     axes = (figure := Figure(figsize=(7.2, 4.0), layout="constrained")).subplots()
     for i, line in enumerate(series):
         color, dash = LIGHT[i % len(LIGHT)], DASHES[i % len(DASHES)]
@@ -150,4 +161,5 @@ def save_png(series: Sequence[Series], title: str, x_label: str, y_label: str, t
     axes.grid(alpha=0.3)
     if len(series) > 1:
         axes.legend()
-    figure.savefig(target, dpi=150)
+    figure.savefig(buffer := io.BytesIO(), dpi=150)
+    return buffer.getvalue()

@@ -33,7 +33,7 @@ from rl_training.tools.compare import (
     learning_curves,
     metric_name,
 )
-from rl_training.tools.drawing import Series, chart_style, draw_chart
+from rl_training.tools.drawing import Series, chart_style, draw_png, draw_svg
 
 WIDE, NARROW = 720, 360  # widths of the two drawings of a chart; a screen shows one
 MOST_STEPS, MOST_FRAMES, FRAME_WIDTH = 1_000, 120, 320  # of an episode
@@ -55,7 +55,8 @@ STYLE = (
     ".words td{white-space:normal;overflow-wrap:anywhere;text-align:left}.words th{text-align:left}"
     ".words td:first-child{white-space:nowrap}"
     "li{overflow-wrap:anywhere}svg,img{max-width:100%;height:auto}"
-    f".w{NARROW}{{display:none}}@media(max-width:560px){{th,td{{padding-right:.6rem}}.w{WIDE}{{display:none}}.w{NARROW}{{display:inline}}}}"
+    f".w{NARROW}{{display:none}}@media(max-width:560px){{th,td{{padding-right:.6rem}}"
+    f".w{WIDE}{{display:none}}.w{NARROW}{{display:inline}}}}"
 )
 
 
@@ -150,15 +151,21 @@ def describe_environment(env: str, own: Groups, result: Comparison | str) -> lis
     return [*parts, f"<h3>Read with care</h3>{bullets(result.notes)}" if result.notes else ""]
 
 
+def plot_curves(groups: Groups, ending: str) -> str | bytes:
+    """The learning curves of runs on one environment as an `.svg` or a `.png` file."""
+    envs = list(dict.fromkeys(run.env_id for group in groups.values() for run in group))
+    if len(envs) > 1:
+        raise UserError(f"the runs are on {' and '.join(envs[:3])}; plot runs on one environment.")
+    metric, lines = learning_curves(groups)
+    if not lines:
+        raise UserError("the runs have too few evaluations and finished training episodes to draw a curve.")
+    labels = f"Learning curves on {envs[0]}", "steps", metric_name(metric)
+    return draw_png(lines, *labels) if ending == ".png" else draw_svg(lines, *labels, standalone=True)
+
+
 def draw_twice(lines: Sequence[Series], title: str, x_label: str, y_label: str) -> str:
-    """A chart for wide and for narrow screens, with a description for those who do not see it."""
-    ends = (f"{s.name} goes from {s.y[0]:.4g} to {s.y[-1]:.4g}" for s in lines)
-    text = f"{y_label} over {x_label}: {'; '.join(ends)}."
-    ids = "".join(letter if letter.isalnum() else "-" for letter in title)
-    drawn = (
-        draw_chart(lines, title, text, x_label, y_label, width=w, height=h, name=ids)
-        for w, h in ((WIDE, 340), (NARROW, 280))
-    )
+    """A chart for wide and for narrow screens."""
+    drawn = (draw_svg(lines, title, x_label, y_label, width=w, height=h) for w, h in ((WIDE, 340), (NARROW, 280)))
     return f"<figure style='margin:0'>{''.join(drawn)}</figure>"
 
 
@@ -242,9 +249,8 @@ def describe_time(named: Sequence[tuple[str, RunRecord]]) -> str:
     rows = []
     for name, run in named:
         total, training, last = wall_seconds(run), training_seconds(run), last_row(run, "steps_per_second")
-        waits = (
-            f" ({last['learner_waiting']:.0%} waiting for workers)" if is_number(last.get("learner_waiting")) else ""
-        )
+        waiting = last.get("learner_waiting")
+        waits = f" ({waiting:.0%} waiting for workers)" if is_number(waiting) else ""
         rows.append((
             name, f"{total:.1f} s", "-" if training is None else f"{training:.1f} s{waits}",
             "-" if training is None else f"{total - training:.1f} s",
@@ -327,7 +333,10 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
     except Exception as error:  # whatever an environment or its renderer does, there is a report
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         return f"<p>{escape(name)}: no episode, because {escape(type(error).__name__)}: {escape(reason)}</p>"
-    told = escape(f"{name}: {counted(steps, 'step')}, return {total:.4g}, by {checkpoint.name} of {run.folder.name}")
+    part = "the first " if steps == MOST_STEPS else ""
+    told = escape(
+        f"{name}: {part}{counted(steps, 'step')}, return {total:.4g}, by {checkpoint.name} of {run.folder.name}"
+    )
     data = b64encode(picture).decode()
     return f'<details open><summary>{told}</summary><img alt="{told}" src="data:image/gif;base64,{data}"></details>'
 
