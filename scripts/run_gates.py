@@ -161,6 +161,7 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
         if plain[name] == before:
             del plain[name]
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
+    params["eval_interval"] = params["eval_interval"] or 0  # which was the default; what is learned is the same
     added = {**ADDED_LATER, **ADDED_TO.get(config.algo, {})}
     always = ALWAYS_THERE.get(config.algo, ())
     later = [name for name, value in params.items() if name not in always and added.get(name, ...) == value]

@@ -42,7 +42,8 @@ def env_of(spec: AlgorithmSpec) -> str:
 def tiny(algo: str, output_dir: Path, *, kwargs: dict[str, Any] | None = None, **fields: Any) -> TrainConfig:
     """A config that trains in a fraction of a second."""
     spec = SPECS[algo]
-    known = {name: value for name, value in TINY.items() if name in spec.params.model_fields}
+    known: dict[str, Any] = {name: value for name, value in TINY.items() if name in spec.params.model_fields}
+    known["eval_interval"] = 0
     plain = {"env_id": env_of(spec), "total_timesteps": 128, "eval_episodes": 2, "seed": 3, "device": "cpu"}
     return load_config(
         {"algo": algo, **plain, "output_dir": str(output_dir), **fields, "algo_kwargs": known | (kwargs or {})}

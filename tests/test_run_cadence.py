@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from resume_cases import StopAt, rows_of, tiny
+from resume_cases import StopAt, assert_same, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.algorithms.base import UpdateResult
 from rl_training.errors import TrainingFailure, UserError
@@ -77,6 +77,24 @@ def test_an_evaluation_every_eval_interval_steps_and_one_at_the_end(tmp_path: Pa
     assert steps_of(rows_of(due.run_dir), "eval") == [64, 128]
 
 
+def test_a_run_of_which_nothing_is_said_evaluates_ten_times_and_of_few_episodes_but_for_the_last(
+    tmp_path: Path,
+) -> None:
+    config = tiny("a2c", tmp_path, eval_episodes=7, total_timesteps=320, kwargs={"eval_interval": None})
+    whole = train(config, console=False)
+    rows = [row for row in rows_of(whole.run_dir) if row["kind"] == "eval"]
+    assert [row["step"] for row in rows] == list(range(32, 321, 32))
+    assert [len(row["eval_returns"]) for row in rows] == [5] * 9 + [7]
+    assert whole.metrics["eval_episodes"] == 7
+    at_end = train(tiny("a2c", tmp_path, eval_episodes=7, total_timesteps=320), console=False)
+    assert_same(*(load_checkpoint(run.checkpoint_path)["algorithm"] for run in (whole, at_end)))
+    stopped = train(config, callbacks=[StopAt(96)], console=False)  # where an evaluation was due as well
+    assert (stopped.metrics["global_step"], stopped.metrics["eval_episodes"]) == (96, 7)
+    resumed = resume_training(stopped.checkpoint_path, console=False)
+    again = [row for row in rows_of(resumed.run_dir) if row["kind"] == "eval"]
+    assert [row["eval_returns"] for row in again] == [row["eval_returns"] for row in rows]
+
+
 def test_no_evaluation_without_episodes(tmp_path: Path) -> None:
     result = train(tiny("a2c", tmp_path, eval_episodes=0, kwargs={"eval_interval": 16}), console=False)
     assert steps_of(rows_of(result.run_dir), "eval") == []
@@ -114,7 +132,7 @@ def test_early_stopping_waits_for_its_patience(tmp_path: Path) -> None:
 
 def test_early_stopping_without_evaluations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="eval_interval is 0; early_stopping looks at evaluations"):
-        train(tiny("a2c", tmp_path, kwargs={"early_stopping": {"threshold": 1.0}}), console=False)
+        train(tiny("a2c", tmp_path, kwargs={"eval_interval": 0, "early_stopping": {"threshold": 1.0}}), console=False)
     kwargs = {"eval_interval": 16, "early_stopping": {"threshold": 1.0}}
     with pytest.raises(UserError, match=r"^eval_episodes is 0; early_stopping looks at evaluations"):
         train(tiny("a2c", tmp_path, eval_episodes=0, kwargs=kwargs), console=False)

@@ -68,7 +68,12 @@ class Params(StrictModel):
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null does not clip.")
-    eval_interval: int = Field(0, ge=0, description="Environment steps between evaluations; 0 is at the end only.")
+    eval_interval: int | None = Field(
+        None,
+        ge=0,
+        description="Environment steps between evaluations; 0 is at the end only, null ten times in a run, all but the "
+        "last of at most five episodes.",
+    )
     early_stopping: EarlyStopping | None = Field(None, description="Stop when an evaluation metric is good enough.")
     max_updates: int | None = Field(
         None,
@@ -93,7 +98,7 @@ class Params(StrictModel):
 
     @model_validator(mode="after")
     def _early_stopping_is_evaluated(self) -> Params:
-        if self.early_stopping is not None and not self.eval_interval:
+        if self.early_stopping is not None and self.eval_interval == 0:
             raise ValueError("eval_interval is 0; early_stopping looks at evaluations, so it must be at least 1")
         return self
 

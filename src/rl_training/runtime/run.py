@@ -32,6 +32,7 @@ from rl_training.validation import StrictModel
 
 CHECKPOINT_SECONDS = 60.0
 MOST_SAVING = 19  # seconds of training per second of writing checkpoints, at least
+EVALUATIONS, FEW = 10, 5  # in a run whose config says nothing, and the episodes of each but the last
 STOP_SECONDS = 10.0  # that the first signal leaves to the turn under way
 SCHEMA = 1
 # Why a run stops; where ranks differ, the last of them is what all say
@@ -104,7 +105,9 @@ class Run:
         self.good_evaluations = 0
         self.abandoned = False
         self.next_log = self.config.log_interval
-        self.next_evaluation = self.params.eval_interval
+        tenth = -(-self.config.total_timesteps // EVALUATIONS)
+        self.eval_interval = tenth if self.params.eval_interval is None else self.params.eval_interval
+        self.next_evaluation = self.eval_interval
         self.next_checkpoint = self.config.checkpoint_interval
         if restored is not None:
             self._restore(restored)
@@ -268,7 +271,7 @@ class Run:
 
     def _evaluate_when_due(self) -> None:
         """Evaluate every `eval_interval` steps; an evaluation that did not happen stays due."""
-        interval, due = self.params.eval_interval, self.next_evaluation
+        interval, due = self.eval_interval, self.next_evaluation
         if not interval or self.step < due:
             return
         self.next_evaluation += interval * (1 + (self.step - due) // interval)
@@ -288,7 +291,7 @@ class Run:
         self._evaluating = True
         try:
             with self.pause():
-                result = self.ranks.first(self._play_evaluation)
+                result = self.ranks.first(partial(self._play_evaluation, last=last))
         except Interruption:
             return {}
         finally:
@@ -304,9 +307,11 @@ class Run:
         self._tell("on_evaluation", metrics)
         return metrics
 
-    def _play_evaluation(self) -> EvaluationResult:
+    def _play_evaluation(self, *, last: bool) -> EvaluationResult:
         self._look_up()
-        return self.evaluator.evaluate(self.session.algorithm, self.config.eval_episodes)
+        unasked = self.params.eval_interval is None and not last and self.step < self.config.total_timesteps
+        episodes = min(self.config.eval_episodes, FEW) if unasked else self.config.eval_episodes
+        return self.evaluator.evaluate(self.session.algorithm, episodes)
 
     def _look_up(self) -> None:
         """Between the steps of an evaluation: end it after a signal, and say on the progress line what goes on."""
@@ -414,8 +419,8 @@ class Run:
         for name in RunState.model_fields:
             setattr(self, name, getattr(state, name))
         self.episodes = deque(state.episodes, maxlen=100)
-        if self.params.eval_interval:  # the interval may have changed with the budget
-            self.next_evaluation = max(self.next_evaluation, self.params.eval_interval)
+        if self.eval_interval:  # it may have changed with the budget
+            self.next_evaluation = max(self.next_evaluation, self.eval_interval)
 
     def _check_parameters(self) -> None:
         if (bad := self.session.algorithm.first_bad_tensor()) is not None:
@@ -444,7 +449,8 @@ class Run:
         if self.latest and self._logged_update != self.updates:
             self.log_row(last=True)
         self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
-        if self.stop_reason not in ("SIGINT", "SIGTERM") and self._evaluated_step != self.step:
+        known = self.last_evaluation.get("eval_episodes", 0) if self._evaluated_step == self.step else 0
+        if self.stop_reason not in ("SIGINT", "SIGTERM") and known < self.config.eval_episodes:
             if self.evaluate(last=True):
                 self.save_checkpoint()
             elif self._signal is not None:
