@@ -69,6 +69,7 @@ docs: $(VENV)/.installed
 results: $(VENV)/.installed
 	$(BIN)/python scripts/run_gates.py --jobs $(JOBS)
 	$(BIN)/python scripts/render_results.py
+	$(BIN)/python scripts/generate_docs.py
 
 results-defaults: $(VENV)/.installed-bench
 	$(BIN)/python scripts/compare_defaults.py sb3 ours --jobs $(JOBS)
