@@ -77,6 +77,7 @@ site: $(VENV)/.installed-docs
 results: $(VENV)/.installed
 	$(BIN)/python scripts/run_gates.py --jobs $(JOBS)
 	$(BIN)/python scripts/render_results.py
+	$(BIN)/python scripts/generate_docs.py
 
 results-defaults: $(VENV)/.installed-bench
 	$(BIN)/python scripts/compare_defaults.py sb3 ours --jobs $(JOBS)

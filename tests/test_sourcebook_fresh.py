@@ -1,16 +1,23 @@
-"""The generated documents and stubs are what the generator renders now, and the sourcebook is complete."""
+"""The generated documents and stubs are what the generator renders now; sourcebook and algorithm pages are complete."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
+from resume_cases import SPECS, take_steps, tiny
+from rl_training.algorithms.base import UpdateResult
+from rl_training.runtime.session import open_session
+
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import generate_docs as generator  # noqa: E402
+
 NAMES = (
     "a2c ppo trpo impala appo dqn double_dqn dueling_dqn noisy_dqn prioritized_dqn n_step_dqn c51_dqn qr_dqn iqn fqf "
     "rainbow_dqn ddpg td3 sac naf d4pg rlpd bc mopo mbpo gail dreamer"
@@ -22,29 +29,16 @@ EXPLAINED = dict.fromkeys(("ACER", "ACKTR", "Ape-X"), "deferred for runtime rede
 
 
 @pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Registered so that dataclasses can resolve the module's annotations.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "generate_docs", module)
-        spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def rendered(generator: ModuleType) -> dict[Path, str]:
+def rendered() -> dict[Path, str]:
     return generator.render_all()
 
 
 @pytest.fixture(scope="module")
-def sourcebook(generator: ModuleType, rendered: dict[Path, str]) -> str:
+def sourcebook(rendered: dict[Path, str]) -> str:
     return rendered[generator.SOURCEBOOK]
 
 
-def test_generated_files_on_disk_are_fresh(generator: ModuleType, rendered: dict[Path, str]) -> None:
+def test_generated_files_on_disk_are_fresh(rendered: dict[Path, str]) -> None:
     stale = [str(path.relative_to(ROOT)) for path in generator.stale_files(rendered)]
     assert not stale, f"run `python scripts/generate_docs.py`: stale {stale}"
 
@@ -69,24 +63,91 @@ def test_every_contract_algorithm_appears_exactly_once(sourcebook: str, name: st
     assert sourcebook.count(f"(`{name}`)") == 1
 
 
-def test_status_of_contract_algorithms_follows_the_registry(generator: ModuleType, sourcebook: str) -> None:
+def test_status_of_contract_algorithms_follows_the_registry(sourcebook: str) -> None:
     registered = {spec.name for spec in generator.registered_specs()}
     for name in CONTRACT:
         status = "already implemented" if name in registered else "in this batch"
         assert f"(`{name}`) | {status} |" in sourcebook
 
 
-def test_data_file_names_nothing_twice(generator: ModuleType) -> None:
+def test_data_file_names_nothing_twice() -> None:
     data = generator.load_data()
     assert sorted(plan["name"] for plan in data["planned"]) == sorted(CONTRACT)
     names = [entry["name"] for entry in data["entries"]] + [plan["class_name"] for plan in data["planned"]]
     assert len(names) == len(set(names))
 
 
-def test_a_stale_file_and_a_lost_marker_are_reported(generator: ModuleType, tmp_path: Path) -> None:
+def test_a_stale_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     assert generator.stale_files({path: "new"}) == [path]
     path.write_text("new", encoding="utf-8")
     assert generator.stale_files({path: "new"}) == []
-    with pytest.raises(ValueError, match="commands:begin"):
-        generator.fill("no markers here", "commands", "text")
+
+
+def test_every_algorithm_is_described_in_full() -> None:
+    texts = generator.load_texts()["algorithms"]
+    assert sorted(texts) == sorted(CONTRACT)
+    for name, text in texts.items():
+        assert set(text) == {"for", "equations", "watch"}, name
+        assert len(text["for"].split()) >= 20, name
+        assert 1 <= len(text["equations"]) <= 5, name
+        assert 1 <= len(text["watch"]) <= 3, name
+        for equation in text["equations"]:
+            tex = re.sub(r"\\.", "", equation["tex"])  # without escaped braces
+            assert tex.count("{") == tex.count("}"), (name, tex)
+            assert equation["tex"].count(r"\begin") == equation["tex"].count(r"\end"), (name, tex)
+            assert equation["says"].strip().endswith("."), (name, equation["says"])
+
+
+def test_a_page_shows_every_hyper_parameter_preset_and_gate(rendered: dict[Path, str]) -> None:
+    gates = generator.load_gates().values()
+    for spec in generator.registered_specs():
+        page = rendered[generator.PAGES / f"{spec.name}.md"]
+        parts = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE))
+        listed = re.findall(r"^\| `(\w+)` \|", parts["Hyper-parameters"], flags=re.MULTILINE)
+        assert sorted(listed) == sorted(set(spec.params.model_fields) - {"schedules"}), spec.name
+        assert parts["Presets"].count(f"`{spec.name}/") == len(generator.presets_of(spec.name))
+        own = [gate for gate in gates if gate.preset.split("/")[0] == spec.name]
+        assert own, spec.name
+        assert parts["What it reached"].count(f"| `{spec.name}/") == len(own)
+
+
+def test_links_of_the_pages_lead_to_files(rendered: dict[Path, str]) -> None:
+    pages = {path: text for path, text in rendered.items() if path.parent == generator.PAGES}
+    targets = [(path, link) for path, text in pages.items() for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text)]
+    missing = [link for path, link in targets if "://" not in link and not (path.parent / link).is_file()]
+    assert targets
+    assert not missing
+
+
+@pytest.mark.parametrize("algo", CONTRACT)
+def test_metrics_to_watch_are_logged(algo: str) -> None:
+    session = open_session(tiny(algo, Path("unused"), threads=1))
+    store, step, result = session.store, 0, UpdateResult({})
+    phase = ""
+    while phase != "policy":
+        step += take_steps(session, step)
+        for phase, batch in store.batches(session.algorithm, step):
+            result = session.algorithm.update(batch, phase=phase, global_step=step, sync=False)
+            store.feedback(batch, result)
+    scheduled = SPECS[algo].params().built_in_schedules()
+    session.close()
+    watched = set(generator.load_texts()["algorithms"][algo]["watch"])
+    assert watched <= {*result.metrics, *store.metrics, *scheduled, "episode_return_mean"}
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"type": "number"}, "any number"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "> 0 and ≤ 1"),
+        ({"type": "integer", "minimum": 1, "maximum": 1000}, "whole number from 1 to 1,000"),
+        ({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}, "whole number ≥ 1 or null"),
+        ({"enum": ["tanh", "relu"], "type": "string"}, "`tanh`, `relu`"),
+        ({"anyOf": [{"type": "number"}, {"const": "auto", "type": "string"}]}, "any number or `auto`"),
+        ({"items": {"type": "integer"}, "type": "array"}, "list, each a whole number"),
+        ({"$ref": "#/$defs/EarlyStopping"}, "mapping"),
+    ],
+)
+def test_a_range_is_said_in_words(field: dict[str, Any], words: str) -> None:
+    assert generator.describe_range(field) == words
