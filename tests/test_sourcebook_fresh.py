@@ -41,6 +41,7 @@ def sourcebook(rendered: dict[Path, str]) -> str:
 def test_generated_files_on_disk_are_fresh(rendered: dict[Path, str]) -> None:
     stale = [str(path.relative_to(ROOT)) for path in generator.stale_files(rendered)]
     assert not stale, f"run `python scripts/generate_docs.py`: stale {stale}"
+    assert set(generator.PAGES.iterdir()) <= set(rendered), "a page of an algorithm that is not registered"
 
 
 def test_every_year_has_an_entry(sourcebook: str) -> None:
