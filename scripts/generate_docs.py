@@ -173,17 +173,19 @@ def render_pages(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     return pages
 
 
-def render_index(specs: Iterable[AlgorithmSpec], texts: dict[str, Any]) -> str:
-    header = ["Name", "Class", "Year", "Actions", "Observations", "Presets", "Scope"]
+def render_index(specs: Sequence[AlgorithmSpec], texts: dict[str, Any]) -> str:
+    every = max((s.action_kinds for s in specs), key=len)
     lines = (
         [
-            f"[{s.name}]({s.name}.md)", f"`{s.class_name}`", s.year,
-            *map(", ".join, (s.action_kinds, s.observation_kinds, presets_of(s.name))), s.scope,
+            f"[{s.class_name}]({s.name}.md)<br>`{s.name}`", s.year,
+            "any" if set(s.action_kinds) == set(every) else ", ".join(s.action_kinds), ", ".join(s.observation_kinds),
+            s.scope.partition(" Not as published:")[0],
         ]
         for s in specs
     )  # fmt: skip
-    parts = [PAGE_HEADER, "# Algorithms\n", texts["start"], table(header, lines), "## Notation\n", texts["notation"]]
-    return "\n".join(parts)
+    header = ["Name", "Year", "Actions", "Observations", "Scope"]
+    listed = [table(header, lines), f"any: {', '.join(every)}\n"]
+    return "\n".join(["# Algorithms\n", PAGE_HEADER, texts["start"], *listed, "## Notation\n", texts["notation"]])
 
 
 def render_page(spec: AlgorithmSpec, text: dict[str, Any], judged: Sequence[tuple[Gate, Verdict]]) -> str:
@@ -191,8 +193,8 @@ def render_page(spec: AlgorithmSpec, text: dict[str, Any], judged: Sequence[tupl
     paper = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", spec.paper)
     equations = [f"{part['says'].strip()}\n\n$$\n{part['tex'].strip()}\n$$\n" for part in text["equations"]]
     parts = [
-        PAGE_HEADER,
         f"# {managed}\n",
+        PAGE_HEADER,
         f"{paper}.\n",
         f"{text['for'].strip()}\n",
         "## Train it\n",
