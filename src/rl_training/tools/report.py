@@ -6,9 +6,12 @@ Whatever comes out of a run's files is escaped.
 from __future__ import annotations
 
 import io
+import os
 import shlex
+import sys
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 from itertools import islice
 from pathlib import Path
@@ -37,6 +40,7 @@ from rl_training.tools.drawing import Series, chart_style, draw_png, draw_svg
 
 WIDE, NARROW = 720, 360  # widths of the two drawings of a chart; a screen shows one
 MOST_STEPS, MOST_FRAMES, FRAME_WIDTH = 1_000, 120, 320  # of an episode
+MOST_EPISODES = 4
 VERSIONS = ("rl_training", "python", "torch", "gymnasium", "numpy", "platform")
 OWN_TO_A_RUN = ("algo", "env_id", "seed", "output_dir", "name")
 STYLE = (
@@ -61,7 +65,7 @@ STYLE = (
 
 
 def build_report(groups: Groups, episodes: Sequence[str] = ()) -> str:
-    """The page; `episodes` are pieces of HTML, as `show_episode` gives them."""
+    """The page; `episodes` are pieces of HTML, as `show_episodes` gives them."""
     runs = [run for group in groups.values() for run in group]
     envs = list(dict.fromkeys(run.env_id for run in runs))
     title = f"{', '.join(groups)} on {', '.join(envs)}"
@@ -131,10 +135,12 @@ def describe_environment(env: str, own: Groups, result: Comparison | str) -> lis
     metric, lines = learning_curves(own)
     parts = [f"<h2>{escape(env)}</h2>"]
     if lines:
+        missing = ", ".join(name for name in own if name not in {line.name for line in lines})
+        left = f" Too few points of {missing}." if missing else ""
         band = "the band is its 95 % bootstrap interval" if any(len(g) > 1 for g in own.values()) else "one run each"
         parts += [
             draw_twice(lines, f"Learning curves on {env}", "steps", metric_name(metric)),
-            f"<p class=soft>Interquartile mean over runs of the {metric_name(metric)}; {band}.</p>",
+            f"<p class=soft>Interquartile mean over runs of the {metric_name(metric)}; {band}.{escape(left)}</p>",
         ]
     else:
         parts.append("<p class=soft>No learning curve: too few evaluations and finished training episodes.</p>")
@@ -318,6 +324,31 @@ def typed_command(start: dict[str, Any]) -> str:
 def quote_config(run: RunRecord) -> str:
     """The path of a run's config, for a shell."""
     return shlex.quote(str(run.folder / "config.yaml"))
+
+
+def show_episodes(groups: Groups, env: Any = None) -> list[str]:
+    """An episode of each group on each environment, of the first few."""
+    pairs = [(name, env_id) for name, group in groups.items() for env_id in dict.fromkeys(run.env_id for run in group)]
+    with without_screen():
+        return [
+            show_episode(f"{name} on {env_id}", [run for run in groups[name] if run.env_id == env_id], env)
+            for name, env_id in pairs[:MOST_EPISODES]
+        ]
+
+
+@contextmanager
+def without_screen() -> Iterator[None]:
+    """Renderers draw into memory, unless the user's environment variables say how they draw."""
+    wanted = {"SDL_VIDEODRIVER": "dummy"}
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        wanted["MUJOCO_GL"] = "egl"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
