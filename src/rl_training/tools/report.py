@@ -358,22 +358,19 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
     found = [run.folder / "checkpoints" / file for file in ("best.ckpt", "latest.ckpt")]
     try:
         checkpoint = next(path for path in found if path.is_file())
-        picture, steps, total = record_episode(checkpoint, env)
+        picture, played = record_episode(checkpoint, env)
     except StopIteration:
         return f"<p>{escape(name)}: no episode, because {escape(str(run.folder))} has no checkpoint.</p>"
     except Exception as error:  # whatever an environment or its renderer does, there is a report
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         return f"<p>{escape(name)}: no episode, because {escape(type(error).__name__)}: {escape(reason)}</p>"
-    part = "the first " if steps == MOST_STEPS else ""
-    told = escape(
-        f"{name}: {part}{counted(steps, 'step')}, return {total:.4g}, by {checkpoint.name} of {run.folder.name}"
-    )
+    told = escape(f"{name}: {played}, by {checkpoint.name} of {run.folder.name}")
     data = b64encode(picture).decode()
     return f'<details open><summary>{told}</summary><img alt="{told}" src="data:image/gif;base64,{data}"></details>'
 
 
-def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, int, float]:
-    """The first evaluation episode of a checkpoint's policy as a GIF, its steps and its return."""
+def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
+    """The first evaluation episode of a checkpoint's policy as a GIF, and in words."""
     try:
         from PIL import Image
     except ImportError:
@@ -391,7 +388,7 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, int, float
     check_same_spaces(spaces, probe_spaces(recipe))
     played = make_env(recipe, evaluation=True, render_mode="rgb_array")
     frames: list[Any] = []
-    steps, total, stride = 0, 0.0, 1
+    steps, total, stride, ended = 0, 0.0, 1, False
     with closed_after([played], spaces.env_id):
         act = ActingSession(algorithm, 1, config.seed).in_environments(spaces)
         seed = episode_seed(config.seed, EVALUATION_STREAM, 0)
@@ -405,8 +402,8 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, int, float
                 frames.append(picture.quantize(64))
             if len(frames) > MOST_FRAMES:
                 frames, stride = frames[::2], 2 * stride
-            steps, total = steps + 1, total + step.reward
+            steps, total, ended = steps + 1, total + step.reward, bool(step.terminated or step.truncated)
     buffer, rate = io.BytesIO(), played.metadata.get("render_fps") or 30
     pause = max(20, round(1000 * stride / rate))
     frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=pause, loop=0)
-    return buffer.getvalue(), steps, total
+    return buffer.getvalue(), f"{'' if ended else 'the first '}{counted(steps, 'step')}, return {total:.4g}"
