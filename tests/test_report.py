@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import sys
@@ -102,6 +103,14 @@ def test_runs_without_returns_still_get_a_page(tmp_path: Path) -> None:
     assert "eval_return_mean was not finite in some row" in text
 
 
+def test_a_group_without_a_curve_does_not_hide_the_others(tmp_path: Path) -> None:
+    write_group(tmp_path / "runs", [10.0], algo="ppo")
+    write_run(tmp_path / "runs", [5.0], algo="bc")
+    page = page_of("runs", "--no-episode")
+    assert "Too few points of bc." in page
+    assert "return of evaluations over steps: ppo goes from 0 to 10." in page
+
+
 def test_a_run_that_stopped_early_and_one_that_was_resumed_are_told_apart(tmp_path: Path) -> None:
     told = {"command": ["x.py"], "earlier": [{"command": ["rl-training"]}]}
     folder = write_run(tmp_path / "runs", [1.0, 2.0], manifest=told)
@@ -151,12 +160,13 @@ def test_an_episode_is_shown_as_a_moving_picture(trained: str) -> None:
     from PIL import Image
 
     page = page_of(trained)
-    assert "ppo: 10 steps, return 10, by best.ckpt" in page
+    assert f"ppo on {__name__}:Drawn: 10 steps, return 10, by best.ckpt" in page
     assert "data:image/gif;base64," in page
     run = find_runs([trained])[0]
-    picture, steps, total = report.record_episode(run.folder / "checkpoints" / "best.ckpt")
+    picture, told = report.record_episode(run.folder / "checkpoints" / "best.ckpt")
+    assert told == "10 steps, return 10"
     with Image.open(io.BytesIO(picture)) as image:
-        assert (getattr(image, "n_frames", 1), image.info["duration"], steps, total) == (10, 100, 10, 10.0)
+        assert (getattr(image, "n_frames", 1), image.info["duration"]) == (10, 100)
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("raises", "OSError: &lt;no&gt; display"), ("nothing", "rgb_array")])
@@ -170,6 +180,15 @@ def test_what_a_renderer_does_costs_only_the_picture(
     assert "Run it again" in page
 
 
+def test_renderers_are_told_to_draw_into_memory_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISPLAY", "SDL_VIDEODRIVER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    with report.without_screen():
+        assert (os.environ["SDL_VIDEODRIVER"], os.environ["MUJOCO_GL"]) == ("dummy", "osmesa")
+    assert "SDL_VIDEODRIVER" not in os.environ
+
+
 def test_no_environment_is_made_when_no_episode_is_asked_for(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "record_episode", lambda *_: pytest.fail("an environment was made"))
     assert "Episodes" not in page_of(trained, "--no-episode")
@@ -179,10 +198,12 @@ def test_a_long_episode_is_thinned_to_few_frames(trained: str, monkeypatch: pyte
     monkeypatch.setattr(report, "MOST_FRAMES", 4)
     from PIL import Image
 
-    picture, steps, _ = report.record_episode(find_runs([trained])[0].folder / "checkpoints" / "best.ckpt")
+    checkpoint = find_runs([trained])[0].folder / "checkpoints" / "best.ckpt"
+    picture, _ = report.record_episode(checkpoint)
     with Image.open(io.BytesIO(picture)) as image:
-        assert steps == 10
         assert (getattr(image, "n_frames", 1), image.info["duration"]) == (3, 400)  # steps 0, 4 and 8
+    monkeypatch.setattr(report, "MOST_STEPS", 7)
+    assert report.record_episode(checkpoint)[1] == "the first 7 steps, return 7"
 
 
 def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +23,6 @@ RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folde
 ByOption = Annotated[
     Text, option("Group by algo or by settings: learning_rate; else by what differs.", "--by", metavar="NAME")
 ]
-MOST_EPISODES = 4  # in a report, one of each group
 SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the range of returns
 
 
@@ -57,14 +55,12 @@ def report(
     """Write one HTML file on runs: curves, scores, settings, time, warnings, an episode, commands."""
     named = name_environment(env, modules)
     from rl_training.tools.compare import find_runs, group_runs
-    from rl_training.tools.report import build_report, show_episode
+    from rl_training.tools.report import build_report, show_episodes
 
     groups = group_runs(find_runs(runs), by)
     write_output(output, build_report(groups))  # a renderer that ends the process leaves this one
     if not no_episode:
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen
-        shown = list(groups.items())[:MOST_EPISODES]
-        write_output(output, build_report(groups, [show_episode(name, group, named) for name, group in shown]))
+        write_output(output, build_report(groups, show_episodes(groups, named)))
     make_console().print(f"report: {quote(Path(output))}", soft_wrap=True)
 
 

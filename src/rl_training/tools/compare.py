@@ -269,12 +269,16 @@ def shared_steps(all_steps: Sequence[Array]) -> Array | None:
 
 
 def learning_curves(groups: Groups) -> tuple[str | None, list[Series]]:
-    """What was measured, and a line per group over the steps that its runs share; of runs on one environment."""
-    metric = choose_metric([run for group in groups.values() for run in group], FEW_EVALUATIONS)
+    """What was measured, and a line per group with enough points over the steps that its runs share.
+
+    All runs are on one environment.
+    """
+    drawn = {name: group for name, group in groups.items() if choose_metric(group, FEW_EVALUATIONS)}
+    metric = choose_metric([run for group in drawn.values() for run in group], FEW_EVALUATIONS)
     if metric is None:
         return None, []
     lines = []
-    for name, group in groups.items():
+    for name, group in drawn.items():
         curves = [run.curve(metric) for run in group]
         steps = shared_steps([curve[0] for curve in curves])
         if steps is not None:

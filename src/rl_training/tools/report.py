@@ -6,9 +6,12 @@ Whatever comes out of a run's files is escaped.
 from __future__ import annotations
 
 import io
+import os
 import shlex
+import sys
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 from itertools import islice
 from pathlib import Path
@@ -37,6 +40,7 @@ from rl_training.tools.drawing import Series, chart_style, draw_png, draw_svg
 
 WIDE, NARROW = 720, 360  # widths of the two drawings of a chart; a screen shows one
 MOST_STEPS, MOST_FRAMES, FRAME_WIDTH = 1_000, 120, 320  # of an episode
+MOST_EPISODES = 4
 VERSIONS = ("rl_training", "python", "torch", "gymnasium", "numpy", "platform")
 OWN_TO_A_RUN = ("algo", "env_id", "seed", "output_dir", "name")
 STYLE = (
@@ -61,7 +65,7 @@ STYLE = (
 
 
 def build_report(groups: Groups, episodes: Sequence[str] = ()) -> str:
-    """The page; `episodes` are pieces of HTML, as `show_episode` gives them."""
+    """The page; `episodes` are pieces of HTML, as `show_episodes` gives them."""
     runs = [run for group in groups.values() for run in group]
     envs = list(dict.fromkeys(run.env_id for run in runs))
     title = f"{', '.join(groups)} on {', '.join(envs)}"
@@ -131,10 +135,12 @@ def describe_environment(env: str, own: Groups, result: Comparison | str) -> lis
     metric, lines = learning_curves(own)
     parts = [f"<h2>{escape(env)}</h2>"]
     if lines:
+        missing = ", ".join(name for name in own if name not in {line.name for line in lines})
+        left = f" Too few points of {missing}." if missing else ""
         band = "the band is its 95 % bootstrap interval" if any(len(g) > 1 for g in own.values()) else "one run each"
         parts += [
             draw_twice(lines, f"Learning curves on {env}", "steps", metric_name(metric)),
-            f"<p class=soft>Interquartile mean over runs of the {metric_name(metric)}; {band}.</p>",
+            f"<p class=soft>Interquartile mean over runs of the {metric_name(metric)}; {band}.{escape(left)}</p>",
         ]
     else:
         parts.append("<p class=soft>No learning curve: too few evaluations and finished training episodes.</p>")
@@ -320,6 +326,31 @@ def quote_config(run: RunRecord) -> str:
     return shlex.quote(str(run.folder / "config.yaml"))
 
 
+def show_episodes(groups: Groups, env: Any = None) -> list[str]:
+    """An episode of each group on each environment, of the first few."""
+    pairs = [(name, env_id) for name, group in groups.items() for env_id in dict.fromkeys(run.env_id for run in group)]
+    with without_screen():
+        return [
+            show_episode(f"{name} on {env_id}", [run for run in groups[name] if run.env_id == env_id], env)
+            for name, env_id in pairs[:MOST_EPISODES]
+        ]
+
+
+@contextmanager
+def without_screen() -> Iterator[None]:
+    """Renderers draw into memory, unless the user's environment variables say how they draw."""
+    wanted = {"SDL_VIDEODRIVER": "dummy"}
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:
+        wanted["MUJOCO_GL"] = "egl"
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
 def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
     """An episode of the best run of a group as a moving picture, or a sentence on why there is none."""
     scored = [(values.max(), run) for run in runs if len(values := run.curve(EVALUATED)[1])]
@@ -327,22 +358,19 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
     found = [run.folder / "checkpoints" / file for file in ("best.ckpt", "latest.ckpt")]
     try:
         checkpoint = next(path for path in found if path.is_file())
-        picture, steps, total = record_episode(checkpoint, env)
+        picture, played = record_episode(checkpoint, env)
     except StopIteration:
         return f"<p>{escape(name)}: no episode, because {escape(str(run.folder))} has no checkpoint.</p>"
     except Exception as error:  # whatever an environment or its renderer does, there is a report
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         return f"<p>{escape(name)}: no episode, because {escape(type(error).__name__)}: {escape(reason)}</p>"
-    part = "the first " if steps == MOST_STEPS else ""
-    told = escape(
-        f"{name}: {part}{counted(steps, 'step')}, return {total:.4g}, by {checkpoint.name} of {run.folder.name}"
-    )
+    told = escape(f"{name}: {played}, by {checkpoint.name} of {run.folder.name}")
     data = b64encode(picture).decode()
     return f'<details open><summary>{told}</summary><img alt="{told}" src="data:image/gif;base64,{data}"></details>'
 
 
-def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, int, float]:
-    """The first evaluation episode of a checkpoint's policy as a GIF, its steps and its return."""
+def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
+    """The first evaluation episode of a checkpoint's policy as a GIF, and in words."""
     try:
         from PIL import Image
     except ImportError:
@@ -360,7 +388,7 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, int, float
     check_same_spaces(spaces, probe_spaces(recipe))
     played = make_env(recipe, evaluation=True, render_mode="rgb_array")
     frames: list[Any] = []
-    steps, total, stride = 0, 0.0, 1
+    steps, total, stride, ended = 0, 0.0, 1, False
     with closed_after([played], spaces.env_id):
         act = ActingSession(algorithm, 1, config.seed).in_environments(spaces)
         seed = episode_seed(config.seed, EVALUATION_STREAM, 0)
@@ -374,8 +402,8 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, int, float
                 frames.append(picture.quantize(64))
             if len(frames) > MOST_FRAMES:
                 frames, stride = frames[::2], 2 * stride
-            steps, total = steps + 1, total + step.reward
+            steps, total, ended = steps + 1, total + step.reward, bool(step.terminated or step.truncated)
     buffer, rate = io.BytesIO(), played.metadata.get("render_fps") or 30
     pause = max(20, round(1000 * stride / rate))
     frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=pause, loop=0)
-    return buffer.getvalue(), steps, total
+    return buffer.getvalue(), f"{'' if ended else 'the first '}{counted(steps, 'step')}, return {total:.4g}"
