@@ -103,6 +103,7 @@ def open_session(
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     params = params.settle(recipe, spaces, config.seed)
+    check_loggers(config)
     check_backend(config, spec, params)
     asked, config = config, resolve(config, params, recipe, spaces, ranks)
     torch.set_num_threads(int(config.threads))
@@ -141,6 +142,14 @@ def open_session(
     if config.has_workers and config.worker_order == FIRST:
         notes.append(ANY_ORDER)
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
+
+
+def check_loggers(config: TrainConfig) -> None:
+    """Refuse a logger whose package is not installed; one that fails later does not end a run."""
+    for name in config.loggers:
+        if find_spec(name) is None:
+            what = name if name == "tensorboard" else f"'rl-training[{name}]'"
+            raise UserError(f"loggers names {name!r}, which is not installed: pip install {what}.")
 
 
 def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:
