@@ -258,7 +258,7 @@ def test_rows_and_events_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatc
     for step in range(5):
         full = step in (1, 2, 3)
         logger.log(step, {"loss": float(step), "a": 1.0})
-        logger._events.flush()  # type: ignore[union-attr]
+        logger._sinks[0].flush()  # type: ignore[union-attr]
     logger.close()
     assert screen.getvalue().count("cannot be written (No space left on device); training goes on") == 2  # one per file
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -267,7 +267,7 @@ def test_rows_and_events_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatc
 
 def test_what_was_never_written_is_said_at_the_end(tmp_path: Path) -> None:
     screen = io.StringIO()
-    logger = make(tmp_path, console=True, stream=screen, tensorboard=False)
+    logger = make(tmp_path, console=True, stream=screen, loggers=())
     logger._rows._file.close()
     logger._rows._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     logger.log(1, {"loss": 1.0})
@@ -310,7 +310,7 @@ def test_a_signal_in_the_middle_of_a_line_breaks_nothing(tmp_path: Path) -> None
 
 
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
-    with make(tmp_path, tensorboard=False) as logger:
+    with make(tmp_path, loggers=()) as logger:
         logger.log(1, {"loss": 0.0})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 

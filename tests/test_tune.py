@@ -22,7 +22,7 @@ from rl_training.runtime.params import read_params
 from rl_training.tools import tune
 from rl_training.tools.tune import Job, Study, search_space, with_values
 
-TESTS = str(Path(__file__).parent)
+TESTS, FRESH = str(Path(__file__).parent), tune.FRESH_SEED
 
 
 def finish(job: Job, score: Callable[[TrainConfig], float], evaluations: int = 4) -> str:
@@ -214,6 +214,33 @@ def test_wrong_words_are_one_sentence(words: list[str], sentence: str) -> None:
     result = CliRunner().invoke(app, ["tune", "--config", "ppo/cartpole", *words])
     assert result.exit_code == 2
     assert sentence in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        (by_rate, "; better."),
+        (lambda config: by_rate(config) if config.seed < FRESH else float(config.seed % 2), "no difference shown."),
+        (lambda config: -float(config.seed), "no trial was better than the config itself"),
+    ],
+)
+def test_the_command_says_what_came_of_it(
+    score: Callable[[TrainConfig], float], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_here(jobs: Any, count: int, modules: Any, tick: Callable[[], None]) -> None:
+        for job in jobs:
+            finish(job, score)
+            tick()
+
+    monkeypatch.setattr(tune, "run_jobs", run_here)
+    words = ["tune", "--algo", "ppo", "--env", "CartPole-v1", "--tune", "learning_rate", "--trials", "5"]
+    result = CliRunner().invoke(app, [*words, "--final-seeds", "3", "--study", "here"])
+    assert result.exit_code == 0, result.output
+    assert told in result.output
+    assert "learning_rate=0.0003" in result.output  # the line of trial 0
+    preset = load_config(Path("here/best.yaml"))
+    assert preset.algo == "ppo"
+    assert ("on 3 fresh seeds" in Path("here/best.yaml").read_text()) == ("no trial" not in told)
 
 
 def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

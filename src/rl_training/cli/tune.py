@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from rl_training.cli.exits import STOPPED
 from rl_training.cli.options import (
     AlgoOption,
     ConfigOption,
@@ -76,12 +78,14 @@ def tune(
             run_jobs(opened.jobs(count), workers, modules, shown.refresh)
             shown.refresh()
         best = opened.best()
-        if seeds:
+        if best.number == 0:
+            console.print("\nno trial was better than the config itself")
+        elif seeds:
             console.print(f"\ncomparing trial {best.number} with the default on {seeds} fresh seeds each")
             run_jobs(opened.finals(seeds), workers, modules, lambda: None)
     except KeyboardInterrupt:
         console.print(f"\nstopped; the same command goes on in {quote(folder)}")
-        raise
+        raise typer.Exit(STOPPED) from None
     print_result(console, opened, built, best)
 
 

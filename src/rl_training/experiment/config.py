@@ -95,6 +95,9 @@ class TrainConfig(StrictModel):
     max_seconds: float | None = Field(
         None, gt=0, description="Stop after this many seconds of training, evaluations apart, counted across resumes."
     )
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        ("tensorboard",), description="Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow."
+    )
     tags: tuple[str, ...] = Field((), description="Free words stored with the run.")
     benchmark: dict[str, Any] = Field(default_factory=dict, description="Free notes for benchmark scripts; not read.")
     algo_kwargs: dict[str, Any] = Field(default_factory=dict, description="Hyper-parameters of the algorithm.")

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: `metrics.jsonl`, a TensorBoard event file and a progress line on the terminal."""
+"""What a run writes while it trains: `metrics.jsonl`, what its `loggers` keep, and a progress line on the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -32,7 +32,7 @@ _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default
 
 
 class RunLogger:
-    """The metrics file, the event file and the terminal of one run.
+    """The metrics file, the terminal and the `loggers` of one run: TensorBoard's event file, wandb, mlflow.
 
     `append` continues the files of a run that is resumed: rows after `resume_step` are dropped, since they are going to
     be written again, and so are rows that were there only because the run ended (`last`) and a line that a kill left
@@ -41,7 +41,8 @@ class RunLogger:
 
     def __init__(
         self, run_dir: str | os.PathLike[str], *, console: bool = True, total_steps: int, append: bool = False,
-        resume_step: int | None = None, tensorboard: bool = True, stream: TextIO | None = None,
+        resume_step: int | None = None, loggers: Sequence[str] = ("tensorboard",),
+        config: Mapping[str, Any] | None = None, stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         folder = Path(run_dir)
@@ -57,7 +58,10 @@ class RunLogger:
         self._warned: set[str] = set()
         self._rows = _Appender(self.path, self._warn, fresh=not append)
         purge_from = resume_step + 1 if append and resume_step is not None else None
-        self._events = _EventFile(folder, clock, purge_from, self._warn) if tensorboard else None
+        self._sinks: list[_EventFile | _Service] = []
+        if "tensorboard" in loggers:
+            self._sinks.append(_EventFile(folder, clock, purge_from, self._warn))
+        self._sinks += [_Service(name, folder, config or {}, self._warn) for name in SERVICES if name in loggers]
 
     def __enter__(self) -> RunLogger:
         return self
@@ -80,8 +84,8 @@ class RunLogger:
             text = _encode_row({key: _spell(value) for key, value in row.items()})
         self._rows.write(text.encode("ascii") + b"\n")
         self._rows.flush()
-        if self._events:
-            self._events.add(step, kind, metrics)
+        for sink in self._sinks:
+            sink.add(step, kind, metrics)
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:  # once each
@@ -113,8 +117,8 @@ class RunLogger:
     def close(self) -> None:
         """Finish the files and the live line, and say what could not be written; closing twice is harmless."""
         self._rows.close()
-        if self._events:
-            self._events.close()
+        for sink in self._sinks:
+            sink.close()
         if self._line is not None:
             with suppress(OSError, ValueError):
                 self._line.stop()
@@ -311,11 +315,8 @@ class _EventFile:
     def add(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
         event = self._make_event(step=step)
         add_value = event.summary.value.add
-        for name, value in metrics.items():
-            try:
-                add_value(tag=f"{kind}/{name}", simple_value=float(value))
-            except (TypeError, ValueError):  # not a number
-                continue
+        for name, value in _numbers(kind, metrics):
+            add_value(tag=name, simple_value=value)
         self._append(event)
         if self._clock() >= self._due:
             self.flush()
@@ -332,6 +333,93 @@ class _EventFile:
         data = event.SerializeToString()
         size = len(data).to_bytes(8, "little")
         self._file.write(b"".join((size, self._checksum(size), data, self._checksum(data))))
+
+
+def _numbers(kind: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The metrics that are numbers, under the name `kind/metric`."""
+    for name, value in metrics.items():
+        try:
+            yield f"{kind}/{name}", float(value)
+        except (TypeError, ValueError):
+            continue
+
+
+class _Service:
+    """A tracking service next to the run's own files; one that fails is warned of once, and the run goes on without."""
+
+    def __init__(self, name: str, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+        self.name, self._warn, self._client = name, warn, None
+        self._client = self._try(lambda: SERVICES[name](folder.resolve(), config))
+
+    def add(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
+        client, numbers = self._client, dict(_numbers(kind, metrics))
+        if client is not None and numbers:
+            self._try(lambda: client.add(step, numbers))
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            self._try(client.close)
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:  # a server, a package and a disk fail in any way
+            self._client = None
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._warn(f"{self.name} failed ({reason}); the run goes on without it")
+            return None
+
+
+class _Wandb:
+    """Weights & Biases: offline, in the run's folder, unless WANDB_MODE or a WANDB_API_KEY says otherwise."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self._run = wandb.init(
+            project="rl-training", name=folder.name, id=folder.name, resume="allow", dir=str(folder), mode=mode,
+            config=dict(config), settings=wandb.Settings(silent=True),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    """MLflow: in the file `mlflow.db` next to the run's folder, unless MLFLOW_TRACKING_URI names a place."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric = Metric
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}")
+        experiment = self._client.get_experiment_by_name("rl-training")
+        number = self._client.create_experiment("rl-training") if experiment is None else experiment.experiment_id
+        found = self._client.search_runs([number], f"tags.folder = '{folder.name}'")  # of a run that is resumed
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(number, run_name=folder.name, tags={"folder": folder.name}).info.run_id
+        for name, value in config.items():
+            self._client.log_param(self._run, name, str(value)[:500])
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, [self._metric(name, value, now, step) for name, value in numbers.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+SERVICES: dict[str, Callable[[Path, Mapping[str, Any]], Any]] = {"wandb": _Wandb, "mlflow": _MLflow}
 
 
 class _Checksum:

@@ -114,7 +114,7 @@ class Run:
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints", keep=self.config.checkpoint_keep)
         self.logger = SilentLogger() if self.ranks.rank else RunLogger(
             run_dir, console=console, total_steps=self.config.total_timesteps, append=restored is not None,
-            resume_step=self.step,
+            resume_step=self.step, loggers=self.config.loggers, config=self.config.model_dump(mode="json"),
         )  # fmt: skip
         self.evaluator = Evaluator(
             session.recipe, session.spaces, self.config.seed, max_steps=self.config.eval_max_steps,

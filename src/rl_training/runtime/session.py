@@ -104,6 +104,7 @@ def open_session(
     else:
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     params = params.settle(recipe, spaces, config.seed)
+    check_loggers(config)
     check_backend(config, spec, params)
     asked, config = config, resolve(config, params, recipe, spaces, ranks)
     torch.set_num_threads(int(config.threads))
@@ -150,6 +151,14 @@ def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
         for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
             if (value := getattr(config, name)) not in (fits, "auto"):
                 raise UserError(f"env is one environment, made already, but {name} is {value!r}; {GIVE_ONE}.")
+
+
+def check_loggers(config: TrainConfig) -> None:
+    """Refuse a logger whose package is not installed; one that fails later does not end a run."""
+    for name in config.loggers:
+        if find_spec(name) is None:
+            what = name if name == "tensorboard" else f"'rl-training[{name}]'"
+            raise UserError(f"loggers names {name!r}, which is not installed: pip install {what}.")
 
 
 def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:
