@@ -34,7 +34,7 @@ from rl_training.validation import validate
 PathLike = str | Path
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
-    "output_dir", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
+    "output_dir", "name", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
 }  # fmt: skip
 
 
