@@ -46,7 +46,9 @@ WORST_SLACK = 0.1  # of |bar|: how far below the bar the worst seed may be
 LAST_EPISODES = 10  # of training: what the rule `training` averages
 TRAIN_POINTS, EVAL_POINTS = 80, 20  # most points of a stored curve
 # of a config: what does not change what is learned
-UNHASHED = {"seed", "output_dir", "loggers", "tags", "benchmark", "worker_timeout", "max_worker_restarts", "ray"}
+UNHASHED = {
+    "seed", "output_dir", "name", "loggers", "tags", "benchmark", "worker_timeout", "max_worker_restarts", "ray",
+}  # fmt: skip
 # Hyper-parameters that came later, at the value that leaves an algorithm as it was before: earlier records stay fresh.
 ADDED_LATER = {
     "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,

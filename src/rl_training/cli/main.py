@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 import rl_training
 from rl_training.cli import bench, catalog, dataset, doctor, evaluate, export, predict, report, resume, train, tune
+from rl_training.cli import bench, catalog, dataset, doctor, evaluate, predict, resume, runs, train
 from rl_training.cli.exits import run_to_exit_code
 from rl_training.cli.options import option
 from rl_training.errors import UserError, did_you_mean
@@ -29,6 +30,8 @@ class CommandGroup(TyperGroup):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
         """Run the command line and exit."""
         words, debug = _take_debug(list(sys.argv[1:] if args is None else args))
+
+        self._main_shell_completion({}, NAME)
 
         def invoke() -> None:
             with self.make_context(NAME, words) as context:
@@ -51,7 +54,7 @@ def _take_debug(words: list[str]) -> tuple[list[str], bool]:
 
 
 app = typer.Typer(
-    cls=CommandGroup, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    cls=CommandGroup, rich_markup_mode="rich", pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 
@@ -84,6 +87,7 @@ app.command("report")(report.report)
 app.command("export")(export.export)
 app.command("tune")(tune.tune)
 app.command("plot")(report.plot)
+app.command("runs")(runs.list_runs)
 app.command("list")(catalog.list_algorithms)
 app.command("config")(catalog.show_config)
 app.command("doctor")(doctor.doctor)

@@ -17,14 +17,33 @@ Text = str | None
 Texts = list[str] | None
 
 
-def option(text: str, *names: str, metavar: str | None = None) -> Any:
-    """An option of a command; `text` is its help."""
-    return typer.Option(*names, metavar=metavar, help=text)
+def option(text: str, *names: str, metavar: str | None = None, complete: Any = None) -> Any:
+    """An option of a command; `text` is its help, and `complete` gives the values that a shell offers."""
+    return typer.Option(*names, metavar=metavar, help=text, autocompletion=complete)
 
 
-ConfigOption = Annotated[Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C")]
-PresetArgument = Annotated[Text, typer.Argument(metavar="[PRESET]", help="The same as --config.", show_default=False)]
-AlgoOption = Annotated[Text, option("Algorithm, with its defaults (see `list`).", "--algo", metavar="NAME")]
+def complete_preset(incomplete: str) -> list[str]:
+    """Presets that begin so."""
+    from rl_training.experiment.config import list_presets
+
+    return [name for name in list_presets() if name.startswith(incomplete)]
+
+
+def complete_algorithm(incomplete: str) -> list[str]:
+    """Algorithms that begin so; each has a preset, and asking the registry would take seconds."""
+    return sorted({name.partition("/")[0] for name in complete_preset("") if name.startswith(incomplete)})
+
+
+ConfigOption = Annotated[
+    Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C", complete=complete_preset)
+]
+PresetArgument = Annotated[
+    Text, typer.Argument(metavar="[PRESET]", help="The same as --config.", autocompletion=complete_preset)
+]
+AlgoOption = Annotated[
+    Text,
+    option("Algorithm, with its defaults (see `list`).", "--algo", metavar="NAME", complete=complete_algorithm),
+]
 EnvOption = Annotated[Text, option("Gymnasium id, or module:name of a class or function.", "--env", metavar="ID")]
 OwnEnvOption = Annotated[Text, option("Your own name for the checkpoint's environment.", "--env", metavar="ID")]
 ImportOption = Annotated[Texts, option("Import a module that registers environments.", "--import", metavar="MODULE")]

@@ -123,7 +123,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, factor * deviation / math.sqrt(len(values))
 
 
-def print_seeds(console: Console, runs: Sequence[tuple[int, TrainResult]], title: str) -> None:
+def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
     """One row per seed, then the mean over seeds with its interval."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("seed", "return", "steps", "steps/s"):

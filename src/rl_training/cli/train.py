@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from rl_training.cli.options import (
     AlgoOption,
@@ -38,6 +40,8 @@ def train(
     eval_episodes: Annotated[Text, option("Episodes per evaluation; 0 for none.", metavar="N")] = None,
     seed: Annotated[Text, option("Seed of every random draw.", metavar="N")] = None,
     seeds: Annotated[Text, option("One run per seed, then mean and interval.", metavar="1,2,3")] = None,
+    jobs: Annotated[Text, option("How many of the seeds run side by side.", metavar="N")] = None,
+    name: Annotated[Text, option("Name of the run's folder; -s<seed> is added with --seeds.", metavar="NAME")] = None,
     execution_backend: Annotated[Text, option("Where collection runs.", metavar="NAME")] = None,
     device: Annotated[Text, option("cpu, cuda, cuda:<index> or auto.", metavar="NAME")] = None,
     modules: ImportOption = None,
@@ -52,13 +56,19 @@ def train(
     if seed is not None and seeds is not None:
         raise UserError("--seed and --seeds were both given; give one of them.")
     every = None if seeds is None else read_seeds(seeds)
+    processes = 1 if jobs is None else whole_number("--jobs", jobs, least=1)
+    if every is None and processes > 1:
+        raise UserError(f"--jobs is {processes}, but there is one run; give several --seeds, such as 1,2,3.")
     source = one_config(preset, config)
     built = build_config(
         source, algo, env, settings, modules, output_dir=output_dir, total_timesteps=total_timesteps, num_envs=num_envs,
         eval_episodes=eval_episodes, seed=seed, execution_backend=execution_backend, device=device,
+        name=name,
     )  # fmt: skip
-    configs = [built] if every is None else [built.model_copy(update={"seed": one}) for one in every]
-    run_all(configs, several=every is not None, modules=modules)
+    named = built.name
+    changes = [{"seed": one, "name": named and f"{named}-s{one}"} for one in every or ()]
+    configs = [built] if every is None else [built.model_copy(update=change) for change in changes]
+    run_all(configs, several=every is not None, jobs=processes, modules=modules)
 
 
 def read_seeds(text: str) -> list[int]:
@@ -69,12 +79,23 @@ def read_seeds(text: str) -> list[int]:
     return seeds
 
 
-def run_all(configs: list[TrainConfig], *, several: bool, modules: list[str] | None = None) -> None:
-    """Run each config in turn and print what came out; a signal ends the series after the run that it stopped."""
+def run_all(configs: list[TrainConfig], *, several: bool, jobs: int = 1, modules: list[str] | None = None) -> None:
+    """Run each config, in turn or side by side, and print what came out; a signal ends the series."""
+    console = make_console()
+    runs: list[tuple[int, Any]] = []
+    title = f"{configs[0].algo} on {configs[0].env_id}"
+    if jobs > 1:
+        from rl_training.cli.parallel import run_parallel
+
+        ended = run_parallel(console, configs, jobs, modules)
+        runs = [(job.config.seed, job) for job in ended if job.metrics is not None]
+        if runs:
+            print_seeds(console, runs, title)
+        if code := max(job.code for job in ended):
+            raise typer.Exit(code)
+        return
     from rl_training.runtime import workflows
 
-    console, runs = make_console(), []
-    title = f"{configs[0].algo} on {configs[0].env_id}"
     for config in configs:
         result = workflows.train(config, console=True)
         runs.append((config.seed, result))

@@ -98,6 +98,7 @@ class TrainConfig(StrictModel):
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
         ("tensorboard",), description="Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow."
     )
+    name: str | None = Field(None, description="Name of the run's own folder; null makes one of algorithm and time.")
     tags: tuple[str, ...] = Field((), description="Free words stored with the run.")
     benchmark: dict[str, Any] = Field(default_factory=dict, description="Free notes for benchmark scripts; not read.")
     algo_kwargs: dict[str, Any] = Field(default_factory=dict, description="Hyper-parameters of the algorithm.")
@@ -149,6 +150,8 @@ class TrainConfig(StrictModel):
             raise ValueError(f"accelerate is {self.accelerate!r}; only 'auto' and 'none' exist (compiling is planned)")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:<index>")
+        if self.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", self.name):
+            raise ValueError(f"name is {self.name!r}; it must be a word of letters, digits, '.', '_' and '-'")
         if isinstance(self.threads, int) and not 1 <= self.threads <= 1024:
             raise ValueError(f"threads is {self.threads}; it must be auto or from 1 to 1024")
         if self.vectorization == "async" and self.num_envs > MOST_PROCESSES:

@@ -205,14 +205,15 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a run's metrics.jsonl.") from None
-    rows = [_parse_row(line) for line in lines]
+    rows = [parse_row(line) for line in lines]
     for number, row in enumerate(rows[:-1], start=1):
         if row is None and lines[number - 1].strip():
             raise UserError(f"{path} is damaged in line {number}, which is not a row of metrics; remove that line.")
     return [{key: _unspell(value) for key, value in row.items()} for row in rows if row is not None]
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line, None where there is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -226,7 +227,7 @@ def _trim_rows(path: Path, last_step: int | None) -> float:
     try:
         with open(path, "rb") as source, open(kept, "wb") as target:
             for line in source:
-                row = _parse_row(line)
+                row = parse_row(line)
                 if row is None or row.get("last") is True:
                     continue
                 if last_step is None or row["step"] <= last_step:

@@ -35,7 +35,7 @@ from rl_training.validation import validate
 PathLike = str | Path
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
-    "output_dir", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
+    "output_dir", "name", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
 }  # fmt: skip
 # what a run knows of an environment that it has not been in
 UNMEASURED = {"best_return": -math.inf, "good_evaluations": 0, "episodes": [], "last_evaluation": {}}

@@ -24,12 +24,14 @@ import rl_training
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import is_alive, remove_stale_temporaries, write_text
 from rl_training.experiment.config import TrainConfig, dump_yaml
+from rl_training.runtime.run_state import END_FILE
 
 
 def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
     """A new folder for the run; an existing one is never reused."""
     env = re.sub(r"[^\w.]+", "_", config.env_id)
-    name = f"{config.algo}-{env}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}{f'-{suffix}' if suffix else ''}"
+    name = config.name or f"{config.algo}-{env}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name += f"-{suffix}" if suffix else ""
     parent = Path(config.output_dir)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +168,25 @@ def write_run_files(run_dir: Path, config: TrainConfig, messages: Iterable[str])
         "earlier": earlier_starts(run_dir / "manifest.json"),
     }
     write_text(run_dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+@contextmanager
+def end_written(run_dir: Path, *, writes: bool = True) -> Iterator[dict[str, Any]]:
+    """Write `end.json` on every way out: what the caller puts into the mapping, or what was raised."""
+    end: dict[str, Any] = {}
+    if not writes:  # another rank does
+        yield end
+        return
+    (run_dir / END_FILE).unlink(missing_ok=True)
+    try:
+        yield end
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        end |= {"stop_reason": "SIGINT"} if interrupted else {"failure": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        with suppress(OSError):  # a full disk must not hide how the run ended
+            write_text(run_dir / END_FILE, json.dumps({**end, "ended": now()}) + "\n")
 
 
 def earlier_starts(manifest: Path) -> list[Any]:

@@ -25,7 +25,7 @@ from rl_training.runtime.loop import run_loop
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
 from rl_training.runtime.run import Callback, Run, RunState
-from rl_training.runtime.run_folder import branch_run_dir, is_newest, locked, make_run_dir, run_dir_of
+from rl_training.runtime.run_folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, run_dir_of
 from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session, threads_restored
 from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
@@ -165,7 +165,7 @@ def execute(
     shows = sys.stderr.isatty() if console is None else console
     with closed_on_error(session):
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
-    with run.signals():
+    with run.signals(), end_written(run_dir, writes=session.ranks.rank == 0) as end:
         try:
             with run.rescue():
                 run.start()
@@ -174,6 +174,7 @@ def execute(
                 metrics = run.finish()
         finally:
             run.close()
+        end["stop_reason"] = metrics["stop_reason"]
     policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy)
 

@@ -1,0 +1,182 @@
+"""Several runs side by side, each in a process of its own, on one screen."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from rl_training.errors import counted
+
+if TYPE_CHECKING:
+    from rl_training.experiment.config import TrainConfig
+
+REPORT_SECONDS = 0.25
+
+
+@dataclass
+class Job:
+    """One run and what its process said last."""
+
+    config: TrainConfig
+    state: str = "waiting"
+    step: int = 0
+    speed: float = 0.0
+    mean: float | None = None
+    run_dir: Path | None = None
+    metrics: dict[str, Any] | None = None  # once it has ended
+    code: int = 0
+    process: Any = None
+
+    @property
+    def seconds_left(self) -> float:
+        """At the speed that it has."""
+        return (self.config.total_timesteps - self.step) / self.speed if self.speed > 0 else float("inf")
+
+
+def run_parallel(
+    console: Console, configs: Sequence[TrainConfig], processes: int, modules: Sequence[str] | None
+) -> list[Job]:
+    """Train every config, so many at a time; the first signal stops them as it stops one run, the second at once."""
+    jobs = [Job(config) for config in configs]
+    waiting = list(jobs)
+    pipes: dict[Connection, Job] = {}
+    with _stopping(jobs, waiting), Live(console=console, auto_refresh=False, transient=True) as live:
+        try:
+            while waiting or pipes:
+                while waiting and len(pipes) < processes:
+                    job = waiting.pop(0)
+                    pipes[_start(job, modules, processes)] = job
+                for pipe in wait(list(pipes), timeout=REPORT_SECONDS):
+                    assert isinstance(pipe, Connection)
+                    if not _hear(console, pipe, pipes[pipe]):
+                        pipes.pop(pipe).process.join()
+                        pipe.close()
+                live.update(show_jobs(jobs), refresh=console.is_terminal)
+        finally:
+            for job in pipes.values():
+                job.process.kill()
+    return jobs
+
+
+def _start(job: Job, modules: Sequence[str] | None, processes: int) -> Connection:
+    here, there = multiprocessing.Pipe(duplex=False)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    arguments = there, job.config, list(modules or ()), threads
+    job.process = multiprocessing.get_context("spawn").Process(target=train_in_process, args=arguments)
+    job.process.start()
+    there.close()
+    job.state = "running"
+    return here
+
+
+def _hear(console: Console, pipe: Connection, job: Job) -> bool:
+    """Take in what a process says; False when it has ended."""
+    try:
+        kind, *values = pipe.recv()
+    except EOFError:
+        if job.state == "running":  # it said nothing of an end
+            job.process.join()
+            job.state, job.code = "failed", 1
+            console.print(f"seed {job.config.seed}: the process ended with exit code {job.process.exitcode}")
+        return False
+    if kind == "said":
+        console.print(f"seed {job.config.seed}: {values[0]}", markup=False, soft_wrap=True)
+    elif kind == "failed":
+        job.state, job.code = "failed", values[0]
+        console.print(f"seed {job.config.seed} failed: {values[1]}", markup=False, soft_wrap=True)
+    elif kind == "ended":
+        job.run_dir, job.metrics = values
+        assert job.metrics is not None
+        job.step = job.metrics["global_step"]
+        job.state = "stopped" if job.metrics["stop_reason"] in ("SIGINT", "SIGTERM") else "done"
+        if not console.is_terminal:
+            console.print(f"seed {job.config.seed}: {job.state} at step {job.step:,}")
+    else:
+        job.step, job.speed, job.mean = values
+    return True
+
+
+@contextmanager
+def _stopping(jobs: Sequence[Job], waiting: list[Job]) -> Iterator[None]:
+    """Pass signals on to the processes, which a terminal does not send them; nothing new is started after one."""
+    heard: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        heard.append(number)
+        for job in waiting:
+            job.state = "not run"
+        waiting.clear()
+        for job in jobs:
+            if job.state == "running":
+                os.kill(job.process.pid, number)
+        if len(heard) > 1:
+            raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def show_jobs(jobs: Sequence[Job]) -> Table:
+    """A row per run: how far it is, how fast, how good."""
+    from rl_training.experiment.logging import format_duration
+
+    table = Table(title=f"{counted(len(jobs), 'run')} of {jobs[0].config.algo} on {jobs[0].config.env_id}")
+    for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):
+        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    for job in jobs:
+        share = min(1.0, job.step / job.config.total_timesteps)
+        table.add_row(
+            str(job.config.seed), job.state, f"{job.step:,}", f"{share:.0%}", f"{job.speed:,.0f}" if job.speed else "",
+            format_duration(job.seconds_left) if job.state == "running" and job.speed else "",
+            "" if job.mean is None else f"{job.mean:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads: str) -> None:
+    """What runs in a process of its own: train, and tell the pipe how it goes."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # a signal comes once: from the first process, not from the terminal too
+    os.environ["OMP_NUM_THREADS"] = threads
+    from rl_training.cli.exits import STOPPED, describe
+    from rl_training.cli.options import name_environment
+    from rl_training.runtime.run import Callback, Run
+    from rl_training.runtime.workflows import train
+
+    class Tell(Callback):
+        """Says now and then how far the run is."""
+
+        said = 0.0
+
+        def on_update(self, run: Run) -> None:
+            if time.monotonic() - self.said >= REPORT_SECONDS:
+                self.said = time.monotonic()
+                mean = run.progress_metrics().get("episode_return_mean")
+                pipe.send(("progress", run.step, run.steps_per_second(), mean))
+
+    warnings.showwarning = lambda message, *_, **__: pipe.send(("said", f"warning: {message}"))
+    try:
+        name_environment(config.env_id if config.env_id in config.named else None, modules)
+        result = train(config, callbacks=[Tell()], console=False)
+        pipe.send(("ended", result.run_dir, result.metrics))
+    except KeyboardInterrupt:
+        pipe.send(("failed", STOPPED, "stopped at once."))
+    except Exception as error:
+        pipe.send(("failed", *describe(error)))

@@ -1,0 +1,106 @@
+"""`rl-training runs`: the runs in a folder, what became of them, and how good they are."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from rl_training.cli.screen import make_console
+from rl_training.errors import UserError
+
+COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One row of the table; a number that is not known yet is None."""
+
+    name: str
+    state: str
+    algo: str
+    env: str
+    steps: int
+    budget: int
+    last: float | None
+    best: float | None
+    changed: float  # when, as a time stamp
+
+
+def list_runs(
+    folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Where runs are.", show_default=True)] = "runs",
+) -> None:
+    """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
+    found = find_runs(Path(folder))
+    if not found:
+        raise UserError(f"{folder} holds no run; give a folder of runs, or train one: rl-training train ppo/cartpole.")
+    table = Table(header_style="bold")
+    table.add_column("run", overflow="fold")
+    for name in ("state", "algorithm", "environment"):
+        table.add_column(name, no_wrap=name == "state", overflow="fold")
+    for name in ("steps", "last", "best", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in found:
+        steps = f"{run.steps:,}" if run.steps >= run.budget else f"{run.steps:,} ({run.steps / run.budget:.0%})"
+        numbers = ["-" if value is None else f"{value:.1f}" for value in (run.last, run.best)]
+        state = f"[{COLOURS[run.state]}]{run.state}[/]"
+        table.add_row(escape(run.name), state, run.algo, escape(run.env), steps, *numbers, format_age(run.changed))
+    make_console().print(table)
+
+
+def find_runs(folder: Path) -> list[RunSummary]:
+    """The runs in a folder and in its folders, the newest first; the folder may be a run itself."""
+    places = [folder / "config.yaml", *folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]
+    runs = [path.parent for path in places if path.with_name("manifest.json").is_file()]
+    found = [summary for run in runs if (summary := read_run(run, folder)) is not None]
+    return sorted(found, key=lambda run: -run.changed)
+
+
+def read_run(run_dir: Path, folder: Path) -> RunSummary | None:
+    """What the files of a run say; None where its config is not one of a run."""
+    from rl_training.experiment.config import read_yaml
+    from rl_training.runtime.run_state import find_state
+
+    try:
+        config = read_yaml(run_dir / "config.yaml")
+        algo, env, budget = str(config["algo"]), str(config["env_id"]), int(config["total_timesteps"])
+    except (UserError, KeyError, TypeError, ValueError):
+        return None
+    metrics = run_dir / "metrics.jsonl"
+    newest, returns = read_returns(metrics)
+    changed = (metrics if metrics.is_file() else run_dir).stat().st_mtime
+    steps = int(newest.get("step", 0))
+    last = returns[-1] if returns else newest.get("episode_return_mean")
+    name = run_dir.name if run_dir == folder else str(run_dir.relative_to(folder))
+    state = find_state(run_dir, is_complete=steps >= budget)
+    return RunSummary(name, state, algo, env, steps, budget, last, max(returns, default=None), changed)
+
+
+def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
+    """The newest whole row, and the mean return of every evaluation; other rows are not parsed."""
+    from rl_training.experiment.logging import parse_row
+
+    returns: list[float] = []
+    tail: deque[bytes] = deque(maxlen=2)  # a kill may have cut the last line off
+    with suppress(FileNotFoundError), open(metrics, "rb") as file:
+        for line in file:
+            tail.append(line)
+            if b'"eval_return_mean"' in line and (row := parse_row(line)) is not None:
+                returns.append(float(row["eval_return_mean"]))
+    newest = next((row for line in reversed(tail) if (row := parse_row(line)) is not None), {})
+    return newest, returns
+
+
+def format_age(changed: float) -> str:
+    """Such as 5 min, of the time since then."""
+    seconds = max(0.0, time.time() - changed)
+    size, unit = next((one for one in UNITS if seconds >= one[0]), UNITS[-1])
+    return f"{seconds // size:.0f} {unit}"

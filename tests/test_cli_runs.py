@@ -1,0 +1,194 @@
+"""Several seeds side by side, named folders, `runs`, and shell completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from resume_cases import StopAt, rows_of, tiny
+from rl_training.cli.main import app
+from rl_training.cli.runs import find_runs, format_age
+from rl_training.runtime.run_folder import locked
+from rl_training.runtime.workflows import resume_training, train
+
+TINY = ["ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
+        "--set", "num_steps=64", "--set", "minibatch_size=64"]  # fmt: skip
+LISTENS = """
+import sys
+import gymnasium as gym
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+
+class Tells(CartPoleEnv):
+    steps = 0
+    def step(self, action):
+        Tells.steps += 1
+        if Tells.steps == 100:
+            open(f"started-{id(self)}", "w").close()
+        return super().step(action)
+"""
+FAILS_ONCE = """
+import os
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+
+class Fails(CartPoleEnv):
+    def step(self, action):
+        try:
+            os.close(os.open("token", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return super().step(action)
+        raise ZeroDivisionError("the pole")
+"""
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+def test_seeds_side_by_side_give_what_they_give_in_turn() -> None:
+    for jobs in ("1", "2"):
+        result = invoke("train", *TINY, "--seeds", "3,4", "--jobs", jobs, "--output-dir", f"out{jobs}",
+                        "--name", "mine")  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert "mean over 2 seeds" in result.stdout
+    for seed in (3, 4):
+        alone, beside = (rows_of(Path(f"out{jobs}/mine-s{seed}")) for jobs in (1, 2))
+        assert alone == beside
+
+
+@pytest.mark.slow
+def test_a_seed_that_fails_is_told_and_the_others_go_on() -> None:
+    Path("fails_once.py").write_text(FAILS_ONCE)
+    words = ["train", "--algo", "ppo", "--env", "fails_once:Fails", *TINY[1:], "--seeds", "3,4", "--jobs", "2"]
+    done = subprocess.run([sys.executable, "-m", "rl_training", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stdout.count("raised ZeroDivisionError: the pole") == 1
+    assert "mean over 1 seed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--jobs", "2"], "--jobs is 2, but there is one run; give several --seeds"),
+        (["--seeds", "1,2", "--jobs", "0"], "--jobs is '0'"),
+        (["--name", "a/b"], "name is 'a/b'; it must be a word of letters"),
+    ],
+)
+def test_wrong_options_are_one_sentence(words: list[str], said: str) -> None:
+    result = invoke("train", *TINY, *words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_stops_every_run_and_starts_no_other() -> None:
+    Path("listens.py").write_text(LISTENS)
+    words = ["train", "--algo", "ppo", "--env", "listens:Tells", "--total-timesteps", "1e9", "--seeds", "1,2,3"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl_training", *words, "--jobs", "2"], stdout=subprocess.PIPE, text=True
+    )
+    while len(list(Path().glob("started-*"))) < 2:
+        assert process.poll() is None
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert out.count("stopped at step") == 2
+    assert {(run.state, run.steps > 0) for run in find_runs(Path("runs"))} == {("stopped", True)}
+
+
+# ---- what became of runs ---------------------------------------------------------------------------------------------
+
+
+def states() -> dict[str, str]:
+    return {run.name: run.state for run in find_runs(Path("runs"))}
+
+
+def test_runs_are_listed_with_what_became_of_them() -> None:
+    folder = Path("runs")
+    done = train(tiny("a2c", folder, name="good", kwargs={"eval_interval": 64}), console=False)
+    stopped = train(tiny("a2c", folder, name="half"), callbacks=[StopAt(64)], console=False)
+    with pytest.raises(ZeroDivisionError):
+        train(tiny("ppo", folder, name="bad"), callbacks=[Raises()], console=False)
+    assert states() == {"good": "done", "half": "stopped", "bad": "failed"}
+    result = invoke("runs")
+    assert result.exit_code == 0, result.output
+    row = next(line.split() for line in result.stdout.splitlines() if "good" in line)
+    best = done.metrics["eval_return_mean"]
+    assert {"good", "done", "a2c", "CartPole-v1", "128"} <= set(row)
+    (good,) = (run for run in find_runs(folder) if run.name == "good")
+    assert good.last == best
+    assert good.best is not None
+    assert good.best >= best
+    with locked(stopped.run_dir):
+        assert states()["half"] == "running"
+    resume_training(stopped.checkpoint_path, console=False)
+    assert states()["half"] == "done"
+    (done.run_dir / "end.json").unlink()  # of a run before there was one
+    assert states()["good"] == "done"
+
+
+def test_a_killed_run_is_not_running() -> None:
+    done = train(tiny("a2c", Path("runs"), name="one"), callbacks=[StopAt(64)], console=False)
+    (done.run_dir / "end.json").unlink()
+    for process in (2**22 + 1, os.getpid()):  # one that is not there, and one that took its number
+        holder = {"process": process, "host": os.uname().nodename, "started": ""}
+        (done.run_dir / ".lock").write_text(json.dumps(holder))
+        assert states() == {"one": "stopped"}
+    (done.run_dir / ".lock").write_text(json.dumps({**holder, "host": "elsewhere"}))
+    assert states() == {"one": "running"}
+
+
+class Raises:
+    """A callback that breaks."""
+
+    def on_update(self, run: Any) -> None:
+        raise ZeroDivisionError("no")
+
+
+def test_a_folder_without_runs_is_one_sentence() -> None:
+    result = invoke("runs", "nothing")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "nothing holds no run" in result.stderr
+
+
+def test_an_age_has_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1_000_000.0)
+    ages = [format_age(1_000_000.0 - ago) for ago in (-5, 0, 59, 60, 3599, 7200, 200_000)]
+    assert ages == ["0 s", "0 s", "59 s", "1 min", "59 min", "2 h", "2 d"]
+
+
+# ---- completion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("rl-training tr", "train"), ("rl-training train ppo/cart", "ppo/cartpole"),
+        ("rl-training train --algo rlp", "rlpd"),
+    ],
+)  # fmt: skip
+def test_a_shell_completes_commands_presets_and_algorithms(typed: str, expected: str) -> None:
+    words = {"_RL_TRAINING_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    script = "import sys\nfrom rl_training.cli.main import app\ntry: app([])\n"
+    script += "finally: assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
+    )
+    assert expected in done.stdout.split(), done.stderr
