@@ -19,7 +19,7 @@ from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import load_algorithm, move_config, read_checkpoint
 from rl_training.runtime.run import Callback, RunState
 from rl_training.runtime.session import check_same_spaces
-from rl_training.runtime.settings import AnyConfig, read_config
+from rl_training.runtime.settings import UNSAID, AnyConfig, fill_defaults, read_config
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import (
     TrainedPolicy,
@@ -185,6 +185,7 @@ class ManagedAlgorithm:
             config = config.model_copy(update=move_config(config, name))
         if env is not None:
             check_same_spaces(policy.spaces, probe_spaces(read_recipe(config.env_id, config.env_kwargs, env)))
+        config = config.model_copy(update={"env_kwargs": fill_defaults(config.env_kwargs, UNSAID["env_kwargs"])})
         managed = cls.__new__(cls)
         managed._begin(config, env)
         managed._checkpoint, managed._policy = Path(path), policy

@@ -13,6 +13,11 @@ from rl_training.runtime.params import change_params, parameter_names
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.validation import validate
 
+# Of a config that says all: one that a checkpoint holds does not follow what its algorithm recommends today.
+UNSAID: dict[str, Any] = {
+    "num_envs": 1, "log_interval": 1,
+    "env_kwargs": {"wrappers": {"normalize_observation": False, "normalize_reward": False}},
+}  # fmt: skip
 AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 
 
@@ -21,9 +26,9 @@ def read_config(
 ) -> TrainConfig:
     """The config of a run: of the environment that the user gives, of the algorithm `algo`, and with these settings.
 
-    A setting is a field of `TrainConfig` or a hyper-parameter. Without a config the algorithm's own defaults count.
+    A setting is a field of `TrainConfig` or a hyper-parameter. What nobody says is as the algorithm recommends.
     """
-    settings = settings or {}
+    settings, env = settings or {}, None if isinstance(env, tuple) else env
     names: tuple[str, ...] | None = None  # what the user named: all, where it is the user's own code
     if isinstance(config, TrainConfig):
         data, names = config.model_dump(exclude_unset=True), config.named
@@ -40,15 +45,20 @@ def read_config(
         data = put_settings(get_algorithm_spec(str(data.get("algo"))), data, settings)
     if isinstance(env, MadeEnvironment):
         data.setdefault("num_envs", 1)
-    if config is None:
-        data = fill_defaults(data, get_algorithm_spec(algo).defaults)
+    data = with_defaults(data)
     read = validate(TrainConfig, data, str(config) if names == () else "config")
     says = names is None or isinstance(env, str) or "env_id" in settings
     return read.naming(*(names or ()), *([read.env_id] if says else []))
 
 
+def with_defaults(data: dict[str, Any]) -> dict[str, Any]:
+    """A config's mapping with what its algorithm recommends (`AlgorithmSpec.defaults`) wherever it says nothing."""
+    algo = data.get("algo")
+    return fill_defaults(data, get_algorithm_spec(algo).defaults) if isinstance(algo, str) and algo else data
+
+
 def fill_defaults(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's mapping with the algorithm's defaults wherever it says nothing, each wrapper apart."""
+    """A mapping with defaults wherever it says nothing, in the mappings inside it too."""
     parts = {name: said.get(name) for name, value in defaults.items() if isinstance(value, Mapping)}
     inner = {name: fill_defaults(part, defaults[name]) for name, part in parts.items() if isinstance(part, Mapping)}
     return {**defaults, **said, **inner}
