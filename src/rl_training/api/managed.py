@@ -128,9 +128,12 @@ class ManagedAlgorithm:
     def resume(self, **changes: Any) -> TrainResult:
         """Go on from the newest checkpoint; arguments as `resume_training` takes them, e.g. `total_timesteps`."""
         path = self._path("resume")
+        wanted = dict(changes.pop("changes", None) or {})
         if self._loaded().config.env_id != self._asked.env_id:
-            changes["changes"] = {"env_id": self._asked.env_id, **changes.get("changes", {})}
-        return self._adopt(resume_training(path, env=self.env, **changes))
+            wanted.setdefault("env_id", self._asked.env_id)
+        functions = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
+        wanted["algo_kwargs"] = {**functions, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
+        return self._adopt(resume_training(path, env=self.env, changes=wanted, **changes))
 
     def evaluate(
         self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True

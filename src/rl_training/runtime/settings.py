@@ -9,7 +9,7 @@ from typing import Any
 from rl_training.envs.factory import MadeEnvironment, UserEnv, name_env
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.config import TrainConfig, read_yaml
-from rl_training.runtime.params import change_params, parameter_names
+from rl_training.runtime.params import SCHEDULE, change_params, parameter_names
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.validation import validate
 
@@ -70,6 +70,9 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
     for name in settings:
         if name not in fields and name not in known:
             raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec)}")
+        if callable(settings[name]) and f"{name}{SCHEDULE}" in known:
+            what = "a function of the share of the budget that is spent, from 0 to 1"
+            raise UserError(f"{name} is a function; give it as {name}{SCHEDULE}, {what}.")
     merged = {name: data.get(name) or {} for name in ("algo_kwargs", "env_kwargs")}
     given = {name: value for name, value in settings.items() if name in fields and name not in merged}
     hyper = {**settings.get("algo_kwargs", {}), **{name: settings[name] for name in settings if name not in fields}}
