@@ -1,4 +1,4 @@
-"""Callbacks, schedules and metrics by their public names; schedules that are functions, and what a file keeps of them."""
+"""Callbacks, schedules and metrics by their public names; schedules that are functions, and what files keep of them."""
 
 from __future__ import annotations
 
