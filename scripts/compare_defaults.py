@@ -30,6 +30,7 @@ from run_gates import ROOT, describe_machine, hash_config, merge
 
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.config import TrainConfig, load_config
+from rl_training.runtime.settings import UNSAID, fill_defaults
 
 SETTINGS, RECORDS = ROOT / "scripts" / "defaults.yaml", ROOT / "results" / "defaults"
 LONGEST_EPISODE = 5_000  # steps of an evaluation episode in an environment without a limit of its own
@@ -200,7 +201,10 @@ def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) ->
                 policy = TrainedPolicy(run.session.algorithm, run.session.spaces, run.session.config)
                 examiner.look(run.step, with_masks(policy), settings["curve_episodes"])
 
-    result = train(our_config(settings, job, folder), callbacks=[Look()], console=False)
+    config = our_config(settings, job, folder)
+    if job.label != "default":  # else it would get today's defaults where it says nothing
+        config = load_config(fill_defaults(config.model_dump(exclude_unset=True), UNSAID))
+    result = train(config, callbacks=[Look()], console=False)
     return result.metrics["global_step"], with_masks(result.policy)
 
 

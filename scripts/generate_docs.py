@@ -356,6 +356,9 @@ def render_default(value: Any) -> str:
 def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     classes = sorted(spec.class_name for spec in specs)
     managed = "from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm\n"
+    along = [("params", "Schedule"), ("run", "Callback"), ("workflows", "TrainResult")]
+    others = "".join(f"from rl_training.runtime.{module} import {name} as {name}\n" for module, name in along)
+    plain = ["ManagedAlgorithm", *(name for _, name in along)]
     exports = "".join(f"from rl_training.api.algorithms import {name} as {name}\n" for name in classes)
     learners = "".join(
         f"from {s.learner.__module__} import {s.learner.__name__} as {s.class_name}Algorithm\n"
@@ -366,11 +369,13 @@ def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     def all_of(names: Iterable[str]) -> str:
         return "\n__all__ = [\n" + "".join(f'    "{name}",\n' for name in sorted(names)) + "]\n"
 
-    top = ["ManagedAlgorithm", "TrainConfig", "__version__", *classes, *(f"{name}Algorithm" for name in classes)]
+    top = [*plain, "TrainConfig", "__version__", *classes, *(f"{name}Algorithm" for name in classes)]
     bodies = "".join([STUB_IMPORTS, managed, *map(render_class, sorted(specs, key=lambda spec: spec.class_name))])
     return {
-        PACKAGE / "__init__.pyi": f"{STUB_HEADER}{learners}{exports}{managed}{config}\n__version__: str\n{all_of(top)}",
-        PACKAGE / "api" / "__init__.pyi": f"{STUB_HEADER}{exports}{managed}{all_of(['ManagedAlgorithm', *classes])}",
+        PACKAGE / "__init__.pyi": (
+            f"{STUB_HEADER}{learners}{exports}{managed}{config}{others}\n__version__: str\n{all_of(top)}"
+        ),
+        PACKAGE / "api" / "__init__.pyi": f"{STUB_HEADER}{exports}{managed}{others}{all_of([*plain, *classes])}",
         PACKAGE / "api" / "algorithms.pyi": f"{STUB_HEADER}{bodies}{all_of(['ManagedAlgorithm', *classes])}",
     }
 

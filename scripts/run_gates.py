@@ -32,9 +32,10 @@ import yaml
 from pydantic import Field
 
 from rl_training.errors import UserError, did_you_mean
-from rl_training.experiment.config import TrainConfig, load_config, read_yaml
+from rl_training.experiment.config import TrainConfig, read_yaml
 from rl_training.experiment.logging import read_metrics
 from rl_training.runtime.run import Callback
+from rl_training.runtime.settings import read_config
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.validation import StrictModel, validate
 
@@ -137,7 +138,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 def gate_config(gate: Gate, seed: int, output_dir: str | Path = "runs") -> TrainConfig:
     """The config of one job: the preset with the gate's overrides."""
     data = merge(read_yaml(gate.preset), gate.overrides)
-    config = load_config({**data, "seed": seed, "output_dir": output_dir})
+    config = read_config({**data, "seed": seed, "output_dir": output_dir}, None)
     if config.env_id != gate.env:
         raise UserError(f"{gate.name}: env is {gate.env!r}, but {gate.preset} trains on {config.env_id}.")
     return config
@@ -162,6 +163,9 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     for name, before in (("worker_order", "fixed"), ("max_policy_lag", None), ("eval_max_steps", None)):
         if plain[name] == before:
             del plain[name]
+    if said := plain["env_kwargs"].pop("wrappers", None):  # what is off is off, whether or not it is said
+        said = {name: value for name, value in said.items() if value is not False} or None
+    plain["env_kwargs"] |= {} if said is None else {"wrappers": said}
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
     params["eval_interval"] = params["eval_interval"] or 0  # which was the default; what is learned is the same
     added = {**ADDED_LATER, **ADDED_TO.get(config.algo, {})}

@@ -14,6 +14,7 @@ from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.experiment.logging import read_metrics
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import Session
+from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.spec import AlgorithmSpec, list_algorithm_specs
 from rl_training.runtime.workflows import TrainResult, resume_training, train
 
@@ -45,9 +46,8 @@ def tiny(algo: str, output_dir: Path, *, kwargs: dict[str, Any] | None = None, *
     known: dict[str, Any] = {name: value for name, value in TINY.items() if name in spec.params.model_fields}
     known["eval_interval"] = 0
     plain = {"env_id": env_of(spec), "total_timesteps": 128, "eval_episodes": 2, "seed": 3, "device": "cpu"}
-    return load_config(
-        {"algo": algo, **plain, "output_dir": str(output_dir), **fields, "algo_kwargs": known | (kwargs or {})}
-    )
+    said = {"algo": algo, **plain, "output_dir": str(output_dir), **fields, "algo_kwargs": known | (kwargs or {})}
+    return load_config(fill_defaults(said, UNSAID))  # whatever an algorithm recommends
 
 
 def take_steps(session: Session, step: int) -> int:

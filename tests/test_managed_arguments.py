@@ -8,13 +8,16 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import yaml
 
 import env_zoo
 import rl_training
-from resume_cases import SPECS, assert_same_run, tiny
+from resume_cases import SPECS, assert_same_run, edit_checkpoint, tiny
 from rl_training import A2C, DQN, PPO, TrainConfig
-from rl_training.cli.overrides import apply_settings
+from rl_training.cli.overrides import apply_settings, build_config
 from rl_training.errors import UserError
+from rl_training.experiment.config import list_presets, load_config
+from rl_training.runtime.settings import read_config
 from rl_training.runtime.workflows import resume_training, train
 from rl_training.stable_baselines3 import NAMES, REMARKS
 
@@ -69,10 +72,9 @@ def test_settings_change_a_preset_and_a_config(tmp_path: Path) -> None:
     assert managed.config.seed == 3
     assert managed.config.algo_kwargs == {**preset.algo_kwargs, "gamma": 0.9, "ent_coef": 0.5}
     assert managed.config.env_kwargs == {**preset.env_kwargs, "max_episode_steps": 7}
-    mine = TrainConfig(algo="ppo", env_id="CartPole-v1", total_timesteps=10)
-    assert PPO(mine, env="Acrobot-v1", num_envs=2).config == mine.model_copy(
-        update={"env_id": "Acrobot-v1", "num_envs": 2}
-    )
+    mine = tiny("ppo", tmp_path)
+    changed = PPO(mine, env="Acrobot-v1", num_envs=2).config
+    assert changed == mine.model_copy(update={"env_id": "Acrobot-v1", "num_envs": 2})
     assert PPO("ppo/cartpole", env=env_zoo.Walk).config.env_id == "Walk"  # a preset does not name another environment
 
 
@@ -193,6 +195,61 @@ def test_a_hyper_parameter_out_of_bounds_is_refused_at_once() -> None:
 def test_none_takes_a_presets_schedule_away() -> None:
     assert "learning_rate_schedule" in PPO("ppo/cartpole").hyperparameters
     assert "learning_rate_schedule" not in PPO("ppo/cartpole", learning_rate_schedule=None).hyperparameters
+
+
+# ---- one set of defaults ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", SPECS)
+def test_python_yaml_and_the_command_line_have_the_same_defaults(algo: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"algo: {algo}\nenv_id: X-v0\n")
+    managed = getattr(rl_training, SPECS[algo].class_name)
+    expected = build_config(None, algo, "X-v0")
+    assert expected.num_envs == SPECS[algo].defaults.get("num_envs", 1)
+    steps = expected.total_timesteps
+    written = TrainConfig(algo=algo, env_id="X-v0", total_timesteps=steps)
+    found = [managed("X-v0"), managed({"env_id": "X-v0"}), managed(file), managed(str(file)), managed(written)]
+    assert [one.config for one in found] == [expected] * 5
+    assert build_config(str(file), None, None) == expected
+
+
+def test_a_run_writes_the_defaults_that_it_took(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("{algo: a2c, env_id: CartPole-v1, total_timesteps: 64, eval_episodes: 0}")
+    stored = yaml.safe_load((A2C(file, output_dir=tmp_path).learn().run_dir / "config.yaml").read_text())
+    assert (stored["num_envs"], stored["log_interval"]) == (4, 100)
+    assert stored["env_kwargs"] == {"wrappers": {"normalize_observation": True, "normalize_reward": True}}
+    assert train(load_config(stored), console=False).run_dir.is_dir()
+
+
+def test_what_is_said_is_kept_wrapper_by_wrapper() -> None:
+    wrappers = {"normalize_reward": False, "frame_stack": 2}
+    config = PPO("X-v0", env_kwargs={"wrappers": wrappers, "size": 3}, num_envs=1).config
+    assert config.num_envs == 1
+    assert config.env_kwargs == {"wrappers": {"normalize_observation": "auto", **wrappers}, "size": 3}
+
+
+@pytest.mark.parametrize("preset", list_presets())
+def test_a_packaged_preset_says_all_that_its_algorithm_recommends(preset: str) -> None:
+    """So that a new recommendation does not change what it trains, nor make its recorded gates stale."""
+    assert read_config(preset, None) == load_config(preset)
+
+
+def test_a_checkpoint_does_not_follow_the_recommendations(tmp_path: Path) -> None:
+    """One of an earlier version has no wrappers in its config: it learned without them, and so it goes on."""
+    path = train(tiny("a2c", tmp_path), console=False).checkpoint_path
+
+    def forget(tree: dict[str, Any]) -> None:
+        tree["config"]["env_kwargs"] = {}
+
+    old = A2C.load(edit_checkpoint(path, tmp_path / "old.ckpt", forget))
+    assert not any(old.config.env_kwargs["wrappers"].values())
+    assert old.learn(32, progress=False).metrics["global_step"] == 160
+    assert not old._policy.spaces.normalize_observations  # type: ignore[union-attr]
+    old.learn(32, reset=True)
+    assert old.config.num_envs == 1
+    assert not old._policy.spaces.normalize_observations  # type: ignore[union-attr]
 
 
 def test_predict_works_with_an_instance(tmp_path: Path) -> None:

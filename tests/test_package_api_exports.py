@@ -141,7 +141,7 @@ def test_importing_the_package_and_listing_its_names_does_not_import_torch() -> 
 def test_dir_shows_every_public_name() -> None:
     names = set(dir(rl_training))
     assert names >= {f"{name}{end}" for name in CONTRACT.values() for end in ("", "Algorithm")}
-    assert names >= {"ManagedAlgorithm", "TrainConfig", "__version__"}
+    assert names >= {"ManagedAlgorithm", "Callback", "Schedule", "TrainResult", "TrainConfig", "__version__"}
     assert all(hasattr(rl_training, name) for name in names)
 
 

@@ -55,6 +55,9 @@ from rl_training.api.algorithms import TD3 as TD3
 from rl_training.api.algorithms import TRPO as TRPO
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
 from rl_training.experiment.config import TrainConfig as TrainConfig
+from rl_training.runtime.params import Schedule as Schedule
+from rl_training.runtime.run import Callback as Callback
+from rl_training.runtime.workflows import TrainResult as TrainResult
 
 __version__: str
 
@@ -67,6 +70,7 @@ __all__ = [
     "BCAlgorithm",
     "C51DQN",
     "C51DQNAlgorithm",
+    "Callback",
     "D4PG",
     "D4PGAlgorithm",
     "DDPG",
@@ -110,10 +114,12 @@ __all__ = [
     "RainbowDQNAlgorithm",
     "SAC",
     "SACAlgorithm",
+    "Schedule",
     "TD3",
     "TD3Algorithm",
     "TRPO",
     "TRPOAlgorithm",
     "TrainConfig",
+    "TrainResult",
     "__version__",
 ]

@@ -1,4 +1,4 @@
-"""Managed classes: `PPO(config).learn()`, made from the registry, one per algorithm."""
+"""Managed classes: `PPO("CartPole-v1").learn()`, made from the registry, one per algorithm, and what they take."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 from rl_training.api.managed import ManagedAlgorithm
 from rl_training.errors import did_you_mean
 from rl_training.experiment.registry import list_algorithm_specs
+from rl_training.runtime.params import Schedule
+from rl_training.runtime.run import Callback
+from rl_training.runtime.workflows import TrainResult
 
-__all__ = ["ManagedAlgorithm", "find_public_name"]
+__all__ = ["Callback", "ManagedAlgorithm", "Schedule", "TrainResult", "find_public_name"]
 
 
 def find_public_name(name: str) -> Any:
-    """A managed class (`PPO`), a learner (`PPOAlgorithm`) or `ManagedAlgorithm`."""
-    if name == "ManagedAlgorithm":
-        return ManagedAlgorithm
+    """A managed class (`PPO`), a learner (`PPOAlgorithm`) or one of the classes that go with all of them."""
+    if name in __all__:
+        return globals()[name]
     from rl_training.api.algorithms import managed_class
 
     specs = {spec.class_name: spec for spec in list_algorithm_specs()}

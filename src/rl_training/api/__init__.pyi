@@ -27,12 +27,16 @@ from rl_training.api.algorithms import SAC as SAC
 from rl_training.api.algorithms import TD3 as TD3
 from rl_training.api.algorithms import TRPO as TRPO
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
+from rl_training.runtime.params import Schedule as Schedule
+from rl_training.runtime.run import Callback as Callback
+from rl_training.runtime.workflows import TrainResult as TrainResult
 
 __all__ = [
     "A2C",
     "APPO",
     "BC",
     "C51DQN",
+    "Callback",
     "D4PG",
     "DDPG",
     "DQN",
@@ -55,6 +59,8 @@ __all__ = [
     "RLPD",
     "RainbowDQN",
     "SAC",
+    "Schedule",
     "TD3",
     "TRPO",
+    "TrainResult",
 ]

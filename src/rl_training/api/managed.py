@@ -19,7 +19,7 @@ from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import load_algorithm, move_config, read_checkpoint
 from rl_training.runtime.run import Callback, RunState
 from rl_training.runtime.session import check_same_spaces
-from rl_training.runtime.settings import AnyConfig, read_config
+from rl_training.runtime.settings import UNSAID, AnyConfig, fill_defaults, read_config
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import (
     TrainedPolicy,
@@ -128,9 +128,12 @@ class ManagedAlgorithm:
     def resume(self, **changes: Any) -> TrainResult:
         """Go on from the newest checkpoint; arguments as `resume_training` takes them, e.g. `total_timesteps`."""
         path = self._path("resume")
+        wanted = dict(changes.pop("changes", None) or {})
         if self._loaded().config.env_id != self._asked.env_id:
-            changes["changes"] = {"env_id": self._asked.env_id, **changes.get("changes", {})}
-        return self._adopt(resume_training(path, env=self.env, **changes))
+            wanted.setdefault("env_id", self._asked.env_id)
+        functions = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
+        wanted["algo_kwargs"] = {**functions, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
+        return self._adopt(resume_training(path, env=self.env, changes=wanted, **changes))
 
     def evaluate(
         self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True
@@ -185,6 +188,7 @@ class ManagedAlgorithm:
             config = config.model_copy(update=move_config(config, name))
         if env is not None:
             check_same_spaces(policy.spaces, probe_spaces(read_recipe(config.env_id, config.env_kwargs, env)))
+        config = config.model_copy(update={"env_kwargs": fill_defaults(config.env_kwargs, UNSAID["env_kwargs"])})
         managed = cls.__new__(cls)
         managed._begin(config, env)
         managed._checkpoint, managed._policy = Path(path), policy

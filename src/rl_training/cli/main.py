@@ -15,8 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 import rl_training
-from rl_training.cli import bench, catalog, dataset, doctor, evaluate, export, predict, report, resume, train, tune
-from rl_training.cli import bench, catalog, dataset, doctor, evaluate, predict, resume, runs, train
+from rl_training.cli import (
+    bench, catalog, dataset, doctor, evaluate, export, predict, report, resume, runs, train, tune,
+)  # fmt: skip
 from rl_training.cli.exits import run_to_exit_code
 from rl_training.cli.options import option
 from rl_training.errors import UserError, did_you_mean
@@ -82,12 +83,12 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("resume")(resume.resume)
 app.command("predict")(predict.predict)
+app.command("runs")(runs.list_runs)
 app.command("compare")(report.compare)
 app.command("report")(report.report)
-app.command("export")(export.export)
-app.command("tune")(tune.tune)
 app.command("plot")(report.plot)
-app.command("runs")(runs.list_runs)
+app.command("tune")(tune.tune)
+app.command("export")(export.export)
 app.command("list")(catalog.list_algorithms)
 app.command("config")(catalog.show_config)
 app.command("doctor")(doctor.doctor)

@@ -42,19 +42,18 @@ def build_config(
 
 
 def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:
-    """The mapping in a config file or preset, or the defaults of an algorithm for an environment."""
+    """The mapping in a config file or preset, or of an algorithm and an environment, with the algorithm's defaults."""
     from rl_training.experiment.config import read_yaml
+    from rl_training.runtime.settings import with_defaults
 
     if config is not None:
         if algo is not None or env is not None:
             raise UserError("--config cannot be combined with --algo or --env; use --set env_id=ID to change a config.")
-        return read_yaml(config)
+        return with_defaults(read_yaml(config))
     if algo is None or env is None:
         missing = "--config, or --algo with --env" if algo is env else "--env" if env is None else "--algo"
         raise UserError(f"{missing} is missing; give a config or preset, or an algorithm and an environment.")
-    from rl_training.runtime.spec import get_algorithm_spec
-
-    return {"algo": algo, "env_id": env, **get_algorithm_spec(algo).defaults}
+    return with_defaults({"algo": algo, "env_id": env})
 
 
 def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:

@@ -46,7 +46,10 @@ class RayResources(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """One training run. The YAML keys of a preset are these fields."""
+    """One training run. The YAML keys of a preset are these fields.
+
+    An algorithm recommends values for some (`AlgorithmSpec.defaults`): a run takes those where a config says nothing.
+    """
 
     algo: str = Field(min_length=1, description="Registry name of the algorithm, e.g. ppo.")
     env_id: str = Field(min_length=1, description="Gymnasium id, or module:Class for an environment of your own.")

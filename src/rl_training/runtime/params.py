@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from rl_training.errors import UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
@@ -28,7 +28,7 @@ class EarlyStopping(StrictModel):
 
 
 class Schedule(StrictModel):
-    """A value that moves with the share of the budget that is spent."""
+    """A number that moves with the share of the budget that is spent, as `<name>_schedule` of any scalar one."""
 
     type: Literal["linear", "cosine", "constant"] = Field("linear", description="Shape of the way from start to end.")
     start: float = Field(description="Value at the first step.")
@@ -53,7 +53,43 @@ class Schedule(StrictModel):
         return self.start + (self.end - self.start) * share
 
 
-AnySchedule = Schedule | Mapping[str, Any]
+class FunctionSchedule(Schedule):
+    """A function of the share of the budget that is spent; a file holds its name and its ends, so it is given again."""
+
+    type: Literal["function"] = "function"  # type: ignore[assignment]
+    name: str
+    _function: Callable[[float], float] | None = PrivateAttr(None)
+
+    @classmethod
+    def of(cls, function: Callable[[float], float], key: str) -> FunctionSchedule:
+        """The schedule that a function makes."""
+        name = getattr(function, "__name__", type(function).__name__)
+        ends = {"start": function(0.0), "end": function(1.0)}
+        made = validate(cls, {"name": name, **ends}, f"algo_kwargs.{key}, a function")
+        made._function = function
+        return made
+
+    def value(self, progress: float) -> float:
+        """What the function gives when `progress` (0 to 1) of the budget is spent."""
+        assert self._function is not None, "which check_schedules sees to"
+        value = float(self._function(progress))
+        if not math.isfinite(value):
+            where = f"at {progress:.3f} of the budget"
+            raise UserError(f"the schedule {self.name!r} gave {value} {where}; it must be a finite number.")
+        return value
+
+    def check_given(self, key: str) -> None:
+        """Refuse a run whose function was not given again."""
+        if self._function is None:
+            again = f'resume(changes={{"algo_kwargs": {{"{key}": {self.name}}}}})'
+            raise UserError(f"{key} is the function {self.name!r}, which no file holds; give it again, as in {again}.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the function, which only the learner's own process calls."""
+        return type(self).model_validate, (self.model_dump(),)
+
+
+AnySchedule = Schedule | Mapping[str, Any] | Callable[[float], float]
 
 
 class Params(StrictModel):
@@ -161,7 +197,7 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
                 raise UserError(f"algo_kwargs.{key}: {name} is a whole number, which stays as it is during a run.")
             raise UserError(f"algo_kwargs: {key!r} schedules no number; {did_you_mean(name, numeric)}")
         elif value is not None:  # which takes a preset's schedule away
-            schedules[name] = validate(Schedule, value, f"algo_kwargs.{key}")
+            schedules[name] = _read_schedule(value, key)
             for end in (schedules[name].start, schedules[name].end):
                 if end is not None:
                     _check_bounds(model, name, end, key)
@@ -176,6 +212,14 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
         if other in schedules and name in schedules:
             raise UserError(f"algo_kwargs: {other}{SCHEDULE} and {name}{SCHEDULE} mean the same, give one of them.")
     return params.model_copy(update={"schedules": schedules})
+
+
+def _read_schedule(value: Any, key: str) -> Schedule:
+    if callable(value):
+        return FunctionSchedule.of(value, key)
+    stored = isinstance(value, Mapping) and value.get("type") == "function"
+    model = FunctionSchedule if stored else Schedule
+    return value if isinstance(value, Schedule) else validate(model, value, f"algo_kwargs.{key}")
 
 
 def parameter_names(model: type[Params]) -> list[str]:
@@ -205,6 +249,9 @@ def dump_params(params: Params) -> dict[str, Any]:
 def check_schedules(algo: str, params: Params, algorithm: Any, source: Any) -> None:
     """Refuse the schedule of a number that neither the algorithm nor its source can move."""
     fixed = params.fixed_numbers()
+    for name, schedule in params.schedules.items():
+        if isinstance(schedule, FunctionSchedule):
+            schedule.check_given(f"{name}{SCHEDULE}")
     for name in (*params.schedules, *params.built_in_schedules()):
         if name in fixed or not (algorithm.scheduled(name) or hasattr(source, name)):
             why = f"; {fixed[name]}" if name in fixed else ""

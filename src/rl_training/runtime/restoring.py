@@ -272,8 +272,8 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
         model = get_algorithm_spec(stored.algo).params
         merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
     config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
-    old, new = ({**c.model_dump(mode="json"), **flat_params(c)} for c in (stored, config))
-    changed = [key for key in {**old, **new} if key != "algo_kwargs" and old.get(key) != new.get(key)]
+    old, new = ({**c.model_dump(mode="json", exclude={"algo_kwargs"}), **flat_params(c)} for c in (stored, config))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     free = FREE_KEYS | moved.keys()
     if stored.has_workers and config.has_workers:  # from processes to a cluster, or back
         free |= {"execution_backend"}

@@ -49,7 +49,10 @@ class Interruption(KeyboardInterrupt):
 
 
 class Callback:
-    """Base class of callbacks: override what you need; return False from a method to stop the run."""
+    """Base class of callbacks: override what you need; return False from a method to stop the run.
+
+    `run` has `step`, `updates`, `config`, `run_dir` and `metrics`, the newest of everything that is logged, as floats.
+    """
 
     def on_start(self, run: Run) -> bool | None:
         """Before the first step."""
@@ -225,6 +228,11 @@ class Run:
             metrics["episode_return_mean"] = sum(e[0] for e in self.episodes) / len(self.episodes)
             metrics["episode_length_mean"] = sum(e[1] for e in self.episodes) / len(self.episodes)
         return metrics | self.scheduled_values()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest of everything that is logged, as floats."""
+        return self.progress_metrics() | self.collected_metrics | self.read_latest() | self.scheduled_values()
 
     def log_row(self, *, last: bool = False) -> None:
         """One row of metrics, checked for NaN; `last` when it is there only because the run ends."""

@@ -10,10 +10,15 @@ from rl_training.envs.factory import MadeEnvironment, UserEnv, name_env
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig, read_yaml
 from rl_training.runtime.known_keys import nearest_setting
-from rl_training.runtime.params import change_params, parameter_names
+from rl_training.runtime.params import SCHEDULE, change_params, parameter_names
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.validation import validate
 
+# Of a config that says all: one that a checkpoint holds does not follow what its algorithm recommends today.
+UNSAID: dict[str, Any] = {
+    "num_envs": 1, "log_interval": 1,
+    "env_kwargs": {"wrappers": {"normalize_observation": False, "normalize_reward": False}},
+}  # fmt: skip
 AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 
 
@@ -22,9 +27,9 @@ def read_config(
 ) -> TrainConfig:
     """The config of a run: of the environment that the user gives, of the algorithm `algo`, and with these settings.
 
-    A setting is a field of `TrainConfig` or a hyper-parameter. Without a config the algorithm's own defaults count.
+    A setting is a field of `TrainConfig` or a hyper-parameter. What nobody says is as the algorithm recommends.
     """
-    settings = settings or {}
+    settings, env = settings or {}, None if isinstance(env, tuple) else env
     names: tuple[str, ...] | None = None  # what the user named: all, where it is the user's own code
     if isinstance(config, TrainConfig):
         data, names = config.model_dump(exclude_unset=True), config.named
@@ -41,15 +46,20 @@ def read_config(
         data = put_settings(get_algorithm_spec(str(data.get("algo"))), data, settings)
     if isinstance(env, MadeEnvironment):
         data.setdefault("num_envs", 1)
-    if config is None:
-        data = fill_defaults(data, get_algorithm_spec(algo).defaults)
+    data = with_defaults(data)
     read = validate(TrainConfig, data, str(config) if names == () else "config")
     says = names is None or isinstance(env, str) or "env_id" in settings
     return read.naming(*(names or ()), *([read.env_id] if says else []))
 
 
+def with_defaults(data: dict[str, Any]) -> dict[str, Any]:
+    """A config's mapping with what its algorithm recommends (`AlgorithmSpec.defaults`) wherever it says nothing."""
+    algo = data.get("algo")
+    return fill_defaults(data, get_algorithm_spec(algo).defaults) if isinstance(algo, str) and algo else data
+
+
 def fill_defaults(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's mapping with the algorithm's defaults wherever it says nothing, each wrapper apart."""
+    """A mapping with defaults wherever it says nothing, in the mappings inside it too."""
     parts = {name: said.get(name) for name, value in defaults.items() if isinstance(value, Mapping)}
     inner = {name: fill_defaults(part, defaults[name]) for name, part in parts.items() if isinstance(part, Mapping)}
     return {**defaults, **said, **inner}
@@ -61,6 +71,9 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
     for name in settings:
         if name not in fields and name not in known:
             raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec.name)}")
+        if callable(settings[name]) and f"{name}{SCHEDULE}" in known:
+            what = "a function of the share of the budget that is spent, from 0 to 1"
+            raise UserError(f"{name} is a function; give it as {name}{SCHEDULE}, {what}.")
     merged = {name: data.get(name) or {} for name in ("algo_kwargs", "env_kwargs")}
     given = {name: value for name, value in settings.items() if name in fields and name not in merged}
     hyper = {**settings.get("algo_kwargs", {}), **{name: settings[name] for name in settings if name not in fields}}

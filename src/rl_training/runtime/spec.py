@@ -93,7 +93,7 @@ class AlgorithmSpec:
     observation_kinds: tuple[str, ...] = ("vector", "image")
     steps_environments: bool = True  # or learns from recorded data alone
     normalizes_rewards: bool = False  # whether its learner heeds env_kwargs.wrappers.normalize_reward
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of TrainConfig, for `train --algo NAME --env ID`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of TrainConfig, wherever nobody says anything
 
     def check_support(self, spaces: EnvSpaces, *, learns: bool = True) -> None:
         """Refuse, in one sentence, an environment that this algorithm does not support, or not to learn in."""
