@@ -16,8 +16,19 @@ from typer.core import TyperGroup
 
 import rl_training
 from rl_training.cli import (
-    bench, catalog, dataset, doctor, evaluate, export, predict, report, resume, runs, train, tune,
-)  # fmt: skip
+    bench,
+    catalog,
+    dataset,
+    doctor,
+    evaluate,
+    export,
+    predict,
+    report,
+    resume,
+    runs,
+    train,
+    tune,
+)
 from rl_training.cli.exits import run_to_exit_code
 from rl_training.cli.options import option
 from rl_training.errors import UserError, did_you_mean
@@ -57,7 +68,7 @@ def _take_debug(words: list[str]) -> tuple[list[str], bool]:
 app = typer.Typer(
     cls=CommandGroup, rich_markup_mode="rich", pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+)
 
 
 @app.callback(invoke_without_command=True)
