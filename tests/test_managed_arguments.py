@@ -136,6 +136,9 @@ def test_an_environment_that_cannot_be_copied_is_refused_with_the_reason() -> No
         (lambda: PPO("CartPole-v1", algo="dqn"), "algo is 'dqn'; PPO needs 'ppo'."),
         (lambda: PPO("CartPole-v1", env="Acrobot-v1"),
          "PPO got two environments, 'CartPole-v1' and env='Acrobot-v1'; give one."),
+        (lambda: PPO("X-v0", env_kwargs=3), "env_kwargs is 3; it must be a mapping of names to values."),
+        (lambda: PPO({"algo_kwargs": 3}, env="X-v0", seed=1),
+         "algo_kwargs is 3; it must be a mapping of names to values."),
         (PPO, 'PPO needs an environment, such as PPO("CartPole-v1").'),
         (lambda: PPO(3), "env is of type int; it must be a Gymnasium id, a function, a class or a gymnasium.Env."),
         (lambda: PPO(gym.make_vec("CartPole-v1", 2)), "env is a vector environment; give a function that makes "

@@ -95,7 +95,8 @@ def test_learn_after_load_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_callbacks_may_still_be_the_first_argument(tmp_path: Path) -> None:
     watch = Watch()
     assert make(tmp_path).learn([watch]).metrics["global_step"] == 64
-    assert watch.starts == [0]
+    make(tmp_path).learn(callbacks=watch)  # nor need one alone be in a list
+    assert watch.starts == [0, 0]
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "many", True, float("nan")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any, Optional
 
 from rl_training.api.managed import ManagedAlgorithm
@@ -16,7 +16,7 @@ from rl_training.runtime.params import Schedule, parameter_names
 def managed_class(class_name: str) -> type[ManagedAlgorithm]:
     """The managed class of that name; the same object every time."""
     spec = next(spec for spec in list_algorithm_specs() if spec.class_name == class_name)
-    doc = f"{spec.class_name}, managed: {spec.paper}. {spec.scope}\n\n{ManagedAlgorithm.__doc__}"
+    doc = f"{spec.class_name}, managed: {spec.paper}. {spec.scope}\n\n{cleandoc(ManagedAlgorithm.__doc__ or '')}"
     own = {"algo": spec.name, "__doc__": doc, "__module__": __name__, "__signature__": constructor_signature(spec)}
     return type(class_name, (ManagedAlgorithm,), own)
 

@@ -100,7 +100,7 @@ class ManagedAlgorithm:
         self._step = 0
 
     def learn(
-        self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | None = None,
+        self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | Callback | None = None,
         progress: bool | None = None, reset: bool = False, **unknown: Any,
     ) -> TrainResult:  # fmt: skip
         """Train for `total_timesteps` steps, or as many as the config says.
@@ -111,8 +111,9 @@ class ManagedAlgorithm:
         """
         for name in unknown:
             raise UserError(f"learn has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_LEARN)}")
-        if isinstance(total_timesteps, Iterable) and not isinstance(total_timesteps, str) and callbacks is None:
-            total_timesteps, callbacks = None, total_timesteps  # as it was called before
+        if callbacks is None and isinstance(total_timesteps, list | tuple):  # as it was called before
+            total_timesteps, callbacks = None, total_timesteps
+        callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         steps = None if total_timesteps is None else _whole_number("total_timesteps", total_timesteps, least=1)
         shown = _is_watched() if progress is None else progress
         if self._checkpoint is None or reset:

@@ -74,11 +74,14 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
         if callable(settings[name]) and f"{name}{SCHEDULE}" in known:
             what = "a function of the share of the budget that is spent, from 0 to 1"
             raise UserError(f"{name} is a function; give it as {name}{SCHEDULE}, {what}.")
-    merged = {name: data.get(name) or {} for name in ("algo_kwargs", "env_kwargs")}
-    given = {name: value for name, value in settings.items() if name in fields and name not in merged}
+    inner = "algo_kwargs", "env_kwargs"
+    for name, value in [(name, part[name]) for part in (data, settings) for name in inner if name in part]:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{name} is {value!r}; it must be a mapping of names to values.")
+    given = {name: value for name, value in settings.items() if name in fields and name not in inner}
     hyper = {**settings.get("algo_kwargs", {}), **{name: settings[name] for name in settings if name not in fields}}
     return {
         **data, **given,
-        "algo_kwargs": change_params(spec.params, merged["algo_kwargs"], hyper),
-        "env_kwargs": {**merged["env_kwargs"], **settings.get("env_kwargs", {})},
+        "algo_kwargs": change_params(spec.params, data.get("algo_kwargs", {}), hyper),
+        "env_kwargs": {**data.get("env_kwargs", {}), **settings.get("env_kwargs", {})},
     }  # fmt: skip
