@@ -162,6 +162,8 @@ def test_an_episode_is_shown_as_a_moving_picture(trained: str) -> None:
     page = page_of(trained)
     assert f"ppo on {__name__}:Drawn: 10 steps, return 10, by best.ckpt" in page
     assert "data:image/gif;base64," in page
+    assert "<td>num_steps</td>" in page
+    assert "<td>vectorization</td>" not in page  # what auto became was not chosen
     run = find_runs([trained])[0]
     picture, told = report.record_episode(run.folder / "checkpoints" / "best.ckpt")
     assert told == "10 steps, return 10"
