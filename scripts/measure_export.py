@@ -26,15 +26,15 @@ def measure() -> list[str]:
                 run = train(tiny(name, Path(folder), env_id=ENVS[kind]), console=False)
                 made = [export_policy(run.checkpoint_path, form).facts["parity"] for form in ("onnx", "torch")]
             differ = " | ".join(f"{parity['max_abs_difference']:.1e} | {parity['different']}" for parity in made)
-            lines.append(f"| `{name}` | {kind} | {differ} |")
+            lines.append(f"| `{name}` | {kind} | {made[0]['distinct_actions']} | {differ} |")
             print(lines[-1], flush=True)
     return lines
 
 
 def main() -> None:
     """Put the table between the markers of the page."""
-    head = "| Algorithm | Actions | ONNX: largest difference | differ | torch: largest difference | differ |"
-    table = "\n".join([head, "|" + " --- |" * 6, *measure(), ""])
+    head = "| Algorithm | Actions | distinct | ONNX: largest difference | differ | torch: largest difference | differ |"
+    table = "\n".join([head, "|" + " --- |" * 7, *measure(), ""])
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     PAGE.write_text(before + START + table + END + rest.partition(END)[2], encoding="utf-8")
 

@@ -294,7 +294,8 @@ def compare(
     rows = CHECKED // steps
     spaces, session = policy.spaces, policy.session(rows, True)
     session.forget()
-    largest, apart, state = 0.0, 0, None
+    largest, apart, state, states_apart = 0.0, 0, None, 0.0
+    seen: list[Array] = []
     for step in range(steps):
         inputs = example_inputs(module, rows, rng)
         if state is not None:
@@ -306,15 +307,22 @@ def compare(
         else:
             encoded, _ = spaces.encode_for_prediction(observations)
             wanted = spaces.map_actions(session.act(encoded, masks, np.full(rows, step == 0)))
+        seen.append(wanted)
         actions, *states = run(inputs)
-        state = states[0] if states else None
+        if states:
+            state = states[0]
+            states_apart = max(states_apart, float(np.abs(state - session.carry.numpy()).max()))
         distance = np.abs(actions.astype(np.float64) - wanted.astype(np.float64)).reshape(rows, -1)
         allowed = TOLERANCE * np.maximum(1.0, np.abs(wanted.astype(np.float64)).reshape(rows, -1))
         largest, apart = max(largest, float(distance.max())), apart + int((distance > allowed).any(1).sum())
     if apart > MOST_APART * steps * rows:
         found = f"{apart} of {steps * rows} actions differ from predict, by up to {largest:.3g}"
         raise TrainingFailure(f"the exported policy is not the checkpoint's: {found}; nothing was written.")
-    return {"observations": steps * rows, "max_abs_difference": largest, "different": apart, "tolerance": TOLERANCE}
+    return {
+        "observations": steps * rows, "distinct_actions": len(np.unique(np.concatenate(seen), axis=0)),
+        "max_abs_difference": largest, "different": apart, "tolerance": TOLERANCE,
+        **({} if state is None else {"max_abs_state_difference": states_apart}),
+    }  # fmt: skip
 
 
 def assemble(structure: Any, inputs: dict[str, Array], row: int) -> Any:
