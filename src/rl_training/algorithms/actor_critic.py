@@ -1,4 +1,4 @@
-"""What the rollout family shares: acting, the batch of a rollout, advantages, and the normalisers' turn to move."""
+"""What the rollout family shares: acting, the batch of a rollout, advantages, and the normalizers' turn to move."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class ActorCriticAlgorithm(PolicyActing):
         return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
 
     def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Advantages as the loss takes them: on request normalised, over all ranks."""
+        """Advantages as the loss takes them: on request normalized, over all ranks."""
         return normalize(advantages, weights, self.ranks) if self.normalize_advantages else advantages
 
     def move_normalizers(self, rows: Batch) -> None:

@@ -4,7 +4,7 @@ Two readings exist. The default has no target network, like Sample Factory (Petr
 ratio is pi/mu with mu the policy that acted, and V-trace uses the same ratio. Its advantage is V-trace's without the
 factor rho, since the surrogate multiplies by the ratio already; Sample Factory multiplies by both. With `target_policy`
 it is RLlib's (after Luo et al. 2019, IMPACT, arXiv:1912.00167): V-trace uses pi_T/mu with a slowly copied pi_T, the
-surrogate's ratio is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalised with a coefficient that adapts to
+surrogate's ratio is clip(mu/pi_T, 0, 2) * pi/mu, and KL(pi_T || pi) is penalized with a coefficient that adapts to
 `kl_target`.
 """
 

@@ -90,7 +90,7 @@ class Algorithm(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no dynamics model")
 
     def acting(self) -> nn.Module:
-        """Policy and normaliser only: what acting, evaluation and prediction need."""
+        """Policy and normalizer only: what acting, evaluation and prediction need."""
         raise NotImplementedError
 
     def numpy_policy(self) -> NumpyPolicy | None:

@@ -37,7 +37,7 @@ class PolicyActing(Algorithm):
     policy: Any
 
     def acting(self) -> nn.Module:
-        """Policy and normaliser."""
+        """Policy and normalizer."""
         return self.policy
 
     @torch.no_grad()

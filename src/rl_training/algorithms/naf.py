@@ -1,4 +1,4 @@
-"""NAF: continuous Q-learning with normalised advantage functions (Gu et al. 2016, arXiv:1603.00748).
+"""NAF: continuous Q-learning with normalized advantage functions (Gu et al. 2016, arXiv:1603.00748).
 
 Q(s, a) = V(s) - (a - mu(s))' P(s) (a - mu(s)) / 2 with P positive definite, so that V(s) is the maximum and mu(s) the
 action that attains it: Q-learning on y = r + g V'(s') without an actor and without a search.

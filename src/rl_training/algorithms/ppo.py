@@ -1,7 +1,7 @@
 """PPO: proximal policy optimization with a clipped surrogate (Schulman et al. 2017, arXiv:1707.06347).
 
 Several epochs of minibatches on min(r A, clip(r, 1-e, 1+e) A), r = pi(a|s) / pi_old(a|s); GAE once per rollout,
-advantages normalised per minibatch.
+advantages normalized per minibatch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PPO(ActorCriticAlgorithm):
         return torch.stack([*losses.values(), grad_norm])
 
     def minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
-        """The rows once, shuffled, in pieces of `minibatch_size`; a last piece too small to normalise joins none."""
+        """The rows once, shuffled, in pieces of `minibatch_size`; a last piece too small to normalize joins none."""
         count = len(rows["advantages"])
         size = min(self.minibatch_size or count, count)
         order = torch.randperm(count, generator=self.generator, device=rows["advantages"].device)

@@ -1,7 +1,7 @@
 """SAC: soft actor-critic with a tuned temperature (Haarnoja et al. 2018, arXiv:1812.05905).
 
 The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the actor minimises
-alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrised, and alpha holds the policy's entropy at `target_entropy`.
+alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrized, and alpha holds the policy's entropy at `target_entropy`.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class ManagedAlgorithm:
         return Actor(self._loaded(), deterministic)
 
     def save(self, path: str | Path, include_replay: bool = False) -> Path:
-        """One file with everything: config, spaces, learner, normalisers, and the replay buffer on request."""
+        """One file with everything: config, spaces, learner, normalizers, and the replay buffer on request."""
         tree = read_checkpoint(self._path("save"))
         if include_replay and not tree["config"]["replay_in_checkpoint"]:
             raise UserError("include_replay is True, but the run kept no replay buffer: replay_in_checkpoint is false.")

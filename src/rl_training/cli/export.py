@@ -33,7 +33,7 @@ def export(
 ) -> None:
     """Write the deterministic policy to a file that acts without rl-training.
 
-    It takes the environment's observations and gives its actions: normaliser, scaling and masks are inside.
+    It takes the environment's observations and gives its actions: normalizer, scaling and masks are inside.
     """
     episodes = whole_number("--num-episodes", num_episodes, least=2)
     if not card and (env is not None or modules):

@@ -82,7 +82,7 @@ class Behaviour:
         return [value for value in self.algorithm.acting().state_dict().values() if isinstance(value, Tensor)]
 
     def pack(self) -> Array:
-        """Network, normalisers, exploration numbers and version as one array of bytes."""
+        """Network, normalizers, exploration numbers and version as one array of bytes."""
         numbers = [math.nan if number is None else float(number) for number in self.algorithm.numbers.values()]
         arrays = [tensor.detach().cpu().numpy() for tensor in self._tensors()] + [np.array([*numbers, self.version])]
         return np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])

@@ -139,7 +139,7 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
         return
     raise UserError(
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
-        "lower buffer_capacity, store stacked frames once (frame_stack), or map the storage to a folder on a disk."
+        "lower buffer_capacity, store stacked frames once (frame_stack), or set replay_folder to a folder on a disk."
     )
 
 

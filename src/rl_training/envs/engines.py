@@ -218,7 +218,7 @@ class _Anything(gym.Space[Any]):
 
 
 class CartPoleEngine:
-    """Gymnasium's own vectorised CartPole: all environments as one array, next-step autoreset."""
+    """Gymnasium's own vectorized CartPole: all environments as one array, next-step autoreset."""
 
     resets_next_step = True
     state_format = "cartpole"

@@ -63,7 +63,7 @@ def find_obstacle(recipe: EnvRecipe) -> str | None:
     if recipe.env_id not in envpool.list_all_envs():
         return f"{recipe.env_id} has no vector implementation, in EnvPool neither"
     if not recipe.is_plain or recipe.kwargs:
-        return "EnvPool takes no env_kwargs but max_episode_steps and normalising wrappers"
+        return "EnvPool takes no env_kwargs but max_episode_steps and normalizing wrappers"
     return None
 
 

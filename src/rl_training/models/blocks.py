@@ -1,4 +1,4 @@
-"""Pieces that networks are made of: MLPs, CNN encoders, observation input and running normalisation."""
+"""Pieces that networks are made of: MLPs, CNN encoders, observation input and running normalization."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ObservationNorm(nn.Module):
 
 
 class ObservationInput(nn.Module):
-    """Raw observations as the first layer wants them: floats, images over their scale, normalised on request."""
+    """Raw observations as the first layer wants them: floats, images over their scale, normalized on request."""
 
     def __init__(self, *, image_scale: float | None = None, normalize_size: int | None = None) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ SIZES = {
 def norm_mlp(
     inputs: int, widths: Sequence[int], outputs: int = 0, activation: str = "silu", output_gain: float = 1.0
 ) -> nn.Sequential:
-    """Linear layers, each with layer normalisation and an activation, then a plain one to `outputs` if any."""
+    """Linear layers, each with layer normalization and an activation, then a plain one to `outputs` if any."""
     layers: list[nn.Module] = []
     for before, after in pairwise([inputs, *widths]):
         layers += [linear(before, after, 1.0), nn.LayerNorm(after, eps=NORM_EPS), activation_layer(activation)]

@@ -16,7 +16,7 @@ from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPa
 
 
 class _Layer(NamedTuple):
-    """Parameters of E linear layers, [E, in, out] and [E, 1, out], and of the normalisation after them."""
+    """Parameters of E linear layers, [E, in, out] and [E, 1, out], and of the normalization after them."""
 
     weight: Tensor
     bias: Tensor

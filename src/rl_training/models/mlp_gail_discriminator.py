@@ -14,7 +14,7 @@ from rl_training.models.blocks import ObservationInput, encoded_dim, mlp
 class MLPGAILDiscriminator(nn.Module):
     """D(s, a) as a logit [B], positive where a pair looks like the expert's.
 
-    `encoder` reads images, and an `observation_input` with a size normalises vectors. The last layer starts at 0: an
+    `encoder` reads images, and an `observation_input` with a size normalizes vectors. The last layer starts at 0: an
     untrained discriminator gives every pair the same chance. With `absorbing_states` one more input says that a row is
     the state after an episode's end, which has no observation and no action of its own.
     """

@@ -1,6 +1,6 @@
 """Noisy linear layers and what a network with them shares (Fortunato et al. 2018, arXiv:1706.10295).
 
-Factorised Gaussian noise: w = mu + sigma f(e_out) f(e_in)^T with f(x) = sign(x) sqrt|x|. A layer draws nothing itself:
+Factorized Gaussian noise: w = mu + sigma f(e_out) f(e_in)^T with f(x) = sign(x) sqrt|x|. A layer draws nothing itself:
 its owner draws one vector for the whole network from its own generator and hands it out, so that every draw of a run is
 in the checkpoint and a captured function takes its noise as an argument.
 """

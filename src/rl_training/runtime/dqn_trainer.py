@@ -35,7 +35,7 @@ class DQNParams(ReplayParams):
     max_grad_norm: float | None = Field(10.0, gt=0, description="Largest gradient norm; null does not clip.")
     batch_size: int = Field(128, ge=1, le=10**6, description="Transitions per update.")
     target_update_interval: int = Field(1, ge=1, description="Updates between moves of the target network.")
-    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the target network moves; 1 copies.")
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor: how far the target network moves; 1 copies.")
     epsilon_start: float = Field(1.0, ge=0, le=1, description="First probability of a random action.")
     epsilon_end: float = Field(0.05, ge=0, le=1, description="Last probability of a random action.")
     exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget until epsilon_end.")
@@ -174,7 +174,7 @@ SPECS = [
     ),
     make_spec(
         "noisy_dqn", "NoisyDQN", 2018, DQN, "Fortunato et al. 2018, Noisy Networks for Exploration (arXiv:1706.10295)",
-        "DQN that explores by factorised Gaussian noise in its last two layers", noisy=True,
+        "DQN that explores by factorized Gaussian noise in its last two layers", noisy=True,
     ),
     make_spec(
         "qr_dqn", "QRDQN", 2018, QRDQN,

@@ -36,7 +36,7 @@ class DreamerParams(SequenceParams):
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the imagined returns.")
     entropy_coef: float = Field(3e-4, ge=0, description="Weight of the policy's entropy.")
     free_nats: float = Field(1.0, ge=0, description="KL per state below which neither half of its loss pulls.")
-    tau: float = Field(0.02, gt=0, le=1, description="Share of the way that the slow critic moves per update.")
+    tau: float = Field(0.02, gt=0, le=1, description="Polyak factor: how far the slow critic moves per update.")
     capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph.")
 
     def fixed_numbers(self) -> dict[str, str]:
@@ -83,8 +83,8 @@ SPECS = [
         name="dreamer", class_name="Dreamer", year=2023, lane="sequences",
         paper="Hafner et al. 2023, Mastering Diverse Domains through World Models (arXiv:2301.04104)",
         scope="DreamerV3: RSSM with categorical latents, two-hot symlog heads, REINFORCE in imagination, return "
-        "normalisation; vectors and images, discrete and continuous actions. Not as published: no replay-value loss "
-        "and no stored latents (values rest on dreams alone, windows start from zeros: more steps on long sparse "
+        "normalization; vectors and images, discrete and continuous actions. Not as published: no replay-value loss "
+        "and no stored latents (values come from dreams alone, windows start from zeros: more steps on long sparse "
         "tasks); Adam and norm clipping for LaProp and AGC (rates do not carry over between sizes: presets set their "
         "own); LayerNorm for RMSNorm, one prior layer for two (a smaller model), cross-entropy for MSE on images.",
         params=DreamerParams, learner=Dreamer, build=build, store=SequenceStore,

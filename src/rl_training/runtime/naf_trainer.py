@@ -14,7 +14,7 @@ class NAFParams(ReplayParams):
     """Hyper-parameters of NAF."""
 
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the optimizer.")
-    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor: how far the targets move per update.")
     exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
 
 

@@ -17,7 +17,7 @@ Learner = TypeVar("Learner", bound=Algorithm)
 
 
 def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationInput:
-    """The layer that reads raw observations of these spaces; vectors are normalised as the spaces say, or as given."""
+    """The layer that reads raw observations of these spaces; vectors are normalized as the spaces say, or as given."""
     if spaces.obs_kind == "image":
         return ObservationInput(image_scale=spaces.image_scale)
     normalize = spaces.normalize_observations if normalize is None else normalize

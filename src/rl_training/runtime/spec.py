@@ -104,7 +104,7 @@ class AlgorithmSpec:
                 raise UserError(f"{refused}; it supports {', '.join(supported)}.")
         if learns and spaces.normalize_rewards and not self.normalizes_rewards:
             raise UserError(
-                f"{self.name} does not normalise rewards; take normalize_reward out of env_kwargs.wrappers."
+                f"{self.name} does not normalize rewards; take normalize_reward out of env_kwargs.wrappers."
             )
 
 

@@ -43,7 +43,7 @@ class ModelParams(TemperatureParams):
     policy_learning_rate: float = Field(
         3e-4, ge=0, le=10, description="Step size of actor, critics and temperature; learning_rate means the same."
     )
-    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor: how far the targets move per update.")
     model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the model's Adam.")
     model_weight_decay: float = Field(
         0.0, ge=0, description="L2 of the model's weights, as a multiple of the published (2.5e-5 to 1e-4 by layer)."

@@ -84,7 +84,7 @@ class ReplayParams(OffPolicyParams):
 class ActorCriticParams(ReplayParams):
     """Targets that move slowly, and rates of their own for the actor and the critics."""
 
-    tau: float = Field(0.005, gt=0, le=1, description="Share of the way that the targets move per update.")
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor: how far the targets move per update.")
     critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the critics; null is learning_rate.")
     actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the actor; null is learning_rate.")
 

@@ -24,8 +24,8 @@ EDGE = 0.05  # of the support, on both sides
 class SupportParams(StrictModel):
     """Hyper-parameters of a categorical head; a part of `Params`."""
 
-    v_min: float | None = Field(None, description="Smallest return that the atoms can say; null measures it.")
-    v_max: float | None = Field(None, description="Largest return that the atoms can say; null measures it.")
+    v_min: float | None = Field(None, description="Smallest return of the distribution; null measures it.")
+    v_max: float | None = Field(None, description="Largest return of the distribution; null measures it.")
     num_atoms: int = Field(51, ge=2, le=10_001, description="Atoms of the distribution.")
 
     @model_validator(mode="after")

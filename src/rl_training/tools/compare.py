@@ -199,7 +199,7 @@ class Comparison:
 
 
 def compare_groups(groups: Groups, references: References | None = None, threshold: float | None = None) -> Comparison:
-    """Compare groups of runs by their final returns, normalised where references are given."""
+    """Compare groups of runs by their final returns, normalized where references are given."""
     references = references or {}
     envs = check_environments(groups, references)
     runs = [run for group in groups.values() for run in group]

@@ -38,7 +38,7 @@ STEPS = 200  # of the checks that compare step by step
 SECONDS = 1.0  # of each timing
 PROCESS_SECONDS = 60.0  # that an environment's process may be silent
 SHOWN = 6  # parts or dimensions named one by one
-LARGE = 10.0  # observations beyond this learn badly unless normalised
+LARGE = 10.0  # observations beyond this learn badly unless normalized
 
 
 class Check(NamedTuple):
@@ -204,7 +204,7 @@ def _shrink_rewards(spec: AlgorithmSpec | None) -> str:
         return f"{wrapper} helps rollout learners and GAIL; for the others divide them in the environment."
     if spec.normalizes_rewards:
         return wrapper
-    return f"{spec.name} does not normalise them; divide them in the environment."
+    return f"{spec.name} does not normalize them; divide them in the environment."
 
 
 def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:

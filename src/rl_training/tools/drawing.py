@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines with bands, told apart by colour and dash, in light and dark, with a title."""
+"""Charts as SVG text: lines with bands, told apart by color and dash, in light and dark, with a title."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A trained policy as one file for elsewhere: ONNX, or a program of `torch.export`.
 
-What is exported goes from the environment's own observations to its own actions: encoding, normaliser, network, masks,
+What is exported goes from the environment's own observations to its own actions: encoding, normalizer, network, masks,
 the best action and its scaling are inside. Memory is an input and an output.
 """
 
