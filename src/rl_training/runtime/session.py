@@ -156,9 +156,8 @@ def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
 def check_loggers(config: TrainConfig) -> None:
     """Refuse a logger whose package is not installed; one that fails later does not end a run."""
     for name in config.loggers:
-        if find_spec(name) is None:
-            what = name if name == "tensorboard" else f"'rl-training[{name}]'"
-            raise UserError(f"loggers names {name!r}, which is not installed: pip install {what}.")
+        if name != "tensorboard" and find_spec(name) is None:  # which is always installed
+            raise UserError(f"loggers names {name!r}, which is not installed: pip install 'rl-training[{name}]'.")
 
 
 def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:
