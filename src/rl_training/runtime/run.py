@@ -477,7 +477,7 @@ class Run:
             self.logger.message(f"warning: the environment {self.config.env_id} took too long to close")
         except Exception as error:
             if not isinstance(error, EnvironmentFailure):
-                error = EnvironmentFailure.raised(self.config.env_id, type(error).__name__, str(error))
+                error = EnvironmentFailure.from_error(self.config.env_id, error)
             self.logger.message(f"warning: when it was closed, {error}")
         finally:
             self._closing = False
