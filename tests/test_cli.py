@@ -445,7 +445,8 @@ def test_an_environment_that_raises_ends_the_run_with_1_and_one_sentence() -> No
     result = invoke("train", "--algo", "ppo", "--env", "crashing_env:Crashing")
     assert result.exit_code == 1
     *_, sentence, hint = result.stderr.strip().splitlines()
-    assert sentence.startswith("error: the environment crashing_env:Crashing raised ZeroDivisionError: the pole; fix")
+    assert sentence.startswith("error: the environment crashing_env:Crashing raised ZeroDivisionError: the pole (")
+    assert "the pole (crashing_env.py, line 14); fix" in sentence
     assert hint == "run with --debug for the traceback"
     assert "Traceback" not in result.stderr
 

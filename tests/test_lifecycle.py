@@ -29,7 +29,8 @@ from rl_training.experiment.config import TrainConfig
 from rl_training.runtime import run as run_module
 from rl_training.runtime import run_folder, workflows
 from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.run import Callback, Interruption, NotSaved, Run
+from rl_training.runtime.interruption import Interruption
+from rl_training.runtime.run import Callback, NotSaved, Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
+import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_training.stable_baselines3 import translate
 
 LONGEST = 380  # characters of a sentence
+FOUR_VALUES = "not enough values to unpack (expected 5, got 4)"  # what Python says of an old `step`
 MOST_NAMES = 12  # listed when no name is near
 
 
@@ -47,10 +52,20 @@ class EnvironmentFailure(RuntimeError):
         return cls(f"the environment {env_id} {what}; {look}")
 
     @classmethod
-    def raised(cls, env_id: str, kind: str, message: str) -> EnvironmentFailure:
-        """The environment raised an exception of that kind."""
+    def raised(cls, env_id: str, kind: str, message: str, place: str = "") -> EnvironmentFailure:
+        """The environment raised an exception of that kind, at a place as `user_line` tells it."""
         reason = (message.strip().splitlines() or ["no message"])[0].rstrip(".")
-        return cls.of(env_id, f"called sys.exit({reason})" if kind == "SystemExit" else f"raised {kind}: {reason}")
+        if kind == "ValueError" and FOUR_VALUES in reason:
+            wanted = "it must return observation, reward, terminated, truncated and info"
+            return cls.of(env_id, f"returned 4 values from step{place}, but {wanted}")
+        what = f"called sys.exit({reason})" if kind == "SystemExit" else f"raised {kind}: {reason}"
+        return cls.of(env_id, f"{what}{place}")
+
+    @classmethod
+    def from_error(cls, env_id: str, error: BaseException, place: str = "") -> EnvironmentFailure:
+        """The environment raised this, at `place` where no line of the user's own did."""
+        line = user_line(traceback.format_exception(error))
+        return cls.raised(env_id, type(error).__name__, str(error), line or place)
 
     @classmethod
     def not_finite(cls, env_id: str, what: str) -> EnvironmentFailure:
@@ -81,6 +96,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """The known name that is most like this one, if any is."""
     return next(iter(difflib.get_close_matches(name[:100], known, n=1, cutoff=likeness)), None)
+
+
+def user_line(trace: Iterable[str]) -> str:
+    """Such as ` (my_envs.py, line 12)`: the innermost line of a printed traceback that is the user's own, if any is."""
+    frames = re.findall(r'^  File "(.+)", line (\d+), in ', "".join(trace), re.MULTILINE)
+    return next((show_line(file, line) for file, line in reversed(frames) if is_users_file(file)), "")
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a source file belongs neither to Python, nor to an installed package, nor to this one."""
+    others = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
+    return os.path.isfile(file) and "site-packages" not in file and not file.startswith(others)
+
+
+def show_line(file: str, line: int | str) -> str:
+    """A place in a file, which is named from here where it is below."""
+    here = os.path.join(os.getcwd(), "")
+    return f" ({file.removeprefix(here)}, line {line})"
 
 
 def counted(number: int, noun: str) -> str:

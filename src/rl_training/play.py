@@ -82,7 +82,7 @@ class FailuresNamed:
             from gymnasium.error import DependencyNotInstalled
 
             if not isinstance(error, DependencyNotInstalled):
-                raise EnvironmentFailure.raised(self.env_id, type(error).__name__, str(error)) from error
+                raise EnvironmentFailure.from_error(self.env_id, error) from error
 
 
 def _copied(value: Any) -> Any:
@@ -114,7 +114,7 @@ def closed_after(envs: Iterable[Any], env_id: str, warn: Callable[[str], None] |
         raise
     if (error := close_all(envs)) is None:
         return
-    failure = EnvironmentFailure.raised(env_id, type(error).__name__, str(error))
+    failure = EnvironmentFailure.from_error(env_id, error)
     if warn is None:
         raise failure from error
     warn(f"warning: when it was closed, {failure}")

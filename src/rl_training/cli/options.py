@@ -38,7 +38,7 @@ ConfigOption = Annotated[
     Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C", complete=complete_preset)
 ]
 PresetArgument = Annotated[
-    Text, typer.Argument(metavar="[PRESET]", help="The same as --config.", autocompletion=complete_preset)
+    Text, typer.Argument(metavar="PRESET", help="The same as --config.", autocompletion=complete_preset)
 ]
 AlgoOption = Annotated[
     Text,

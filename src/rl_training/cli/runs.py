@@ -36,7 +36,7 @@ class RunSummary:
 
 
 def list_runs(
-    folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="Where runs are.", show_default=True)] = "runs",
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where runs are.")] = "runs",
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
     found = find_runs(Path(folder))

@@ -15,6 +15,7 @@ import numpy as np
 from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
 from rl_training.envs.factory import EnvRecipe, make_env, register_on_demand
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
+from rl_training.envs.setup_problems import definition
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
 from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
@@ -117,7 +118,8 @@ class SyncEngine:
 
     def _failure(self, error: BaseException) -> EnvironmentFailure:
         self._broken = True
-        return EnvironmentFailure.raised(self.spaces.env_id, type(error).__name__, str(error))
+        place = definition(self.envs[0].env.unwrapped, "step") if self.envs else ""
+        return EnvironmentFailure.from_error(self.spaces.env_id, error, place)
 
     def _encode_all(self, starts: list[tuple[Any, dict[str, Any]]]) -> tuple[Array, Array | None]:
         rows, infos = zip(*starts, strict=True)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as gs
 from pydantic import Field
 
+from rl_training.envs.setup_problems import Problem, definition, find_problems
 from rl_training.envs.spaces import EnvSpaces, image_layout
-from rl_training.errors import UnknownKey, UserError, did_you_mean
+from rl_training.errors import UnknownKey, UserError, did_you_mean, user_line
 from rl_training.validation import StrictModel, validate
 
 Env = gym.Env[Any, Any]
@@ -226,7 +228,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
         raise UserError(
             f"env_id {recipe.env_id!r} is not registered with Gymnasium; "
             f"{hint if hint.startswith('did') else 'no registered name is near.'} "
-            "(an environment of your own: --import its module, or module:Class)"
+            "(your own environment: --env module:Class, or --import the module that registers it)"
         ) from None
     except (Exception, SystemExit) as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
@@ -333,6 +335,19 @@ def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> En
 
 def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
     """Make the environment once, look at it, and close it."""
+    return probe(recipe).spaces
+
+
+class Probe(NamedTuple):
+    """What a look at an environment shows: its spaces, what is known to fail, and where the user defines its `step`."""
+
+    spaces: EnvSpaces
+    problems: list[Problem]
+    step: str
+
+
+def probe(recipe: EnvRecipe) -> Probe:
+    """Make the environment once, look at it, and close it."""
     options = recipe.wrappers
     normalize = options.normalize_observation
     if options.pixels or options.atari or options.frame_stack > 1:
@@ -349,6 +364,8 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
             normalize_observations=_has_measurements(env.observation_space) if normalize == "auto" else normalize,
             normalize_rewards=options.normalize_reward,
         )
+        problems = list(find_problems(env, info))
+        reset, step = (definition(env.unwrapped, method) for method in ("reset", "step"))
     finally:
         with suppress(Exception, SystemExit):  # a run that closes it says so
             env.close()
@@ -359,10 +376,10 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
         )
     if isinstance(env.observation_space, gs.Box) and np.shape(observation) != env.observation_space.shape:
         raise UserError(
-            f"{recipe.env_id} gave an observation of shape {np.shape(observation)}; "
+            f"{recipe.env_id} gave an observation of shape {np.shape(observation)}{reset}; "
             f"its observation space says {env.observation_space.shape}."
         )
-    return spaces
+    return Probe(spaces, problems, step)
 
 
 def _has_measurements(space: gs.Space[Any]) -> bool:
@@ -375,8 +392,15 @@ def _has_measurements(space: gs.Space[Any]) -> bool:
 
 
 def _first_reset(env: Env, env_id: str) -> tuple[Any, dict[str, Any]]:
+    place = definition(env.unwrapped, "reset")
     try:
-        observation, info = env.reset(seed=0)
+        given = env.reset(seed=0)
     except (Exception, SystemExit) as error:
-        raise UserError(f"the environment {env_id} fails in reset: {_first_line(error)}.") from error
-    return observation, info or {}
+        if "unexpected keyword argument 'seed'" in str(error):
+            wanted = "write reset(self, *, seed=None, options=None)"
+            raise UserError(f"{env_id}: reset{place} takes no seed; {wanted}.") from error
+        line = user_line(traceback.format_exception(error))
+        raise UserError(f"the environment {env_id} fails in reset: {_first_line(error)}{line}.") from error
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise UserError(f"{env_id}: reset{place} returned only an observation; it must return (observation, info).")
+    return given[0], given[1] or {}

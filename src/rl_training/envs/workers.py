@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 from rl_training.envs.worker_process import receive, send
-from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.errors import EnvironmentFailure, UserError, user_line
 
 ENTRY = Path(__file__).with_name("worker_process.py")
 LOOK_EVERY = 0.5  # seconds between looks at the processes; the end of one is mostly seen at once, on its line
@@ -130,7 +130,8 @@ class WorkerPool(ABC):
             kind = UserError if error["kind"] == UserError.__name__ else EnvironmentFailure
             failure: Exception = kind(self._in_worker(index, error["message"]))
         else:
-            sentence = str(EnvironmentFailure.raised(self.name, error["kind"], error["message"]))
+            place = user_line(error["trace"])
+            sentence = str(EnvironmentFailure.raised(self.name, error["kind"], error["message"], place))
             failure = EnvironmentFailure(self._in_worker(index, sentence))
         failure.__cause__ = RuntimeError(error["trace"])
         return failure

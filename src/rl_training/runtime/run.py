@@ -23,6 +23,7 @@ from rl_training.errors import EnvironmentFailure, TrainingFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger, SilentLogger
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator
+from rl_training.runtime.interruption import Interruption, can_leave, can_save_after
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.progress import RecentSpeed, describe_workers
 from rl_training.runtime.ranks import resume_command
@@ -42,10 +43,6 @@ AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 class NotSaved(TrainingFailure):
     """A checkpoint could not be written."""
-
-
-class Interruption(KeyboardInterrupt):
-    """A signal ends an evaluation, or a turn that takes too long, at a place where nothing is left half done."""
 
 
 class Callback:
@@ -485,7 +482,7 @@ class Run:
             self.logger.message(f"warning: the environment {self.config.env_id} took too long to close")
         except Exception as error:
             if not isinstance(error, EnvironmentFailure):
-                error = EnvironmentFailure.raised(self.config.env_id, type(error).__name__, str(error))
+                error = EnvironmentFailure.from_error(self.config.env_id, error)
             self.logger.message(f"warning: when it was closed, {error}")
         finally:
             self._closing = False
@@ -591,25 +588,3 @@ class Run:
                 if isinstance(error, Exception) and hasattr(error, "add_note"):
                     error.add_note(note)
             raise
-
-
-def can_leave(frame: FrameType | None) -> bool:
-    """Whether an environment, its engine or an evaluation's own code runs: an exception there breaks no learner."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module in ("rl_training.envs.stepper", "rl_training.runtime.evaluation"):
-            return True
-        if module.startswith(("rl_training.runtime.", "rl_training.algorithms.")):
-            return False
-        frame = frame.f_back
-    return False
-
-
-def can_save_after(error: BaseException) -> bool:
-    """Whether buffers are whole: not where a failure (out of memory, for example) came out of their own code."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").startswith("rl_training.data."):
-            return False
-        trace = trace.tb_next
-    return not isinstance(error, TrainingFailure)

@@ -25,7 +25,7 @@ from rl_training.collect.worker import FIRST, WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.engines import choose_vectorization, is_cartpole, make_engine
-from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, probe_spaces, read_recipe
+from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, probe, read_recipe
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
@@ -96,7 +96,7 @@ def open_session(
     named = (*config.named, *(env or ())) if env is None or isinstance(env, tuple) else env
     recipe = read_recipe(config.env_id, config.env_kwargs, named)
     check_made_environment(config, recipe)
-    spaces = probe_spaces(recipe)
+    spaces, problems, _ = probe(recipe)
     spec.check_support(spaces)
     if restored is None:
         check_early_stopping(config, params)
@@ -137,7 +137,8 @@ def open_session(
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
-    notes = [SMALL_NETWORKS] if passes_over_gpu else []
+    notes = [f"warning: {problem.sentence()}" for problem in problems]
+    notes += [SMALL_NETWORKS] if passes_over_gpu else []
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
     if config.has_workers and config.worker_order == FIRST:

@@ -14,7 +14,7 @@ from gymnasium import spaces as gs
 
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
-from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
+from rl_training.envs.factory import EnvRecipe, episode_limit, make_env, probe
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
@@ -67,26 +67,31 @@ def check_environment(
     recipe: EnvRecipe, spaces: EnvSpaces, spec: AlgorithmSpec | None = None, seed: int = 0
 ) -> Iterator[Check]:
     """Every check of one environment, each as soon as it is done."""
-    yield from _guarded("observations", lambda: check_spaces(recipe, spaces, seed))
+    _, problems, step = probe(recipe)
+    for problem in problems:
+        yield Check(problem.name, WARN, problem.detail, f"{problem.fix[0].upper()}{problem.fix[1:]}.")
+    guarded = partial(_guarded, place=step)
+    yield from guarded("observations", lambda: check_spaces(recipe, spaces, seed))
     if spec is not None:
         yield check_support(spec, spaces)
     yield check_action_scaling(spaces)
-    yield from _guarded("truncation", lambda: check_truncation(recipe, spaces, seed))
-    yield from _guarded("episodes", lambda: check_episodes(recipe, spaces, seed, spec))
-    yield from _guarded("determinism", lambda: check_determinism(recipe, spaces, seed))
-    yield from _guarded("replay", lambda: check_replay(recipe, spaces, seed))
-    yield from _guarded("step cost", lambda: check_step_cost(recipe, spaces, seed))
+    yield from guarded("truncation", lambda: check_truncation(recipe, spaces, seed))
+    yield from guarded("episodes", lambda: check_episodes(recipe, spaces, seed, spec))
+    yield from guarded("determinism", lambda: check_determinism(recipe, spaces, seed))
+    yield from guarded("replay", lambda: check_replay(recipe, spaces, seed))
+    yield from guarded("step cost", lambda: check_step_cost(recipe, spaces, seed))
 
 
-def _guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterator[Check]:
+def _guarded(name: str, check: Callable[[], Check | Iterator[Check]], place: str = "") -> Iterator[Check]:
     try:
         found = check()
         yield from [found] if isinstance(found, Check) else found
     except (EnvironmentFailure, UserError) as error:
-        yield Check(name, FAIL, _without_advice(error), "Fix this first.")
+        yield Check(name, FAIL, _without_advice(error), f"Fix this first{place}.")
     except (Exception, SystemExit) as error:
         reason = (str(error).splitlines() or [""])[0]
-        yield Check(name, FAIL, f"the environment raised {type(error).__name__}: {reason}", "Fix what it raises first.")
+        what = f"the environment raised {type(error).__name__}: {reason}"
+        yield Check(name, FAIL, what, f"Fix what it raises first{place}.")
 
 
 def _without_advice(error: Exception) -> str:
@@ -264,6 +269,10 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
 
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     """What the algorithm needs in this environment: memory, and time for its budget."""
+    yield from _guarded("memory", lambda: _weigh(config))
+
+
+def _weigh(config: TrainConfig) -> Iterator[Check]:
     session = open_measured(config)
     with closing(session):
         weights = sum(tensor.numel() for tensor in session.algorithm.parameters())

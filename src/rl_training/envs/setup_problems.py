@@ -1,0 +1,105 @@
+"""Set-ups that run but fail in practice: what is found where an environment is looked at, and what to change."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces as gs
+
+from rl_training.envs.spaces import image_layout
+from rl_training.errors import is_users_file, show_line
+
+IMAGE_SIDE = 8  # pixels; a smaller array is rather a board or a table
+MOST_CHANNELS = 16
+RAW_SIDE = 160  # of an Atari screen as the emulator gives it
+MASK_METHODS = ("action_masks", "action_mask", "valid_action_mask", "get_action_mask", "legal_actions")
+PREPROCESSING = (
+    "--set env_kwargs.frameskip=1 --set 'env_kwargs.wrappers.atari={}', "
+    "in a file `env_kwargs: {frameskip: 1, wrappers: {atari: {}}}`"
+)
+
+
+class Problem(NamedTuple):
+    """What is wrong, and what to do about it."""
+
+    name: str
+    detail: str
+    fix: str
+
+    def sentence(self) -> str:
+        """For the start of a run."""
+        return f"{self.detail}; {self.fix}"
+
+
+def find_problems(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
+    """Everything that is known to fail, of an environment that was just reset."""
+    space = env.observation_space
+    if hasattr(env.unwrapped, "ale") and isinstance(space, gs.Box) and max(space.shape, default=0) >= RAW_SIDE:
+        detail = f"raw Atari frames {list(space.shape)} learn badly: they show no motion, and every frame is a step"
+        yield Problem("Atari frames", detail, f"use {PREPROCESSING}")
+    if is_float_image(space):
+        detail = f"the observation {list(space.shape or ())} of {space.dtype} looks like an image, but a vector is read"
+        fix = f"return uint8 from 0 to 255, with the space Box(0, 255, {space.shape}, np.uint8)"
+        yield Problem("float image", detail, fix)
+    for name, part in parts_of(space):
+        if is_float_image(part) or is_image(part):
+            size = int(np.prod(part.shape or ()))
+            detail = f"the image {name!r} {list(part.shape or ())} is flattened into a vector of {size:,} numbers"
+            yield Problem("image in a Dict", detail, "return the image alone, or features of it in its place")
+    yield from find_unread_masks(env, info)
+
+
+def find_unread_masks(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
+    """Masks that an environment offers in another way than the one that is read."""
+    keys = info if isinstance(info, Mapping) else {}
+    if "action_mask" in keys or isinstance(env.action_space, gs.Box):
+        return
+    fix = "put the mask into info['action_mask'] of what reset and step return"
+    for key in MASK_METHODS:
+        if key in keys:
+            yield Problem("action masks", f"info[{key!r}] is not read as a mask", fix)
+            return
+    layer: Any = env
+    while layer is not None:
+        for name in MASK_METHODS:
+            if callable(getattr(type(layer), name, None)):
+                detail = f"{type(layer).__name__}.{name}(){definition(layer, name)} is not read"
+                yield Problem("action masks", detail, fix)
+                return
+        layer = layer.env if isinstance(layer, gym.Wrapper) else None
+
+
+def parts_of(space: gs.Space[Any], name: str = "") -> Iterator[tuple[str, gs.Space[Any]]]:
+    """The spaces inside a Dict or Tuple, by the names that lead to them."""
+    inner: Any = space.spaces.items() if isinstance(space, gs.Dict) else ()
+    inner = enumerate(space.spaces) if isinstance(space, gs.Tuple) else inner
+    for key, part in inner:
+        path = f"{name}.{key}" if name else str(key)
+        if isinstance(part, (gs.Dict, gs.Tuple)):
+            yield from parts_of(part, path)
+        else:
+            yield path, part
+
+
+def is_image(space: gs.Space[Any]) -> bool:
+    """Whether a convolution would read it, and it is not small."""
+    return image_layout(space) is not None and sorted(space.shape or ())[-2] >= IMAGE_SIDE
+
+
+def is_float_image(space: gs.Space[Any]) -> bool:
+    """Whether it would be an image if it were uint8: height, width and a few channels."""
+    if not isinstance(space, gs.Box) or space.dtype in (np.uint8, np.bool_) or len(space.shape) != 3:
+        return False
+    first, middle, last = space.shape
+    sides = (first, middle) if last <= MOST_CHANNELS else (middle, last) if first <= MOST_CHANNELS else (0,)
+    return min(sides) >= IMAGE_SIDE
+
+
+def definition(env: Any, method: str) -> str:
+    """Such as ` (my_envs.py, line 12)`: where the user's own class defines a method; empty where it is not theirs."""
+    code = getattr(inspect.unwrap(getattr(type(env), method, len)), "__code__", None)
+    return show_line(code.co_filename, code.co_firstlineno) if code and is_users_file(code.co_filename) else ""
