@@ -171,6 +171,14 @@ def test_other_spaces_are_refused_in_one_sentence(tmp_path: Path) -> None:
         A2C.load(path, env="CartPole-v1")
 
 
+def test_a_resume_that_moves_stays_where_it_went(tmp_path: Path) -> None:
+    managed = make(tmp_path)
+    managed.learn()
+    moved = managed.resume(changes={"env_id": "env_zoo:ReusesItsArray"}, total_timesteps=96)
+    assert managed.config.env_id == "env_zoo:ReusesItsArray"
+    assert managed.learn(16).run_dir == moved.run_dir
+
+
 def test_an_environment_of_the_same_name_is_the_same(tmp_path: Path) -> None:
     managed = make(tmp_path)
     first = managed.learn(48)

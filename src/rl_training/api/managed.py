@@ -98,6 +98,7 @@ class ManagedAlgorithm:
         self._checkpoint: Path | None = None
         self._policy: TrainedPolicy | None = None
         self._step = 0
+        self._moves_to: str | None = None  # another environment than that of the checkpoint
 
     def learn(
         self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | Callback | None = None,
@@ -130,8 +131,8 @@ class ManagedAlgorithm:
         """Go on from the newest checkpoint; arguments as `resume_training` takes them, e.g. `total_timesteps`."""
         path = self._path("resume")
         wanted = dict(changes.pop("changes", None) or {})
-        if self._loaded().config.env_id != self._asked.env_id:
-            wanted.setdefault("env_id", self._asked.env_id)
+        if self._moves_to is not None:
+            wanted.setdefault("env_id", self._moves_to)
         functions = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
         wanted["algo_kwargs"] = {**functions, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
         return self._adopt(resume_training(path, env=self.env, changes=wanted, **changes))
@@ -185,19 +186,20 @@ class ManagedAlgorithm:
         if config.algo != cls.algo:
             raise UserError(f"algo is {config.algo!r}; {cls.__name__} needs {cls.algo!r}.")
         name = config.env_id if env is None or isinstance(env, tuple) else name_env(env)
-        if config.env_id not in (name, NAMELESS):
+        moves = config.env_id not in (name, NAMELESS)
+        if moves:
             config = config.model_copy(update=move_config(config, name))
         if env is not None:
             check_same_spaces(policy.spaces, probe_spaces(read_recipe(config.env_id, config.env_kwargs, env)))
         config = config.model_copy(update={"env_kwargs": fill_defaults(config.env_kwargs, UNSAID["env_kwargs"])})
         managed = cls.__new__(cls)
         managed._begin(config, env)
-        managed._checkpoint, managed._policy = Path(path), policy
+        managed._checkpoint, managed._policy, managed._moves_to = Path(path), policy, name if moves else None
         managed._step = validate(RunState, tree["run"], f"{path}, run").step
         return managed
 
     def _adopt(self, result: TrainResult) -> TrainResult:
-        self._checkpoint, self._policy = result.checkpoint_path, result.policy
+        self._checkpoint, self._policy, self._moves_to = result.checkpoint_path, result.policy, None
         self.config, self._step = result.policy.config, result.metrics["global_step"]
         return result
 

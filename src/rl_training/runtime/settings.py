@@ -47,7 +47,7 @@ def read_config(
     if isinstance(env, MadeEnvironment):
         data.setdefault("num_envs", 1)
     data = with_defaults(data)
-    read = validate(TrainConfig, data, str(config) if names == () else "config")
+    read = validate(TrainConfig, data, str(config) if isinstance(config, str | Path) else "config")
     says = names is None or isinstance(env, str) or "env_id" in settings
     return read.naming(*(names or ()), *([read.env_id] if says else []))
 
