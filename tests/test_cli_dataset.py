@@ -176,7 +176,7 @@ def test_wrapped_environments_are_named_with_their_wrappers(tmp_path: Path) -> N
     result = train(config, console=False)
     dataset = record_policy(result.checkpoint_path, 15)
     assert dataset.obs.shape == (15, 2, 4)
-    assert dataset.metadata["env_kwargs"] == limits
+    assert dataset.metadata["env_kwargs"] == config.env_kwargs
     assert dataset.episode_lengths.tolist() == [7, 7, 1]
     dataset.save_npz("stacked.npz")
     succeed("check", "--path", "stacked.npz", "--env", "CartPole-v1")
