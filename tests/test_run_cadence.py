@@ -421,7 +421,7 @@ def test_a_bad_weight_at_the_very_end_is_not_saved(tmp_path: Path, monkeypatch: 
 def test_a_run_leaves_config_manifest_metrics_events_and_checkpoints(tmp_path: Path) -> None:
     result = train(tiny("ppo", tmp_path, tags=["a"], benchmark={"note": 1}), console=False)
     names = {path.name.split(".tfevents")[0] for path in result.run_dir.iterdir()}
-    assert names == {"config.yaml", "manifest.json", "metrics.jsonl", "events.out", "checkpoints"}
+    assert names == {"config.yaml", "manifest.json", "metrics.jsonl", "events.out", "checkpoints", "end.json"}
     manifest = json.loads((result.run_dir / "manifest.json").read_text())
     assert {"rl_training", "torch", "gymnasium", "numpy", "python", "platform", "git", "command"} <= set(manifest)
     assert manifest["seed"] == 3

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from resume_cases import SPECS, take_steps, tiny
 from rl_training.errors import UserError
-from rl_training.runtime.params import change_params, is_number
+from rl_training.runtime.params import change_params, parameter_names
 from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.spec import get_algorithm_spec
@@ -39,7 +39,8 @@ SETTING: dict[str, dict[str, Any]] = {
 
 
 def floats_of(algo: str) -> list[str]:
-    return [name for name, info in SPECS[algo].params.model_fields.items() if is_number(info.annotation)]
+    known = parameter_names(SPECS[algo].params)
+    return [name for name in known if f"{name}_schedule" in known]
 
 
 def other_value(algo: str, name: str) -> float:

@@ -198,7 +198,7 @@ def test_best_and_default_meet_on_fresh_seeds_and_the_best_is_a_preset(tmp_path:
     best = load_config(path)
     assert best.algo_kwargs["learning_rate"] == opened.best_values()["learning_rate"]
     assert best.output_dir == config.output_dir  # not the study's
-    assert "eval_interval" not in parse_yaml(text)["algo_kwargs"]
+    assert parse_yaml(text)["algo_kwargs"]["eval_interval"] == 0  # the config's own, not that of the trials
 
 
 @pytest.mark.parametrize(
