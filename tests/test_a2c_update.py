@@ -101,7 +101,7 @@ def test_rows_that_are_not_valid_are_left_out() -> None:
     torch.testing.assert_close(*steps)
 
 
-def test_advantages_are_normalised_only_on_request() -> None:
+def test_advantages_are_normalized_only_on_request() -> None:
     def step(normalize: bool, scale: float) -> torch.Tensor:
         policy = make_policy()
         rows = flat_rows(make_rollout(policy))

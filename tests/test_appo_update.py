@@ -131,7 +131,7 @@ def test_minibatches_are_whole_trajectories(rows: int | None, sizes: list[int]) 
             assert torch.equal(torch.cat([minibatch[name] for minibatch in epoch], 1), rollout[name][:, found])
 
 
-def test_advantages_are_normalised_over_one_trajectory_too() -> None:
+def test_advantages_are_normalized_over_one_trajectory_too() -> None:
     """The step does not depend on the scale of the rewards, however many trajectories a minibatch has."""
 
     def step(scale: float, envs: int) -> Tensor:

@@ -93,7 +93,7 @@ def test_training_returns_stand_in_where_evaluations_are_too_few(tmp_path: Path)
     assert "return of training episodes" in compare(str(tmp_path))
 
 
-def test_environments_are_not_mixed_unless_normalised(tmp_path: Path) -> None:
+def test_environments_are_not_mixed_unless_normalized(tmp_path: Path) -> None:
     for algo, share in (("ppo", 1.0), ("a2c", 0.5)):
         write_group(tmp_path, [500 * share + i for i in range(5)], algo=algo)
         write_group(tmp_path, [-1000 + 900 * share + i for i in range(5)], algo=algo, env_id="Pendulum-v1")

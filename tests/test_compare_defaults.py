@@ -44,7 +44,7 @@ def test_every_job_of_every_round_has_a_valid_config():
     assert {job.label for job in jobs if half[job.env] == "report"} == {"default"}  # nothing is chosen there
 
 
-def test_vectors_are_normalised_and_images_are_not():
+def test_vectors_are_normalized_and_images_are_not():
     image = replace(JOB, env="MinAtar/Breakout-v1")
     assert defaults.our_config(SETTINGS, image).env_kwargs["wrappers"] == {"normalize_reward": True}
     wrappers = defaults.our_config(SETTINGS, JOB).env_kwargs["wrappers"]
@@ -75,7 +75,7 @@ def test_the_records_of_the_candidates_are_those_of_their_settings():
     assert not defaults.due_jobs(SETTINGS, ["tune_rollout"], defaults.read_records(defaults.RECORDS))
 
 
-def test_the_normalised_mean_weighs_environments_equally():
+def test_the_normalized_mean_weighs_environments_equally():
     runs = {JOB: 500.0, replace(JOB, seed=1): 500.0, replace(JOB, env="LunarLander-v3"): -180.0}
     records = [record_of(job, final=final) for job, final in runs.items()]
     row = next(line for line in defaults.render_table(SETTINGS, records, "tune").splitlines() if "ppo" in line)

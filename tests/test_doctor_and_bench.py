@@ -93,7 +93,7 @@ def test_a_fault_is_found_and_its_fix_named(faults: dict[str, Any], name: str, f
     assert fix in found[name].fix
 
 
-def test_reward_normalisation_is_recommended_only_where_the_algorithm_has_it() -> None:
+def test_reward_normalization_is_recommended_only_where_the_algorithm_has_it() -> None:
     assert "normalize_reward=true" in check(get_algorithm_spec("ppo"), size=500.0)["episodes"].fix
     fix = check(get_algorithm_spec("dqn"), size=500.0)["episodes"].fix
     assert "normalize_reward" not in fix

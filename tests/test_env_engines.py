@@ -447,11 +447,11 @@ def test_what_no_observation_shows_is_named_too(name: str, what: str, vectorizat
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_gymnasiums_reward_normalisation_is_told_wherever_the_stop_falls(steps: int) -> None:
+def test_gymnasiums_reward_normalization_is_told_wherever_the_stop_falls(steps: int) -> None:
     def maker(**_: Any) -> gym.Env[Any, Any]:
         return gym.wrappers.NormalizeReward(env_zoo.AlwaysTruncates())
 
-    recipe = read_recipe("normalised", {}, maker)
+    recipe = read_recipe("normalized", {}, maker)
     spaces = probe_spaces(recipe)
     one, other = (Stepper(make_engine(recipe, spaces, 1, 0, "sync"), spaces, 1) for _ in range(2))
     one.start()

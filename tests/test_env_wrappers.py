@@ -257,11 +257,11 @@ def test_rewards_are_clipped_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("algo", SPECS)
-def test_rewards_are_normalised_or_it_is_refused(tmp_path: Path, algo: str) -> None:
+def test_rewards_are_normalized_or_it_is_refused(tmp_path: Path, algo: str) -> None:
     spec, env_kwargs = SPECS[algo], {"wrappers": {"normalize_reward": True}}
     config = tiny(algo, tmp_path, env_kwargs=env_kwargs)
     if not spec.normalizes_rewards:
-        with pytest.raises(UserError, match=f"^{algo} does not normalise rewards; take normalize_reward out of"):
+        with pytest.raises(UserError, match=f"^{algo} does not normalize rewards; take normalize_reward out of"):
             train(config, console=False)
         assert list(tmp_path.iterdir()) == []
     spaces = probe_spaces(read_recipe(env_of(spec), env_kwargs))
@@ -278,7 +278,7 @@ def test_a_policy_that_was_trained_while_it_was_ignored_still_predicts(tmp_path:
     path = edit_checkpoint(trained.checkpoint_path, tmp_path / "earlier.ckpt", ignore)
     obs = [0.1, 0.2, 0.3]
     np.testing.assert_array_equal(predict_checkpoint(path, obs), trained.policy.predict(obs))
-    with pytest.raises(UserError, match=r"^sac does not normalise rewards"):
+    with pytest.raises(UserError, match=r"^sac does not normalize rewards"):
         resume_training(path, console=False)
     changes = {"env_kwargs": {}, "total_timesteps": 160}
     resumed = resume_training(path, output_dir=tmp_path, changes=changes, force=True, console=False)
@@ -290,7 +290,7 @@ def test_a_policy_that_was_trained_while_it_was_ignored_still_predicts(tmp_path:
     [("CartPole-v1", True), ("MountainCarContinuous-v0", True), ("FrozenLake-v1", False), ("env_zoo:ImagePlane", False),
      ("env_zoo:Shares", False), ("env_zoo:DictObservation", True)],
 )  # fmt: skip
-def test_auto_normalises_vectors_of_measurements(env_id: str, normalizes: bool) -> None:
+def test_auto_normalizes_vectors_of_measurements(env_id: str, normalizes: bool) -> None:
     session = open_session(config(env_id, env_kwargs={"wrappers": {"normalize_observation": "auto"}}))
     session.close()
     assert session.spaces.normalize_observations is normalizes
@@ -298,7 +298,7 @@ def test_auto_normalises_vectors_of_measurements(env_id: str, normalizes: bool) 
 
 
 @pytest.mark.parametrize("algo", ["a2c", "ppo"])
-def test_normalisation_is_part_of_the_algorithm(algo: str) -> None:
+def test_normalization_is_part_of_the_algorithm(algo: str) -> None:
     wrappers = {"normalize_observation": True, "normalize_reward": True}
     env_kwargs, algo_kwargs = {"wrappers": wrappers}, {"num_steps": 8}
     session = open_session(config("CartPole-v1", algo=algo, env_kwargs=env_kwargs, algo_kwargs=algo_kwargs))

@@ -26,6 +26,10 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return importlib.import_module(request.param)
 
 
-@pytest.mark.parametrize(("example", "budget"), SMALL.items(), ids=SMALL, indirect=["example"])
+SLOW = {"offline_to_online": pytest.mark.slow}  # twenty updates of ten critics per step
+CASES = [pytest.param(name, budget, id=name, marks=SLOW.get(name, ())) for name, budget in SMALL.items()]
+
+
+@pytest.mark.parametrize(("example", "budget"), CASES, indirect=["example"])
 def test_an_example_runs(example: Any, budget: dict[str, int]) -> None:
     assert example.main(**budget) is not None

@@ -226,7 +226,7 @@ def test_it_reads_images_through_the_encoder() -> None:
     assert penalize_gradient(discriminator.logits(*between), between).shape == (2,)
 
 
-def test_inputs_are_normalised_by_what_both_sides_saw() -> None:
+def test_inputs_are_normalized_by_what_both_sides_saw() -> None:
     gail, batch = make_gail(), make_batch()
     gail.discriminator.observation_input = ObservationInput(normalize_size=OBS_DIM)
     gail.update(batch)

@@ -104,7 +104,7 @@ def test_a_ratio_beyond_the_clip_moves_only_back(sign: float, moves: bool) -> No
     ("size", "sizes"), [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21])], ids=str
 )
 def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) -> None:
-    """But one row left over, which could not be normalised, waits for the next shuffle."""
+    """But one row left over, which could not be normalized, waits for the next shuffle."""
     policy = make_policy()
     rows = flat_rows(make_rollout(policy))
     learner = PPO(policy=policy, learning_rate=1e-4, update_epochs=3, minibatch_size=size)
@@ -123,7 +123,7 @@ def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) ->
     assert orders[0] != orders[1]
 
 
-def test_advantages_are_normalised_in_each_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advantages_are_normalized_in_each_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
 
     def spy(batch: Any, *coefficients: float) -> dict[str, Tensor]:

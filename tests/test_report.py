@@ -226,7 +226,7 @@ def test_plot_writes_svg_and_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert tree.tag == "{http://www.w3.org/2000/svg}svg"
     assert "a2c goes from 0 to 20; ppo goes from 0 to 20." in drawing
     assert drawing.count('class="band') == 2
-    assert "prefers-color-scheme:dark" in drawing  # it brings its own colours
+    assert "prefers-color-scheme:dark" in drawing  # it brings its own colors
     run_command("plot", "runs", "--output", "curves.png")
     assert Path("curves.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

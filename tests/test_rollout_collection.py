@@ -110,10 +110,10 @@ def test_stored_logprobs_and_values_are_the_policys(env_id: str, activation: str
 # ---- reset rows ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
 @pytest.mark.parametrize("algo", ROLLOUT_NAMES)
 def test_what_stands_in_a_reset_row_changes_nothing(algo: str, normalize: bool) -> None:
-    """Garbage in every row that is not valid: the same parameters, normalisers and moments, bit for bit."""
+    """Garbage in every row that is not valid: the same parameters, normalizers and moments, bit for bit."""
     wrappers = {"normalize_observation": True, "normalize_reward": True} if normalize else {}
     env_kwargs = {"max_episode_steps": 7, "wrappers": wrappers}
     states = []

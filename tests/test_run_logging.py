@@ -42,7 +42,7 @@ class Terminal(io.StringIO):
 
 
 def plain(text: str) -> str:
-    """What a terminal shows of it, a line per redraw: without colours and cursor movements."""
+    """What a terminal shows of it, a line per redraw: without colors and cursor movements."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 

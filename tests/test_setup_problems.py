@@ -197,7 +197,8 @@ def test_a_policy_of_a_callable_is_evaluated_and_resumed_from_the_command_line()
     write()
     import mine  # type: ignore[import-not-found]
 
-    trained = train({"algo": "ppo", "total_timesteps": 64, "algo_kwargs": {"num_steps": 32}}, env=lambda: mine.Mine())
+    config = {"algo": "ppo", "total_timesteps": 64, "num_envs": 1, "algo_kwargs": {"num_steps": 32}}
+    trained = train(config, env=lambda: mine.Mine())
     path = str(trained.checkpoint_path)
     for words in (["eval", "--num-episodes", "2"], ["resume", "--total-timesteps", "96"]):
         result = CliRunner().invoke(app, [words[0], "--checkpoint", path, *words[1:], "--env", "mine:Mine"])

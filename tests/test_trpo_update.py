@@ -44,7 +44,7 @@ def actor_weights(policy: MLPActorCritic) -> Tensor:
 
 
 def surrogate_of(policy: MLPActorCritic, rows: dict[str, Tensor]) -> Tensor:
-    """Mean ratio times normalised advantage."""
+    """Mean ratio times normalized advantage."""
     advantages = rows["advantages"]
     advantages = (advantages - advantages.mean()) / advantages.std()
     logprobs = policy.evaluate_actions(rows["obs"], rows["actions"]).logprobs
