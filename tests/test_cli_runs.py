@@ -60,6 +60,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ---- side by side ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side_give_what_they_give_in_turn() -> None:
     for jobs in ("1", "2"):
         result = invoke("train", *TINY, "--seeds", "3,4", "--jobs", jobs, "--output-dir", f"out{jobs}",

@@ -26,7 +26,7 @@ def example(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return importlib.import_module(request.param)
 
 
-SLOW = {"offline_to_online": pytest.mark.slow}  # twenty updates of ten critics per step
+SLOW = dict.fromkeys(("offline_to_online", "deployment", "workers"), pytest.mark.slow)
 CASES = [pytest.param(name, budget, id=name, marks=SLOW.get(name, ())) for name, budget in SMALL.items()]
 
 

@@ -34,8 +34,11 @@ def trained(config: Any, env: Any = None) -> TrainResult:
 
 @pytest.mark.parametrize(
     ("algo", "action", "observation"),
-    [("ppo", "multi_binary", "image"), ("sac", "continuous", "vector"), ("fqf", "discrete", "vector")],
-)
+    [
+        pytest.param("ppo", "multi_binary", "image", marks=SLOW), ("sac", "continuous", "vector"),
+        ("fqf", "discrete", "vector"),
+    ],
+)  # fmt: skip
 def test_the_program_takes_any_number_of_rows(algo: str, action: str, observation: str, tmp_path: Path) -> None:
     checkpoint = trained(kind_config(algo, tmp_path, action, observation)).checkpoint_path
     made, policy = export_policy(checkpoint, "torch"), load_policy(checkpoint)

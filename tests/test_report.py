@@ -291,6 +291,7 @@ def test_a_legend_stays_inside_the_chart() -> None:
 # ---- in a browser --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_browser_draws_it(tmp_path: Path) -> None:
     """Charts have a size, nothing is asked of the network or wider than the screen, and the console is silent."""
     browsers = pytest.importorskip("playwright.sync_api")

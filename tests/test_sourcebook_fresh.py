@@ -121,6 +121,7 @@ def test_links_of_the_pages_lead_to_files(rendered: dict[Path, str]) -> None:
     assert not missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", CONTRACT)
 def test_metrics_to_watch_are_logged(algo: str) -> None:
     session = open_session(tiny(algo, Path("unused"), threads=1))

@@ -94,7 +94,11 @@ def test_a_truncated_episode_is_worth_its_future(spec: AlgorithmSpec, tmp_path: 
     assert value_after_training(spec, "AlwaysTruncates", tmp_path) == pytest.approx(WORTH, rel=0.15)
 
 
-@pytest.mark.parametrize("spec", CASES, ids=lambda spec: spec.name)
+LONG = {"fqf": pytest.mark.slow}
+BRIEF = [pytest.param(spec, id=spec.name, marks=LONG.get(spec.name, ())) for spec in CASES]
+
+
+@pytest.mark.parametrize("spec", BRIEF)
 def test_a_terminated_episode_is_not(spec: AlgorithmSpec, tmp_path: Path) -> None:
     value = value_after_training(spec, "AlwaysTerminates", tmp_path)
     monte_carlo = float(np.mean([1, 1.9, 2.71, 3.439, 4.0951]))  # of the five places, which look the same
