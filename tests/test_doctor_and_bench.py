@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_training.cli.main import app
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.factory import probe, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
@@ -66,7 +66,7 @@ def _short_timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 
 def check(spec: AlgorithmSpec | None = None, **faults: Any) -> dict[str, doctor.Check]:
     recipe = read_recipe("walk", {}, lambda **_: Walk(**faults))
-    return {found.name: found for found in doctor.check_environment(recipe, probe_spaces(recipe), spec)}
+    return {found.name: found for found in doctor.check_environment(recipe, probe(recipe), spec)}
 
 
 def test_a_sound_environment_passes_every_check() -> None:
@@ -145,7 +145,7 @@ def test_a_raising_environment_fails_the_check_and_not_the_command() -> None:
             raise RuntimeError("no")
 
     recipe = read_recipe("raising", {}, lambda **_: Raising())
-    found = list(doctor.check_environment(recipe, probe_spaces(recipe)))
+    found = list(doctor.check_environment(recipe, probe(recipe)))
     assert {"fail"} <= {one.status for one in found}
     assert any("RuntimeError: no" in one.detail for one in found)
 
@@ -181,7 +181,7 @@ def test_equal_nans_are_no_randomness() -> None:
             return obs, float("nan"), ended, cut, info
 
     recipe = read_recipe("broken", {}, lambda **_: Broken())
-    found = {one.name: one for one in doctor.check_environment(recipe, probe_spaces(recipe))}
+    found = {one.name: one for one in doctor.check_environment(recipe, probe(recipe))}
     assert found["determinism"].status == "ok"
     assert found["observations"].status == "fail"
 

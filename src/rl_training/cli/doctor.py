@@ -84,7 +84,7 @@ def _describe_package(name: str, extra: str, use: str) -> str:
 
 def _check_environment(console: Console, env: str, algo: str | None, settings: list[str], budget: str | None) -> None:
     from rl_training.cli.overrides import apply_settings, build_config
-    from rl_training.envs.factory import probe_spaces, read_recipe
+    from rl_training.envs.factory import probe, read_recipe
     from rl_training.runtime.spec import get_algorithm_spec
     from rl_training.tools import doctor as checks
 
@@ -99,11 +99,11 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
         recipe = read_recipe(config.env_id, config.env_kwargs, config.named)
     limit = checks.PROCESS_SECONDS if config is None else config.worker_timeout
     lives = checks.check_process(recipe, timeout=limit)
-    spaces = probe_spaces(recipe) if lives.status != "fail" else None  # which would not come back
+    looked = probe(recipe) if lives.status != "fail" else None  # which would not come back
     console.print(f"[bold]{env}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
     found = [_show(console, lives)]
-    if spaces is not None:
-        found += [_show(console, check) for check in checks.check_environment(recipe, spaces, spec)]
+    if looked is not None:
+        found += [_show(console, check) for check in checks.check_environment(recipe, looked, spec)]
     if config is not None and not any(check.status == "fail" for check in found):
         found += [_show(console, check) for check in checks.check_algorithm(config)]
     if not any(check.status == "fail" for check in found):

@@ -16,7 +16,7 @@ from rich.table import Table
 from rl_training.cli.screen import make_console
 from rl_training.errors import UserError
 
-COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
+COLORS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -51,7 +51,7 @@ def list_runs(
     for run in found:
         steps = f"{run.steps:,}" if run.steps >= run.budget else f"{run.steps:,} ({run.steps / run.budget:.0%})"
         numbers = ["-" if value is None else f"{value:.1f}" for value in (run.last, run.best)]
-        state = f"[{COLOURS[run.state]}]{run.state}[/]"
+        state = f"[{COLORS[run.state]}]{run.state}[/]"
         table.add_row(escape(run.name), state, run.algo, escape(run.env), steps, *numbers, format_age(run.changed))
     make_console().print(table)
 

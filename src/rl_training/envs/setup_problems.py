@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as gs
 
-from rl_training.envs.spaces import image_layout
+from rl_training.envs.spaces import image_layout, leaf_spaces
 from rl_training.errors import is_users_file, show_line
 
 IMAGE_SIDE = 8  # pixels; a smaller array is rather a board or a table
@@ -45,8 +45,8 @@ def find_problems(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
         detail = f"the observation {list(space.shape or ())} of {space.dtype} looks like an image, but a vector is read"
         fix = f"return uint8 from 0 to 255, with the space Box(0, 255, {space.shape}, np.uint8)"
         yield Problem("float image", detail, fix)
-    for name, part in parts_of(space):
-        if is_float_image(part) or is_image(part):
+    for name, part in leaf_spaces(space):
+        if name and (is_float_image(part) or is_image(part)):
             size = int(np.prod(part.shape or ()))
             detail = f"the image {name!r} {list(part.shape or ())} is flattened into a vector of {size:,} numbers"
             yield Problem("image in a Dict", detail, "return the image alone, or features of it in its place")
@@ -71,18 +71,6 @@ def find_unread_masks(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
                 yield Problem("action masks", detail, fix)
                 return
         layer = layer.env if isinstance(layer, gym.Wrapper) else None
-
-
-def parts_of(space: gs.Space[Any], name: str = "") -> Iterator[tuple[str, gs.Space[Any]]]:
-    """The spaces inside a Dict or Tuple, by the names that lead to them."""
-    inner: Any = space.spaces.items() if isinstance(space, gs.Dict) else ()
-    inner = enumerate(space.spaces) if isinstance(space, gs.Tuple) else inner
-    for key, part in inner:
-        path = f"{name}.{key}" if name else str(key)
-        if isinstance(part, (gs.Dict, gs.Tuple)):
-            yield from parts_of(part, path)
-        else:
-            yield path, part
 
 
 def is_image(space: gs.Space[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -308,6 +308,16 @@ def read_element(space: gs.Space[Any], value: Any, env_id: str, where: str = "ob
     if not exact.all() or (not isinstance(space, gs.Box) and not space.contains(element)):
         raise UserError(f"{where} is not in the observation space {in_words(space)} of {env_id}.")
     return element[()]
+
+
+def leaf_spaces(space: gs.Space[Any], name: str = "") -> Iterator[tuple[str, gs.Space[Any]]]:
+    """The spaces inside a Dict or Tuple, at any depth, each with the names that lead to it; any other space itself."""
+    if isinstance(space, (gs.Dict, gs.Tuple)):
+        parts = space.spaces.items() if isinstance(space, gs.Dict) else enumerate(space.spaces)
+        for key, part in parts:
+            yield from leaf_spaces(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, space
 
 
 def image_layout(space: gs.Space[Any]) -> str | None:

@@ -14,7 +14,7 @@ from gymnasium import spaces as gs
 
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
-from rl_training.envs.factory import EnvRecipe, episode_limit, make_env, probe
+from rl_training.envs.factory import EnvRecipe, Probe, episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
@@ -64,10 +64,10 @@ def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SEC
 
 
 def check_environment(
-    recipe: EnvRecipe, spaces: EnvSpaces, spec: AlgorithmSpec | None = None, seed: int = 0
+    recipe: EnvRecipe, found: Probe, spec: AlgorithmSpec | None = None, seed: int = 0
 ) -> Iterator[Check]:
-    """Every check of one environment, each as soon as it is done."""
-    _, problems, step = probe(recipe)
+    """Every check of one environment, each as soon as it is done; `found` is what a first look showed."""
+    spaces, problems, step = found
     for problem in problems:
         yield Check(problem.name, WARN, problem.detail, f"{problem.fix[0].upper()}{problem.fix[1:]}.")
     guarded = partial(_guarded, place=step)

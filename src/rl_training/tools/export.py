@@ -25,7 +25,7 @@ from gymnasium import spaces as gs
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import EnvSpaces, leaf_spaces
 from rl_training.errors import TrainingFailure, UserError
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
 from rl_training.runtime.workflows import TrainedPolicy
@@ -33,6 +33,7 @@ from rl_training.runtime.workflows import TrainedPolicy
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 OPSET = 18
+OBS = "obs"  # the input of an observation, and the first name of its parts
 CHECKED = 1000  # observations that exported and own policy are compared on
 STEPS = 20  # of an episode that a policy with memory plays for it
 TOLERANCE = 1e-4  # of an action, relative to the larger of 1 and its own size
@@ -56,7 +57,7 @@ class ExportedPolicy(nn.Module):
             raise UserError(f"{policy.config.algo} has a memory of several parts; only one tensor can be exported.")
         self.state_size = None if carry is None else carry.shape[1:]
         self.structure = name_parts(spaces.observation_space)
-        self.input_names = [name for name, _ in parts_of(self.structure, spaces.observation_space)]
+        self.input_names = [name for name, _ in leaf_spaces(spaces.observation_space, OBS)]
         self.input_names += ["action_mask"] if spaces.has_action_mask else []
         self.input_names += [] if self.state_size is None else ["state"]
         self.output_names = ["action"] if self.state_size is None else ["action", "next_state"]
@@ -85,7 +86,7 @@ class ExportedPolicy(nn.Module):
             if spaces.image_layout == "channels_last":
                 return image.permute(0, 3, 1, 2)
             return image.unsqueeze(1) if spaces.image_layout == "plane" else image
-        listed = parts_of(self.structure, spaces.observation_space)
+        listed = leaf_spaces(spaces.observation_space, OBS)
         return torch.cat([flatten(space, part) for (_, space), part in zip(listed, parts, strict=True)], -1)
 
     def scale(self, actions: Tensor) -> Tensor:
@@ -102,25 +103,13 @@ class ExportedPolicy(nn.Module):
         return (actions.reshape(-1, *shape) + start).to(dtype)
 
 
-def name_parts(space: gs.Space[Any], name: str = "obs") -> Any:
+def name_parts(space: gs.Space[Any], name: str = OBS) -> Any:
     """The names of the inputs, arranged as the parts of an observation are: mappings and lists of names, or a name."""
     if isinstance(space, gs.Dict):
         return {str(key): name_parts(part, f"{name}.{key}") for key, part in space.spaces.items()}
     if isinstance(space, gs.Tuple):
         return [name_parts(part, f"{name}.{index}") for index, part in enumerate(space.spaces)]
     return name
-
-
-def parts_of(structure: Any, space: gs.Space[Any]) -> Iterator[tuple[str, gs.Space[Any]]]:
-    """(input, space) for each part that has no parts."""
-    if isinstance(structure, str):
-        yield structure, space
-        return
-    assert isinstance(space, (gs.Dict, gs.Tuple))
-    inner = space.spaces.values() if isinstance(space, gs.Dict) else space.spaces
-    names = structure.values() if isinstance(structure, dict) else structure
-    for part, below in zip(names, inner, strict=True):
-        yield from parts_of(part, below)
 
 
 def flatten(space: gs.Space[Any], part: Tensor) -> Tensor:
@@ -227,7 +216,7 @@ def describe_shapes(module: ExportedPolicy, spaces: EnvSpaces) -> dict[str, Any]
 def example_inputs(module: ExportedPolicy, count: int, rng: np.random.Generator) -> dict[str, Array]:
     """Random observations and masks and an empty memory, by the names of the inputs."""
     spaces = module.spaces
-    listed = parts_of(module.structure, spaces.observation_space)
+    listed = leaf_spaces(spaces.observation_space, OBS)
     inputs = {name: draw(space, count, rng) for name, space in listed}
     if spaces.has_action_mask:
         inputs["action_mask"] = draw_masks(spaces, count, rng)
