@@ -85,13 +85,13 @@ Case = tuple[EnvSpaces, Callable[[EnvSpaces, Any], dict[str, Tensor]], dict[str,
 ON_POLICY: dict[str, Any] = {"hidden_sizes": (64, 64)}
 EPOCHS: dict[str, Any] = ON_POLICY | {"update_epochs": 4, "minibatch_size": 256}
 CASES: dict[str, Case] = {
-    **{name: (CHEETAH, replay, WIDE) for name in ("sac", "td3", "ddpg", "d4pg", "naf")},
+    **dict.fromkeys(("sac", "td3", "ddpg", "d4pg", "naf", "bc", "mbpo"), (CHEETAH, replay, WIDE)),
     "rlpd": (CHEETAH, replay, WIDE | {"gradient_updates_per_step": 20}),
-    **{name: (LANDER, replay, DISCRETE) for name in (
-        "dqn", "double_dqn", "c51_dqn", "qr_dqn", "iqn", "fqf", "rainbow_dqn")},
+    **dict.fromkeys(
+        ("dqn", "double_dqn", "c51_dqn", "qr_dqn", "iqn", "fqf", "rainbow_dqn"), (LANDER, replay, DISCRETE)
+    ),
     "ppo": (CHEETAH, rollout, EPOCHS), "appo": (CHEETAH, rollout, EPOCHS | {"minibatch_size": 4 * ROWS}),
-    "a2c": (CHEETAH, rollout, ON_POLICY), "impala": (CHEETAH, rollout, ON_POLICY), "trpo": (CHEETAH, rollout, ON_POLICY),
-    "gail": (CHEETAH, rollout, EPOCHS), "bc": (CHEETAH, replay, WIDE), "mbpo": (CHEETAH, replay, WIDE),
+    **dict.fromkeys(("a2c", "impala", "trpo"), (CHEETAH, rollout, ON_POLICY)), "gail": (CHEETAH, rollout, EPOCHS),
     "dreamer": (CHEETAH, windows, {"size": "xs", "batch_size": 16, "sequence_length": 32}),
 }  # fmt: skip
 

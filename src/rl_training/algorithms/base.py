@@ -123,6 +123,8 @@ class Algorithm(nn.Module):
             learner.numbers.device = learner.device
             for name in learner.steps:
                 setattr(learner, name, accelerate_step(getattr(learner, name), how, learner.numbers))
+            for optimizer in learner._optimizers.values() if how == "compile" else ():
+                optimizer.apply_gradients = torch.compiler.disable(optimizer.apply_gradients)  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         numbers, known = self.__dict__.get("numbers", {}), self.synonyms.get(name, name)

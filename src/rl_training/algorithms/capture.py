@@ -34,11 +34,11 @@ class Numbers(dict[str, Any]):
             held.fill_(value)
             return
         if self.device is not None and value not in (None, held) and name not in BY_VALUE | OUTSIDE:
-            value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment,arg-type]
+            value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
         self.constants = tuple(isinstance(x, Tensor) or x for key, x in self.items() if key not in OUTSIDE)
 
-    def update(self, *others: Any, **values: float | None) -> None:  # type: ignore[override]
+    def update(self, *others: Any, **values: float | None) -> None:
         """As `dict.update`, one by one."""
         for name, value in dict(*others, **values).items():
             self[name] = value

@@ -70,6 +70,8 @@ class Dreamer(Algorithm):
     of an update is captured or compiled.
     """
 
+    steps: tuple[str, ...] = ("train_step",)
+
     def __init__(
         self, *, world_model: Any, actor: Any, critic: Any, learning_rate: float = 3e-4,
         world_model_learning_rate: float | None = None, actor_learning_rate: float | None = None,
@@ -83,7 +85,8 @@ class Dreamer(Algorithm):
             "learning_rate": learning_rate, "world_model_learning_rate": world_model_learning_rate,
             "actor_learning_rate": actor_learning_rate, "critic_learning_rate": critic_learning_rate,
         }  # fmt: skip
-        self.steps = ("train_step",) if capture else ()
+        if not capture:
+            self.steps = ()
         self.numbers.update(
             gamma=gamma, gae_lambda=gae_lambda, entropy_coef=entropy_coef, free_nats=free_nats, tau=tau, **rates
         )

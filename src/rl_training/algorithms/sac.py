@@ -52,7 +52,7 @@ class SAC(Algorithm):
     """
 
     actor_update_interval = 1
-    steps = ("critic_step", "actor_step")
+    steps: tuple[str, ...] = ("critic_step", "actor_step")
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-
 COLUMNS = ("obs", "actions", "rewards", "next_obs", "weights", "next_action_masks")
 
 
