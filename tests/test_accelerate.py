@@ -134,7 +134,7 @@ def test_a_run_keeps_and_says_what_was_chosen_and_its_resume_takes_it(
     monkeypatch.setattr("rl_training.runtime.session.choose_acceleration", lambda config, *_: {"auto": "graph"}.get(
         config.accelerate, config.accelerate))  # fmt: skip
     settings: dict[str, Any] = {"eval_episodes": 0}
-    settings["kwargs"] = {"learning_rate_schedule": {"type": "linear", "end": 0.0}}
+    settings["kwargs"] = {"learning_rate_schedule": {"type": "linear", "start": 1e-3, "end": 0.0}}
     whole = train(tiny("trpo", tmp_path / "whole", eval_episodes=0), console=False)
     assert yaml.safe_load((whole.run_dir / "config.yaml").read_text())["accelerate"] == "graph"
     said = "accelerate auto is graph: each gradient step is captured once as a CUDA graph and replayed; the policy's"
