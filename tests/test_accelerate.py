@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.capture import BY_VALUE, OUTSIDE
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime.session import choose_acceleration, open_session
+from rl_training.runtime.session import choose_acceleration, fit_ranks, open_session
 from rl_training.runtime.workflows import train
 from test_capture import Recorded
 
@@ -102,29 +101,31 @@ def test_graphs_are_for_a_gpu_and_compiling_for_whoever_asks(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     config = tiny("ppo", Path("unused"), accelerate=asked)
-    assert choose_acceleration(config, SPECS["ppo"].params(), device, None) == found
+    assert choose_acceleration(config, SPECS["ppo"].params(), device) == found
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    ranks: Any = SimpleNamespace(count=2)
 
-    def refusal(asked: str, algo: str = "ppo", device: str = "cpu", ranks: Any = None, **kwargs: Any) -> str:
+    def refusal(asked: str, algo: str = "ppo", device: str = "cpu", **kwargs: Any) -> str:
         config = tiny(algo, Path("unused"), accelerate=asked)
         with pytest.raises(UserError) as refused:
-            choose_acceleration(config, SPECS[algo].params(**kwargs), device, ranks)
+            choose_acceleration(config, SPECS[algo].params(**kwargs), device)
         return str(refused.value)
 
     assert refusal("graph") == "accelerate is 'graph', but device is 'cpu'; there it must be auto, none or compile."
     wanted = "accelerate is 'compile', which needs a C++ compiler such as g++; it must be auto or none."
     assert refusal("compile") == wanted
-    several = "accelerate is 'graph'; with several learners (torchrun) it must be auto or none."
-    assert refusal("graph", device="cuda", ranks=ranks) == several
     without = "accelerate is 'graph', but dreamer has no steps for it; it must be auto or none."
     assert refusal("graph", "dreamer", "cuda", capture=False) == without
-    auto = tiny("ppo", Path("unused"))
-    assert choose_acceleration(auto, SPECS["ppo"].params(), "cuda", ranks) == "none"
+
+
+def test_several_learners_run_plainly() -> None:
+    assert fit_ranks(tiny("ppo", Path("unused")), "rollout").accelerate == "none"
+    several = r"accelerate is 'graph'; with several learners \(torchrun\) it must be auto or none."
+    with pytest.raises(UserError, match=several):
+        fit_ranks(tiny("ppo", Path("unused"), accelerate="graph"), "rollout")
 
 
 @pytest.mark.usefixtures("fake_graphs")
