@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -117,9 +118,14 @@ class Recording:
     def record(self, function: Callable[[], None]) -> None:
         """Capture the kernels of a function."""
         torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            function()
+        self.graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # to free an old graph, of a run that is over, would end the capture
+        try:
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                function()
+        finally:
+            if collects:
+                gc.enable()
 
     def keep(self, outputs: Any) -> None:
         """Join the outputs of each dtype into one tensor, which one kernel copies; part of what is captured."""
