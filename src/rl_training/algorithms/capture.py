@@ -22,8 +22,9 @@ OUTSIDE = frozenset({"epsilon", "exploration_noise", "target_kl", "penalty_coef"
 class Numbers(dict[str, Any]):
     """A learner's table of numbers: floats, or None where one is not set.
 
-    With a `device`, one that moves becomes a 0-dim tensor there, which later values fill, so that a captured step reads
-    them. `constants` are what a step does not read in place: floats, and whether a number is set.
+    With a `device`, one that is set becomes a 0-dim tensor there, which later values fill, so that a captured step
+    reads them: also one that does not move yet, or else a resumed run, which may begin anywhere, would round otherwise.
+    `constants` are what a step does not read in place: floats, and whether a number is set.
     """
 
     device: torch.device | None = None
@@ -34,10 +35,10 @@ class Numbers(dict[str, Any]):
         if isinstance(held, Tensor) and value is not None:
             held.fill_(value)
             return
-        if self.device is not None and value not in (None, held) and name not in BY_VALUE | OUTSIDE:
+        if self.device is not None and value is not None and name not in BY_VALUE | OUTSIDE:
             value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
-        self.constants = tuple(isinstance(x, Tensor) or x for key, x in self.items() if key not in OUTSIDE)
+        self.constants = tuple("set" if isinstance(x, Tensor) else x for key, x in self.items() if key not in OUTSIDE)
 
     def update(self, *others: Any, **values: float | None) -> None:
         """As `dict.update`, one by one."""
