@@ -218,7 +218,7 @@ def test_list_says_what_each_preset_reached() -> None:
     shown = {words[0]: words[1:] for line in succeed("list").splitlines() if len(words := line.split()) > 1}
     reached = read_reached()
     assert reached.keys() <= set(list_presets())
-    assert shown["ppo/cartpole"] == "500 in 99,003 steps (5 seeds)".split()
+    assert shown["ppo/cartpole"] == ["500", "in", "99,003", "steps", "(5", "seeds)"]
     assert shown["dreamer/cartpole_pixels"] == ["untrained"]
     assert {name for name in list_presets() if shown[name] != ["untrained"]} == reached.keys()
 
