@@ -20,7 +20,8 @@ from rl_training.runtime.params import Params
 from rl_training.runtime.spec import AlgorithmSpec, StoreContext
 
 WIDEST_ON_ONE, MOST_THREADS = 128, 8
-SECONDS = 1.0  # for all measurements together; each takes one update at least
+SECONDS = 1.0  # for all measurements together, and at most for each with few updates
+FEW_UPDATES = 3  # of which one that waited for a core would decide
 NEARLY_AS_FAST = 1.1  # times the shortest time: then fewer threads are taken
 MEASURED_LANES = ("rollout", "replay")  # their stores take made-up experience
 
@@ -91,7 +92,7 @@ def _time_update(algorithm: Algorithm, phase: str, batch: Any, threads: int, sec
     torch.set_num_threads(threads)
     times: list[float] = []
     begun = time.perf_counter()
-    while not times or time.perf_counter() - begun < seconds:
+    while not times or time.perf_counter() - begun < (seconds if len(times) > FEW_UPDATES else SECONDS):
         start = time.perf_counter()
         algorithm.update(batch, phase=phase, global_step=0, sync=False)
         times.append(time.perf_counter() - start)
