@@ -212,6 +212,17 @@ def test_list_shows_every_registered_algorithm() -> None:
         assert str(spec.year) in out
 
 
+def test_list_says_what_each_preset_reached() -> None:
+    from rl_training.experiment.config import list_presets, read_reached
+
+    shown = {words[0]: words[1:] for line in succeed("list").splitlines() if len(words := line.split()) > 1}
+    reached = read_reached()
+    assert reached.keys() <= set(list_presets())
+    assert shown["ppo/cartpole"] == ["500", "in", "99,003", "steps", "(5", "seeds)"]
+    assert shown["dreamer/cartpole_pixels"] == ["untrained"]
+    assert {name for name in list_presets() if shown[name] != ["untrained"]} == reached.keys()
+
+
 def test_config_prints_what_a_run_would_use() -> None:
     shown = yaml.safe_load(succeed("config", "--config", "configs/ppo/cartpole.yaml", "--set", "gamma=0.5"))
     assert shown["algo_kwargs"]["gamma"] == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -20,10 +21,11 @@ from rl_training.cli.options import (
     option,
 )
 from rl_training.cli.screen import make_console
+from rl_training.errors import counted
 
 
 def list_algorithms() -> None:
-    """Show every algorithm: year, actions, observations, scope."""
+    """Show every algorithm (year, actions, observations, scope) and every preset with what it reached."""
     from rl_training.experiment.registry import list_algorithm_specs
 
     specs = list_algorithm_specs()
@@ -40,7 +42,28 @@ def list_algorithms() -> None:
     console = make_console()
     console.print(table)
     console.print(f"any: {', '.join(every)}", style="dim")
-    console.print("presets: rl-training config --list", style="dim")
+    console.print(table_of_presets())
+    console.print("reached: median return over seeds in recorded runs (docs/results.md)", style="dim")
+
+
+def table_of_presets() -> Table:
+    """Every packaged preset, and what it reached."""
+    from rl_training.experiment.config import list_presets, read_reached
+
+    reached = read_reached()
+    table = Table(header_style="bold", box=SIMPLE_HEAD)
+    table.add_column("preset", style="bold cyan", no_wrap=True)
+    table.add_column("reached", no_wrap=True)
+    for name in list_presets():
+        table.add_row(name, describe_score(reached.get(name)))
+    return table
+
+
+def describe_score(score: Mapping[str, float] | None) -> str:
+    """What a preset reached, in words."""
+    if score is None:
+        return "untrained"
+    return f"{score['score']:,g} in {score['steps']:,} steps ({counted(int(score['seeds']), 'seed')})"
 
 
 def show_config(

@@ -24,12 +24,12 @@ from rl_training.runtime.run_folder import run_dir_of
 from rl_training.runtime.session import (
     Session,
     build_algorithm,
-    choose_threads,
     closed_on_error,
     describe_machine,
     open_session,
 )
 from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.runtime.threads import choose_threads
 from rl_training.validation import validate
 
 PathLike = str | Path

@@ -34,6 +34,7 @@ from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
 from rl_training.runtime.ranks import Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
+from rl_training.runtime.threads import choose_threads, fastest, time_updates
 
 LANES_OF_RANKS = ("rollout", "replay")
 WIDEST_ON_CPU, MOST_MEMBERS_ON_CPU = 256, 2
@@ -107,6 +108,12 @@ def open_session(
     check_loggers(config)
     check_backend(config, spec, params)
     asked, config = config, resolve(config, params, recipe, spaces, ranks)
+    times: dict[int, float] = {}
+    alone = ranks.count == 1 and not config.has_workers  # who else computes is not there yet, to be measured with
+    if restored is None and asked.threads == "auto" and config.device == "cpu" and alone:
+        build = partial(build_algorithm, spec, spaces=spaces, seed=config.seed, device="cpu")
+        times = time_updates(spec, params, spaces, recipe, config.num_envs, int(config.threads), build)
+        config = config.model_copy(update={"threads": fastest(times)}) if times else config
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
@@ -139,6 +146,9 @@ def open_session(
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = [f"warning: {problem.sentence()}" for problem in problems]
     notes += [SMALL_NETWORKS] if passes_over_gpu else []
+    if times:
+        took = ", ".join(f"{1000 * seconds:.3g} ms with {count}" for count, seconds in times.items())
+        notes.append(f"threads auto is {config.threads}: an update here takes {took}")
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
     if config.has_workers and config.worker_order == FIRST:
@@ -232,16 +242,6 @@ def describe_machine(config: TrainConfig) -> dict[str, str]:
     }
 
 
-@contextmanager
-def threads_restored() -> Iterator[None]:
-    """Leave torch's number of threads as it was."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def check_early_stopping(config: TrainConfig, params: Params) -> None:
     """Refuse early stopping in a run that never evaluates; that there is an interval, the parameters see to."""
     if params.early_stopping is not None and not config.eval_episodes:
@@ -307,13 +307,6 @@ def choose_workers(config: TrainConfig) -> int | str:
         return config.num_workers
     most = min(max(1, (os.cpu_count() or 1) - 1), config.num_envs)
     return most if config.worker_order != FIRST else max(n for n in range(1, most + 1) if config.num_envs % n == 0)
-
-
-def choose_threads(params: Params, spaces: EnvSpaces) -> int:
-    """One thread for networks too small to gain by sharing, else one per core (or OMP_NUM_THREADS) up to 8."""
-    small = spaces.obs_kind == "vector" and params.widest_layer <= 128
-    cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
-    return 1 if small else min(8, cores)
 
 
 def build_algorithm(

@@ -19,8 +19,8 @@ from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.random_play import play_at_random
-from rl_training.runtime.session import threads_restored
 from rl_training.runtime.spec import StoreContext
+from rl_training.runtime.threads import threads_restored
 from rl_training.stores.prior_data import (
     DataPath,
     DatasetKind,
