@@ -39,7 +39,7 @@ def list_algorithms() -> None:
         table.add_row(spec.name, str(spec.year), actions, observations, f"implemented. {spec.scope}")
     console = make_console()
     console.print(table)
-    console.print(f"any: {', '.join(every)}", style="dim")
+    console.print(f"any: {', '.join(every)}; mixed: a Dict or Tuple with images", style="dim")
     console.print("presets: rl-training config --list", style="dim")
 
 
