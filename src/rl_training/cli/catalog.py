@@ -41,7 +41,7 @@ def list_algorithms() -> None:
         table.add_row(spec.name, str(spec.year), actions, observations, f"implemented. {spec.scope}")
     console = make_console()
     console.print(table)
-    console.print(f"any: {', '.join(every)}", style="dim")
+    console.print(f"any: {', '.join(every)}; mixed: a Dict or Tuple with images", style="dim")
     console.print(table_of_presets())
     console.print("reached: median return over seeds in recorded runs (docs/results.md)", style="dim")
 

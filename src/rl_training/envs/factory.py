@@ -21,7 +21,7 @@ from gymnasium import spaces as gs
 from pydantic import Field
 
 from rl_training.envs.setup_problems import Problem, definition, find_problems
-from rl_training.envs.spaces import EnvSpaces, image_layout
+from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
 from rl_training.errors import UnknownKey, UserError, did_you_mean, user_line
 from rl_training.validation import StrictModel, validate
 
@@ -198,6 +198,8 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
         if options.pixels:
             env = _wrap_pixels(env, options.pixels)
         if not isinstance(env.observation_space, gs.Box):
+            if options.frame_stack > 1 and any(image_layout(part) for _, part in leaf_spaces(env.observation_space)):
+                raise UserError("frame_stack does not reach images inside a Dict or Tuple; stack them in its step")
             env = gym.wrappers.FlattenObservation(env)
         if options.frame_stack > 1:
             env = _stack_frames(env, options.frame_stack)
@@ -369,7 +371,7 @@ def probe(recipe: EnvRecipe) -> Probe:
     finally:
         with suppress(Exception, SystemExit):  # a run that closes it says so
             env.close()
-    if spaces.obs_kind == "image" and spaces.normalize_observations:
+    if spaces.normalize_observations and len(spaces.vector_columns) == 0:
         raise UserError(
             f"env_kwargs.wrappers.normalize_observation is for vectors; the images of {recipe.env_id} "
             "are scaled to [0, 1] anyway."

@@ -37,7 +37,7 @@ class Stepper:
         self.started = False
         self.interruption: BaseException | None = None  # raised instead of the next step
         self._map = spaces.map_actions
-        self._sees_floats = spaces.obs_kind == "vector"
+        self._sees_floats, self._is_mixed = spaces.obs_kind != "image", spaces.obs_kind == "mixed"
 
     @property
     def resets_next_step(self) -> bool:
@@ -76,6 +76,8 @@ class Stepper:
 
     def _check_finite(self, obs: Array, rewards: Array, final_obs: Array | None) -> None:
         """Refuse a NaN or an infinity here, where the environment can still be named, not as a loss that is one."""
+        if self._is_mixed:
+            obs, final_obs = self.spaces.floats_of(obs), None if final_obs is None else self.spaces.floats_of(final_obs)
         squares: Any = np.vdot(rewards, rewards)  # half the time of isfinite; an overflow is looked at again
         if self._sees_floats:
             squares = squares + np.vdot(obs, obs) + (0.0 if final_obs is None else np.vdot(final_obs, final_obs))

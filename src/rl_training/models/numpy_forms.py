@@ -71,8 +71,8 @@ def numpy_forward(network: nn.Sequential) -> Callable[[Array], Array] | None:
 
 
 def numpy_input(layer: ObservationInput) -> Callable[[Array], Array] | None:
-    """`ObservationInput` in numpy on the same memory; None for images."""
-    if layer.image_scale is not None:
+    """`ObservationInput` in numpy on the same memory; None for images, alone or among other parts."""
+    if layer.image_scale is not None or type(layer) is not ObservationInput:
         return None
     if layer.norm is None:
         return lambda obs: obs

@@ -82,7 +82,7 @@ class RolloutStore:
 
         def evaluate(obs: Array) -> Array:
             rows = torch.from_numpy(obs).to(device)
-            if self.spaces.obs_kind != "image":
+            if self.spaces.obs_kind == "vector":
                 return policy.values(rows).cpu().numpy()
             return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)]).cpu().numpy()
 

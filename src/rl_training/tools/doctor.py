@@ -103,14 +103,15 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
     rows = [np.array(step.next_obs) for step in play_at_random(recipe, spaces, seed, STEPS)]
     encoded = spaces.encode_rows(rows)
     detail = f"{_shorten(spaces.observation_space)}, read as {spaces.obs_kind} {list(spaces.obs_shape)}"
-    if not np.isfinite(encoded.astype(np.float64)).all():
+    floats = spaces.floats_of(encoded)
+    if not np.isfinite(floats.astype(np.float64)).all():
         yield Check("observations", FAIL, f"{detail}: a NaN or infinity within {STEPS} steps",
                     "Return finite observations only.")  # fmt: skip
         return
     inside = all(spaces.row_space.contains(row) for row in rows)
     fix = "Return observations of the space's dtype, shape and bounds." if not inside else ""
     yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside of it"), fix)
-    largest = float(np.abs(encoded).max()) if spaces.obs_kind == "vector" else 0.0
+    largest = float(np.abs(floats).max(initial=0.0)) if spaces.obs_kind != "image" else 0.0
     if largest > LARGE and not spaces.normalize_observations:
         yield Check("observation size", WARN, f"values up to {largest:.3g} in random play",
                     "--set env_kwargs.wrappers.normalize_observation=true")  # fmt: skip
