@@ -100,6 +100,11 @@ def encoded_dim(obs_dim: int, encoder: nn.Module | None) -> int:
     return obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
 
 
+def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
+    """What the layers behind an encoder read: the observation itself where there is none."""
+    return x if encoder is None else encoder(x)
+
+
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; moved only by `update`, so it is frozen wherever nobody learns."""
 

@@ -20,7 +20,7 @@ from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.runtime.networks import make_encoder, make_network
+from rl_training.runtime.networks import make_network
 from rl_training.runtime.params import Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
@@ -115,8 +115,6 @@ def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLe
         encoder = ImageEncoder(spaces.obs_shape, out_dim=0)
         sizes = (encoder.width,) if params.head_hidden_sizes is None else params.head_hidden_sizes
         others |= {"encoder": encoder, "hidden_sizes": sizes}
-    else:
-        others["encoder"] = make_encoder(spaces)
     return learner(q_network=make_network(network, params, spaces, **others), **params.arguments_of(learner))
 
 

@@ -31,13 +31,14 @@ def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationI
 def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **others: Any) -> Network:
     """A network of the spaces' sizes, with the hyper-parameters that its constructor names; `others` go before them."""
     common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
+    if "encoder" not in others:
+        common["encoder"] = make_encoder(spaces)
     return kind(**common | params.arguments_of(kind) | others)
 
 
 def any_kind(spaces: EnvSpaces) -> dict[str, Any]:
-    """What a network for every kind of action and observation takes besides: the kind, and an encoder for images."""
-    kinds = {"action_kind": spaces.action_kind, "action_sizes": spaces.action_sizes}
-    return {**kinds, "encoder": make_encoder(spaces)}
+    """What a network for every kind of action takes besides."""
+    return {"action_kind": spaces.action_kind, "action_sizes": spaces.action_sizes}
 
 
 def make_encoder(spaces: EnvSpaces) -> nn.Module | None:

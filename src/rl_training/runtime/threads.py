@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.data.experience import Experience
+from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.params import Params
@@ -49,7 +49,7 @@ def time_updates(
 ) -> dict[int, float]:  # fmt: skip
     """Seconds that an update takes with 1, 2, 4, ... up to `most` threads, until more do not help.
 
-    Empty where that is not measured. Another learner, with a store of its own, learns from zeros: nothing of the run
+    Empty where that is not measured. Another learner, with a store of its own, learns from noise: nothing of the run
     moves. Each update has one minibatch.
     """
     if most == 1 or spec.lane not in MEASURED_LANES or hasattr(params, "dataset_kind"):
@@ -57,14 +57,9 @@ def time_updates(
     params = params.model_copy(update=one_minibatch(params, num_envs))
     algorithm = build(params)
     envs = num_envs if spec.lane == "rollout" else 1
-    store = spec.store(StoreContext(params, spaces, envs, 0, "cpu", recipe, np.random.default_rng(0)))
-    experience = Experience(store.layout)
-    experience.steps = store.layout.max_steps
-    experience.transitions = experience.steps * envs
-    for masks in (experience.masks, experience.final_masks):
-        if masks is not None:
-            masks.fill(True)
-    store.add(experience, 0)
+    rng = np.random.default_rng(0)
+    store = spec.store(StoreContext(params, spaces, envs, 0, "cpu", recipe, rng))
+    store.add(make_up_experience(store.layout, rng), 0)
     (phase, batch), *_ = store.batches(algorithm, 0)
     counts = [*(1 << i for i in range((most - 1).bit_length())), most]
     taken: dict[int, float] = {}
@@ -74,6 +69,18 @@ def time_updates(
             if taken[count] > min(taken.values()):
                 break  # more will not help either
     return taken
+
+
+def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Experience:
+    """Full of noise."""
+    experience = Experience(layout)
+    experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
+    for noisy in (experience.obs, experience.rewards):
+        noisy[...] = 100 * rng.random(noisy.shape) if noisy.dtype.kind == "u" else rng.standard_normal(noisy.shape)
+    for masks in (experience.masks, experience.final_masks):
+        if masks is not None:
+            masks.fill(True)
+    return experience
 
 
 def one_minibatch(params: Params, num_envs: int) -> dict[str, Any]:
@@ -90,13 +97,14 @@ def one_minibatch(params: Params, num_envs: int) -> dict[str, Any]:
 
 def _time_update(algorithm: Algorithm, phase: str, batch: Any, threads: int, seconds: float) -> float:
     torch.set_num_threads(threads)
+    algorithm.update(batch, phase=phase, global_step=0, sync=False)  # it pays for what is made once
     times: list[float] = []
     begun = time.perf_counter()
-    while not times or time.perf_counter() - begun < (seconds if len(times) > FEW_UPDATES else SECONDS):
+    while not times or time.perf_counter() - begun < (seconds if len(times) >= FEW_UPDATES else SECONDS):
         start = time.perf_counter()
         algorithm.update(batch, phase=phase, global_step=0, sync=False)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:] or times)  # the first one pays for what is made once
+    return statistics.median(times)
 
 
 def fastest(seconds: Mapping[int, float]) -> int:
