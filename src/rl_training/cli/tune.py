@@ -17,10 +17,12 @@ from rl_training.cli.options import (
     ConfigOption,
     EnvOption,
     ImportOption,
+    PresetArgument,
     SetOption,
     StepsOption,
     Text,
     Texts,
+    one_config,
     option,
     whole_number,
 )
@@ -34,6 +36,7 @@ SHOWN = 10  # trials in the live table, besides those that run
 
 
 def tune(
+    preset: PresetArgument = None,
     config: ConfigOption = None,
     algo: AlgoOption = None,
     env: EnvOption = None,
@@ -60,7 +63,8 @@ def tune(
     seeds = whole_number("--final-seeds", final_seeds)
     if seeds == 1:
         raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
-    built = build_config(config, algo, env, settings, modules, total_timesteps=total_timesteps)
+    source = one_config(preset, config)
+    built = build_config(source, algo, env, settings, modules, total_timesteps=total_timesteps)
     from rl_training.tools.tune import Study, run_jobs, search_space
 
     space = search_space(built, names or ())
