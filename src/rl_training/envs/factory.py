@@ -230,12 +230,15 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
         raise UserError(
             f"env_id {recipe.env_id!r} is not registered with Gymnasium; "
             f"{hint if hint.startswith('did') else 'no registered name is near.'} "
-            "(your own environment: --env module:Class, or --import the module that registers it)"
+            "(your own: --env module:Class, or --import the module that registers it; in Python the class itself)"
         ) from None
     except (Exception, SystemExit) as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and unknown[1] in recipe.kwargs:
             raise UnknownKey("env_kwargs", unknown[1], f"{recipe.env_id} does not take it.") from error
+        if missing := re.search(r"missing .*required .*argument.*: '(\w+)'", str(error)):
+            how = f"give it in env_kwargs, such as --set env_kwargs.{missing[1]}=VALUE"
+            raise UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.") from error
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
@@ -286,13 +289,17 @@ def _looks_like_entry_point(env_id: str) -> bool:
 def _import_entry_point(env_id: str, named_by_user: bool) -> Callable[..., Env]:
     module_name, _, name = env_id.partition(":")
     hint = "" if named_by_user else f"; to use a module in this folder, add --import {module_name}"
+    if module_name.endswith(".py"):
+        hint = f"; a module is named without .py: {module_name[:-3]}:{name}"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(f"env_id {env_id!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
     maker = getattr(module, name, None)
     if not callable(maker):
-        raise UserError(f"env_id {env_id!r}: {module_name} has no class or function {name!r}.")
+        own = [one for one, value in vars(module).items() if isinstance(value, type) and issubclass(value, gym.Env)]
+        near = did_you_mean(name, own) if own else "it defines no environment."
+        raise UserError(f"env_id {env_id!r}: {module_name} has no class or function {name!r}; {near}")
     if not named_by_user and not (isinstance(maker, type) and issubclass(maker, gym.Env)):
         raise UserError(
             f"env_id {env_id!r} comes from a file and is not a gymnasium.Env class, so it is not called; if you trust "
@@ -357,6 +364,10 @@ def probe(recipe: EnvRecipe) -> Probe:
     else:  # as it is, so that prediction reads raw observations (a dict stays a dict)
         env = _make_base(recipe, None)
     try:
+        for name in ("observation_space", "action_space"):
+            if not isinstance(space := getattr(env, name, None), gs.Space):
+                wanted = f"set self.{name} to a gymnasium space in __init__"
+                raise UserError(f"the {name} of {recipe.env_id} is {space!r}; {wanted}.")
         observation, info = _first_reset(env, recipe.env_id)
         spaces = EnvSpaces.from_gym(
             recipe.env_id,

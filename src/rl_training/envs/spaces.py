@@ -353,9 +353,9 @@ def read_numbers(value: Any, env_id: str, where: str = "obs") -> Array:
     try:
         array = np.asarray(value)
     except ValueError:  # rows of different lengths
-        raise UserError(f"{where} is not a regular array of numbers; {env_id} wants one.") from None
+        raise UserError(f"{where} holds rows of different lengths; {env_id} wants rows of one length.") from None
     if array.dtype.kind not in "biuf":
-        raise UserError(f"{where} holds something else than numbers; {env_id} wants numbers.")
+        raise UserError(f"{where} holds something that is not a number; {env_id} wants numbers.")
     if not np.isfinite(array).all():
         raise UserError(f"{where} holds a NaN or an infinity; every entry must be a finite number.")
     return array

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UserError, near_name
 from rl_training.validation import LARGEST_TREE, READ, StrictModel, check_plain, validate
 
 MOST_PROCESSES = 1024
@@ -196,7 +196,7 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{source} cannot be read: {reason}.") from None
     if not isinstance(data, dict):
-        raise UserError(f"{source} must hold a mapping of names to values, not {type(data).__name__}.")
+        raise UserError(f"{source} holds a {type(data).__name__}; a config is a mapping of names to values.")
     return data
 
 
@@ -262,7 +262,9 @@ def _preset_text(name: str) -> str:
     if own := [one for one in list_presets() if one.startswith(f"{preset}/")]:
         raise UserError(f"{name!r} is an algorithm; give one of its presets ({', '.join(own)}), or --algo and --env.")
     if preset not in list_presets():
-        raise UserError(f"{name!r} is neither a file nor a packaged preset; {did_you_mean(preset, list_presets())}")
+        near = near_name(preset, list_presets())
+        hint = "rl-training config --list shows the presets." if near is None else f"did you mean {near!r}?"
+        raise UserError(f"{name!r} is neither a file nor a packaged preset; {hint}")
     return Presets.joinpath(f"{preset}.yaml").read_text(encoding="utf-8")
 
 

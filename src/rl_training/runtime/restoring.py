@@ -266,6 +266,8 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
     """The stored config with the wanted keys, and a sentence on each change; only budgets change without `force`."""
     before = stored.model_dump(mode="json")
+    if (algo := wanted.get("algo", stored.algo)) != stored.algo:
+        raise UserError(f"algo is {algo!r}, but the run is of {stored.algo}; a run continues with its own algorithm.")
     moved = move_config(stored, wanted["env_id"]) if wanted.get("env_id", stored.env_id) != stored.env_id else {}
     merged = {**before, **moved, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):

@@ -116,7 +116,7 @@ def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
     events = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in told:
         if not any(callable(getattr(callback, name, None)) for name in events):
-            raise UserError(f"{callback!r} is no callback; it needs a method among {', '.join(events)}.")
+            raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
     return told
 
 
