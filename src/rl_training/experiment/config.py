@@ -260,7 +260,8 @@ def _preset_name(text: str) -> str:
 def _preset_text(name: str) -> str:
     preset = _preset_name(name)
     if own := [one for one in list_presets() if one.startswith(f"{preset}/")]:
-        raise UserError(f"{name!r} is an algorithm; give one of its presets ({', '.join(own)}), or --algo and --env.")
+        some = ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
+        raise UserError(f"{name!r} is an algorithm; give one of its presets ({some}), or --algo and --env.")
     if preset not in list_presets():
         near = near_name(preset, list_presets())
         hint = "rl-training config --list shows the presets." if near is None else f"did you mean {near!r}?"
