@@ -118,7 +118,8 @@ def open_session(
     stepper = None
     if spec.steps_environments and not config.has_workers:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
-        stepper = Stepper(make_engine(recipe.for_training, spaces, *where), spaces, config.num_envs)
+        engine = make_engine(recipe.for_training, spaces, *where, device=config.device)
+        stepper = Stepper(engine, spaces, config.num_envs)
     with closed_on_error(stepper):
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
