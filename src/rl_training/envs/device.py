@@ -140,15 +140,22 @@ class DeviceEngine:
         )
         return next(drawn), next(drawn)
 
-    def begin(self) -> Tensor:
-        """Start every episode anew; returns the observations."""
-        self.state = self.env.reset(self.draw(1)[0][0])
-        self.ages.zero_()
-        return self.env.observe(self.state)
+    def place(self, state: State, ages: Tensor) -> None:
+        """Put a state where the last one is, which a captured graph reads and writes."""
+        if self.state is None:
+            self.state = tree_map(torch.clone, state)
+        else:
+            tree_map(Tensor.copy_, self.state, state)
+        self.ages.copy_(ages)
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations."""
-        return self._encode(self.begin()), None
+        self.place(self.env.reset(self.draw(1)[0][0]), torch.zeros_like(self.ages))
+        return self.look(), None
+
+    def look(self) -> Array:
+        """The observations now."""
+        return self._encode(self.env.observe(self.state)).copy()
 
     def step(self, actions: Array) -> Step:
         """Step every environment; those that end are reset at once."""
@@ -174,26 +181,34 @@ class DeviceEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Put them back; a generator of another kind of device stays as it is."""
-        self.begin()
+        self.reset()
         parts, tree = tree_flatten(self.state)
-        stored = [part.to(self.device) for part in state["state"]]
+        stored = state["state"]
         if [(part.shape, part.dtype) for part in stored] != [(part.shape, part.dtype) for part in parts]:
             raise UserError(f"the checkpoint's state of {self.spaces.env_id} has other tensors than the environment.")
-        self.state = tree_unflatten(stored, tree)
-        self.ages.copy_(state["ages"])
+        self.place(tree_unflatten(stored, tree), state["ages"])
         if state["device"] == self.device.type:
             self.generator.set_state(torch.from_numpy(np.array(state["generator"])))
-        return self._encode(self.env.observe(self.state)), None
+        return self.look(), None
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:
+    """`spaces.encode` for tensors."""
+    if spaces.obs_kind == "vector":
+        return obs.reshape(len(obs), -1).float()
+    if spaces.image_layout == "channels_last":
+        return obs.movedim(-1, 1)
+    return obs.unsqueeze(1) if spaces.image_layout == "plane" else obs
 
 
 def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], Tensor]:
     """`spaces.map_actions` for tensors on a device."""
     space: Any = spaces.action_space
     if isinstance(space, gs.Box):
-        low, high = (torch.from_numpy(bound).to(device) for bound in spaces.action_bounds)
+        low, high = (torch.from_numpy(bound).to(device) for bound in spaces._action_bounds)
         half = 0.5 * (high - low)
         return lambda actions: ((actions + 1.0) * half + low).clamp(low, high).view(-1, *space.shape)
     if isinstance(space, gs.Discrete):

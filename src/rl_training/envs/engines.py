@@ -290,7 +290,7 @@ def _vector_code(recipe: EnvRecipe) -> ModuleType:
 
 
 def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """`auto` by rule: native for several CartPoles, else sync; the threads of ALE and EnvPool, async, device on request."""
+    """`auto` by rule: native for several CartPoles, else sync; every other kind on request."""
     obstacle = _vector_code(recipe).find_obstacle(recipe) if wanted == "native" and not is_cartpole(recipe) else None
     if obstacle:
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")

@@ -103,7 +103,7 @@ class EnvSpaces:
         space = self.action_space
         shape = space.shape or ()
         if isinstance(space, gs.Box):
-            low, high = self.action_bounds
+            low, high = self._action_bounds
             return partial(_scale, low=low, high=high, shape=shape, dtype=space.dtype)
         if isinstance(space, gs.Discrete):
             start = int(space.start)
@@ -121,7 +121,7 @@ class EnvSpaces:
         """The inverse of `map_actions`, for data that others recorded."""
         space = self.action_space
         if isinstance(space, gs.Box):
-            low, high = self.action_bounds
+            low, high = self._action_bounds
             flat = actions.reshape(len(actions), -1).astype(np.float32)
             span = np.where(high > low, high - low, 1.0).astype(np.float32)  # a dimension without room has one action
             return np.clip(2.0 * (flat - low) / span - 1.0, -1.0, 1.0)
@@ -131,8 +131,7 @@ class EnvSpaces:
         return (np.asarray(actions, dtype=np.int64) - start).reshape(len(actions), -1)
 
     @cached_property
-    def action_bounds(self) -> tuple[Array, Array]:
-        """The lowest and the highest of each number of a continuous action."""
+    def _action_bounds(self) -> tuple[Array, Array]:
         space = self.action_space
         assert isinstance(space, gs.Box)
         low, high = space.low.ravel().astype(np.float32), space.high.ravel().astype(np.float32)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.device import DeviceCollector
 from rl_training.collect.first_comers import FirstComers
 from rl_training.collect.local import Collector, LocalCollector, NoCollector, Request
 from rl_training.collect.transport import SharedMemory, Transport
@@ -133,7 +134,10 @@ def open_session(
                 collector = open_workers(config, params, recipe, behaviour, store.layout, make_algorithm)
             elif stepper is not None:  # a policy that lags acts with a second learner
                 actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
-                collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
+                if config.vectorization == "device" and getattr(store, "reads_tensors", False):
+                    collector = DeviceCollector(actor, stepper, store.layout, params.lag)
+                else:
+                    collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None

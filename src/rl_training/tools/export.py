@@ -64,7 +64,7 @@ class ExportedPolicy(nn.Module):
         self.low: Tensor
         self.high: Tensor
         if isinstance(spaces.action_space, gs.Box):
-            low, high = map(torch.from_numpy, spaces.action_bounds)
+            low, high = map(torch.from_numpy, spaces._action_bounds)
             self.register_buffer("low", low)
             self.register_buffer("high", high)
 

@@ -1,0 +1,145 @@
+"""Learning with environments on the device: steps/s through `learn()`, where the time goes, and seconds to a solved CartPole.
+
+    python benchmarks/device_envs.py [--device cuda] [--envs 4096 65536] [--algos ppo impala] [--updates 100]
+
+Prints one table, and writes it as JSON to $OUT/device_envs.json where OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rl_training
+from rl_training.runtime.session import open_session
+from rl_training.runtime.settings import UNSAID, fill_defaults
+
+STEPS, EPOCHS, MINIBATCHES, WARM_UP = 32, 4, 4, 20
+
+
+class Clock(rl_training.Callback):
+    """Steps/s from update WARM_UP on, when everything is captured."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.begun, self.rate = device, (0.0, 0), 0.0
+
+    def now(self) -> float:
+        """The time when all work given to the device is done."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_update(self, run: Any) -> None:
+        """Look at the first update after the warm-up."""
+        if run.updates == WARM_UP:
+            self.begun = self.now(), run.step
+
+    def on_end(self, run: Any) -> None:
+        """Before the last checkpoint is written."""
+        seconds, first = self.begun
+        self.rate = (run.step - first) / (self.now() - seconds)
+
+
+def settings(algo: str, num_envs: int, device: str, **others: Any) -> dict[str, Any]:
+    """What a user would write."""
+    known: dict[str, Any] = {"hidden_sizes": [64, 64], "num_steps": STEPS}
+    if algo in ("ppo", "appo"):
+        known |= {"update_epochs": EPOCHS, "minibatch_size": STEPS * num_envs // MINIBATCHES}
+    said = {"env_id": "CartPole-v1", "vectorization": "device", "device": device, "num_envs": num_envs}
+    return {"algo": algo, **said, "loggers": [], "eval_episodes": 0, **others, "algo_kwargs": known}
+
+
+def make(folder: str, **config: Any) -> Any:
+    """The managed class of a config."""
+    spec = rl_training.experiment.registry.get_algorithm_spec(config["algo"])
+    return getattr(rl_training, spec.class_name)({**config, "output_dir": folder})
+
+
+def measure(algo: str, num_envs: int, device: str, updates: int, folder: str) -> float:
+    """Steps/s through `learn()`, logging every tenth update."""
+    clock, total = Clock(device), (WARM_UP + updates) * STEPS * num_envs
+    learner = make(folder, **settings(algo, num_envs, device, log_interval=10, total_timesteps=total))
+    learner.learn(callbacks=[clock], progress=False)
+    return clock.rate
+
+
+def split(algo: str, num_envs: int, device: str, turns: int) -> dict[str, float]:
+    """Milliseconds of a turn: collecting, valuing, learning; each waited for."""
+    config = settings(algo, num_envs, device, total_timesteps=10**9)
+    session = open_session(rl_training.experiment.config.load_config(fill_defaults(config, UNSAID)))
+    clock, spent = Clock(device), dict.fromkeys(("collect", "hand over", "learn"), 0.0)
+    for turn in range(WARM_UP + turns):
+        times = [clock.now()]
+        session.store.add(session.collect(session.store.request(0)), 0)
+        times.append(clock.now())
+        ((_, batch),) = session.store.batches(session.algorithm, 0)
+        times.append(clock.now())
+        session.algorithm.update(batch, sync=False)
+        times.append(clock.now())
+        if turn >= WARM_UP:
+            for i, name in enumerate(spent):
+                spent[name] += (times[i + 1] - times[i]) * 1000 / turns
+    return spent
+
+
+def solve(num_envs: int, device: str, folder: str) -> dict[str, float]:
+    """Seconds from `learn()` to an evaluation of at least 475 over 20 episodes, and to the end of `learn()`."""
+    config = settings("ppo", num_envs, device, log_interval=10, eval_episodes=20)
+    steps = 20 * STEPS * num_envs
+    config |= {"total_timesteps": 10 * steps}
+    config["algo_kwargs"] |= {
+        "learning_rate": 2.5e-3, "eval_interval": steps,
+        "early_stopping": {"metric": "eval_return_mean", "threshold": 475, "patience": 1},
+    }  # fmt: skip
+    learner = make(folder, **config)
+    begun, solved = time.perf_counter(), []
+
+    class Watch(rl_training.Callback):
+        def on_evaluation(self, run: Any, metrics: dict[str, Any]) -> None:
+            solved.append((time.perf_counter() - begun, metrics["eval_return_mean"], run.step))
+
+    learner.learn(callbacks=[Watch()], progress=False)
+    whole = time.perf_counter() - begun
+    good = [entry for entry in solved if entry[1] >= 475]
+    seconds, score, step = (good or solved)[0]
+    return {"seconds_to_evaluation": seconds, "return": score, "step": step, "seconds_of_learn": whole}
+
+
+def main() -> None:
+    """Every part on its own, so that one that fails does not hide the others."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--envs", type=int, nargs="+", default=[4096, 65536])
+    parser.add_argument("--algos", nargs="+", default=["ppo", "impala"])
+    parser.add_argument("--updates", type=int, default=100)
+    given = parser.parse_args()
+    found: dict[str, Any] = {"torch": torch.__version__, "device": given.device}
+    with tempfile.TemporaryDirectory() as folder:
+        parts: dict[str, Any] = {"solve 4096": lambda: solve(4096, given.device, folder)}
+        for algo in given.algos:
+            for envs in given.envs:
+                name = f"{algo} {envs}"
+                parts[f"{name} steps/s"] = lambda a=algo, n=envs: measure(a, n, given.device, given.updates, folder)
+                parts[f"{name} ms"] = lambda a=algo, n=envs: split(a, n, given.device, given.updates // 4)
+        for name, part in parts.items():
+            try:
+                begun = time.perf_counter()
+                found[name] = part()
+                text = f"{found[name]:,.0f}" if isinstance(found[name], float) else found[name]
+                print(f"{name:24s} {text}   ({time.perf_counter() - begun:.1f} s)", flush=True)
+            except Exception:
+                print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "device_envs.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
