@@ -1,4 +1,4 @@
-"""Learning with environments on the device: steps/s through `learn()`, where the time goes, and seconds to a solved CartPole.
+"""Environments on the device: steps/s through `learn()`, where the time goes, and seconds to a solved CartPole.
 
     python benchmarks/device_envs.py [--device cuda] [--envs 4096 65536] [--algos ppo impala] [--updates 100]
 

@@ -15,21 +15,23 @@ from gymnasium.utils.env_checker import check_env
 from torch import Tensor
 
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
+from rl_training.collect.device import DeviceCollector
 from rl_training.envs.device import DeviceEngine, DeviceEnvironment, OneEnvironment, advance, map_actions
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import load_config
+from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.runtime.session import Session, open_session
+from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.workflows import train
 
-CLASSIC: dict[str, dict[str, Any]] = {
-    "CartPole-v1": {}, "Acrobot-v1": {}, "MountainCar-v0": {}, "MountainCarContinuous-v0": {}, "Pendulum-v1": {},
-}  # fmt: skip
+CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")
 OTHERWISE: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"sutton_barto_reward": True}, "Pendulum-v1": {"g": 3.0}, "MountainCar-v0": {"goal_velocity": 0.01},
 }  # fmt: skip
-CASES = [*CLASSIC.items(), *OTHERWISE.items()]
+CASES: list[tuple[str, dict[str, Any]]] = [*((env_id, {}) for env_id in CLASSIC), *OTHERWISE.items()]
 
 
 def open_engine(env: Any, num_envs: int, seed: int = 7, **env_kwargs: Any) -> DeviceEngine:
@@ -56,8 +58,12 @@ def start_anywhere(env: gym.Env[Any, Any], rng: np.random.Generator) -> None:
             plain.state = np.array([rng.uniform(-1.2, 0.6), rng.uniform(-0.07, 0.07)])
 
 
-def compare_with_gymnasium(env_id: str, kwargs: dict[str, Any], trajectories: int, limit: int) -> None:
-    """Both sides take the same action from the same state at every step, until every trajectory has ended."""
+def compare_with_gymnasium(env_id: str, kwargs: dict[str, Any], dtype: Any, trajectories: int, limit: int) -> None:
+    """Both sides take the same action from the same state at every step, until every trajectory has ended.
+
+    In 64 bits, as Gymnasium computes, the formulas must be the same; in 32 Acrobot at its fastest rounds away a little.
+    """
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype is np.float64 else {"rtol": 1e-3, "atol": 1e-3}
     rng = np.random.default_rng(0)
     envs = [gym.make(env_id, limit, disable_env_checker=True, **kwargs) for _ in range(trajectories)]
     engine = open_engine(env_id, trajectories, max_episode_steps=limit, **kwargs)
@@ -65,10 +71,10 @@ def compare_with_gymnasium(env_id: str, kwargs: dict[str, Any], trajectories: in
     for env in envs:
         start_anywhere(env, rng)
     under_way, ends = np.ones(trajectories, dtype=bool), [0, 0]
-    for _ in range(limit):
+    while under_way.any():
         rows = np.flatnonzero(under_way)
         states = np.stack([state_of(env) for env in envs])
-        engine.state = torch.from_numpy(states.astype(np.float32))
+        engine.state = torch.from_numpy(states.astype(dtype))
         actions = np.stack([np.asarray(env.action_space.sample()) for env in envs])
         step = engine.step(actions)
         given = actions.tolist() if engine.spaces.action_kind == "discrete" else actions
@@ -76,30 +82,30 @@ def compare_with_gymnasium(env_id: str, kwargs: dict[str, Any], trajectories: in
         obs, rewards, terminated, truncated, _ = (np.array(part) for part in zip(*wanted, strict=True))
         assert (terminated == step.terminated[rows]).all()
         assert (truncated == step.truncated[rows]).all()
-        np.testing.assert_allclose(step.rewards[rows], rewards, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(step.rewards[rows], rewards, **near)
         done = terminated | truncated
-        np.testing.assert_allclose(step.obs[rows[~done]], obs[~done], rtol=1e-4, atol=2e-4)
+        np.testing.assert_allclose(step.obs[rows[~done]], obs[~done], **near)
         if done.any():
             assert step.final_obs is not None
-            np.testing.assert_allclose(step.final_obs[rows[done]], obs[done], rtol=1e-4, atol=2e-4)
+            np.testing.assert_allclose(step.final_obs[rows[done]], obs[done], **near)
         ends = [ends[0] + int(terminated.sum()), ends[1] + int(truncated.sum())]
         under_way[rows[done]] = False
-    assert not under_way.any()
-    assert ends[1] > 0
     assert ends[0] > 0 or env_id == "Pendulum-v1"
+    assert ends[1] > 0 or limit == 500  # which random play on a CartPole does not reach
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize(("env_id", "kwargs"), CASES)
-def test_every_step_is_gymnasiums(env_id: str, kwargs: dict[str, Any]) -> None:
-    compare_with_gymnasium(env_id, kwargs, trajectories=200, limit=25)
+def test_every_step_is_gymnasiums(env_id: str, kwargs: dict[str, Any], dtype: Any) -> None:
+    compare_with_gymnasium(env_id, kwargs, dtype, trajectories=200, limit=25)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("env_id", "kwargs"), CASES)
-def test_every_step_of_a_thousand_whole_trajectories_is_gymnasiums(env_id: str, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("env_id", CLASSIC)
+def test_every_step_of_a_thousand_whole_trajectories_is_gymnasiums(env_id: str) -> None:
     limit = gym.spec(env_id).max_episode_steps
     assert limit is not None
-    compare_with_gymnasium(env_id, kwargs, trajectories=1000, limit=limit)
+    compare_with_gymnasium(env_id, {}, np.float64, trajectories=1000, limit=limit)
 
 
 @pytest.mark.parametrize("env_id", CLASSIC)
@@ -228,6 +234,143 @@ def test_tensors_of_actions_are_mapped_as_arrays_are(space: Any) -> None:
     np.testing.assert_array_equal(mapped.numpy(), spaces.map_actions(actions))
 
 
+# ---- rollouts that stay on the device --------------------------------------------------------------------------------
+
+
+class Pushed(Walk):
+    """The same with other actions."""
+
+    action_space = gs.MultiDiscrete([2, 3])  # type: ignore[assignment]
+
+    def step(self, state: Any, actions: Tensor, noise: Tensor) -> Any:
+        return super().step(state, actions.sum(-1) - 1, noise)
+
+
+def open_rollouts(env: Any, algo: str = "ppo", num_envs: int = 5, num_steps: int = 8, **kwargs: Any) -> Session:
+    named = env if isinstance(env, str) else "mine"
+    said = {"algo": algo, "env_id": named, "vectorization": "device", "num_envs": num_envs, "device": "cpu", "seed": 1}
+    hyper = {"num_steps": num_steps, "hidden_sizes": [8], **kwargs}
+    config = load_config(fill_defaults({**said, "total_timesteps": 10_000, "algo_kwargs": hyper}, UNSAID))
+    session = open_session(config, env=None if isinstance(env, str) else env)
+    assert isinstance(session.collector, DeviceCollector)
+    return session
+
+
+@pytest.mark.parametrize("env", [Walk, Pushed, "CartPole-v1", "Pendulum-v1"])
+def test_a_rollout_is_what_the_engine_does_with_its_actions(env: Any) -> None:
+    session = open_rollouts(env)
+    collector: Any = session.collector
+    engine, spaces = collector.engine, session.spaces
+    collected = [take_rollout(session) for _ in range(4)]
+    stored = collector.state_dict()
+    rows = take_rollout(session)
+    if env is not Pushed:  # ended in some rollout
+        assert any(part["terminated"].any() or part["truncated"].any() or env == "Pendulum-v1" for part in collected)
+    again = open_rollouts(env)
+    other: Any = again.collector
+    assert other.load_state_dict(stored) == []
+    resets, steps = other.engine.draw(8)
+    drawn = iter(zip(resets, steps, strict=True))
+    other.engine.draw = lambda count: tuple(part[None] for part in next(drawn))
+    for t in range(8):
+        np.testing.assert_array_equal(rows["obs"][t], other.engine.look())
+        step = other.engine.step(spaces.map_actions(rows["actions"][t].numpy()))
+        np.testing.assert_array_equal(rows["rewards"][t], step.rewards)
+        np.testing.assert_array_equal(rows["terminated"][t], step.terminated)
+        np.testing.assert_array_equal(rows["truncated"][t], step.truncated)
+        if step.final_obs is not None:
+            np.testing.assert_array_equal(rows["final_obs"][t], step.final_obs)
+    np.testing.assert_array_equal(rows["obs"][8], other.engine.look())
+    np.testing.assert_array_equal(engine.look(), other.engine.look())
+    policy: Any = session.algorithm.acting()
+    with torch.no_grad():
+        logprobs = policy.distribution(rows["obs"][:8].flatten(0, 1)).log_prob(rows["actions"].flatten(0, 1))
+    torch.testing.assert_close(rows["logprobs"].flatten(), logprobs, rtol=1e-5, atol=1e-6)
+
+
+def take_rollout(session: Session) -> dict[str, Tensor]:
+    """One rollout, copied."""
+    session.store.add(session.collect(session.store.request(0)), 0)
+    return {name: array.clone() for name, array in session.store.experience.arrays.items()}  # type: ignore[attr-defined]
+
+
+def test_finished_episodes_are_counted_over_rollouts_and_logged_once() -> None:
+    session = open_rollouts(Walk, num_steps=7)
+    played = [take_rollout(session) for _ in range(6)]
+    rewards, done = (torch.cat([part[name] for part in played]) for name in ("rewards", "terminated"))
+    done |= torch.cat([part["truncated"] for part in played])
+    returns, lengths, episodes = torch.zeros(5), torch.zeros(5), []
+    for t in range(42):
+        returns, lengths = returns + rewards[t], lengths + 1
+        episodes += [(returns[i].item(), lengths[i].item()) for i in range(5) if done[t, i]]
+        returns, lengths = returns * ~done[t], lengths * ~done[t]
+    means = np.mean(episodes, axis=0)
+    wanted = {"episode_return_mean": pytest.approx(means[0]), "episode_length_mean": pytest.approx(means[1])}
+    assert session.collector.metrics(last=True) == wanted
+    assert session.collector.metrics() == wanted
+    session.collector.sums.zero_()  # type: ignore[attr-defined]  # as after a rollout in which nothing ends
+    assert session.collector.metrics() == wanted, "the last ones known"
+
+
+def test_a_rollout_writes_where_the_last_one_was() -> None:
+    """A captured graph has fixed addresses: of what it reads, and of what it leaves for the next one."""
+    session = open_rollouts(Walk)
+    collector: Any = session.collector
+
+    def addresses() -> list[int]:
+        kept = [*collector.engine.state.values(), collector.engine.ages, collector.returns]
+        return [tensor.data_ptr() for tensor in [*kept, *collector.experience.arrays.values()]]
+
+    take_rollout(session)
+    before = addresses()
+    take_rollout(session)
+    collector.abandon()
+    take_rollout(session)
+    collector.load_state_dict(collector.state_dict())
+    assert addresses() == before
+
+
+@pytest.mark.parametrize("algo", ["a2c", "ppo", "trpo", "impala", "appo"])
+def test_truncated_episodes_are_worth_what_their_last_observation_is(algo: str) -> None:
+    session = open_rollouts(Walk, algo, num_steps=24)
+    rows = take_rollout(session)
+    ((_, batch),) = session.store.batches(session.algorithm, 0)
+    learner: Any = session.algorithm
+    with torch.no_grad():
+        values = learner.policy.values(rows["obs"].flatten(0, 1)).view(25, 5)
+        finals = learner.policy.values(rows["final_obs"].flatten(0, 1)).view(24, 5)
+        successors = learner.successor_values(values[:-1], batch)
+    wanted = torch.where(rows["truncated"], finals, values[1:])
+    assert rows["terminated"].any()
+    torch.testing.assert_close(successors, wanted)
+
+
+class Breaks(Walk):
+    """A reward that is not a number, by and by."""
+
+    def step(self, state: Any, actions: Tensor, noise: Tensor) -> Any:
+        state, rewards, terminated = super().step(state, actions, noise)
+        return state, torch.where(state["place"] > 4.0, torch.nan, rewards), terminated
+
+
+def test_a_reward_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
+    config = tiny("ppo", tmp_path, vectorization="device", num_envs=4, env_id="breaks")
+    with pytest.raises(EnvironmentFailure, match="breaks gave a reward or an observation"):
+        train(config, env=Breaks, console=False)
+
+
+@pytest.mark.parametrize("kind", ["discrete", "multi_discrete", "continuous"])
+def test_noise_drawn_before_gives_the_same_actions(kind: str) -> None:
+    policy = MLPActorCritic(obs_dim=3, action_dim=5, action_kind=kind, action_sizes=[2, 3] if "multi" in kind else None)
+    obs, sizes = torch.randn(7, 3), [2, 3] if kind == "multi_discrete" else [5]
+    generator, same = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
+    pieces = [torch.empty(7, size) for size in sizes]
+    for piece in pieces:
+        piece.normal_(generator=same) if kind == "continuous" else piece.exponential_(generator=same)
+    chosen = policy.distribution(obs)
+    assert torch.equal(chosen.sample(generator), chosen.sample(noise=torch.cat(pieces, -1)))
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +399,38 @@ def test_what_has_no_tensor_functions_is_refused(recipe: EnvRecipe, sentence: st
         choose_vectorization("device", recipe, 4)
 
 
+def gives(**parts: Any) -> type[Walk]:
+    """A Walk whose `step` gives something else."""
+
+    class Odd(Walk):
+        def step(self, state: Any, actions: Tensor, noise: Tensor) -> Any:
+            state, rewards, terminated = super().step(state, actions, noise)
+            given = {"state": state, "rewards": rewards, "terminated": terminated}
+            given |= {name: change(given[name]) for name, change in parts.items()}
+            return tuple(given.values())
+
+    return Odd
+
+
+@pytest.mark.parametrize(
+    ("maker", "sentence"),
+    [
+        (gives(rewards=lambda x: x[:, None]), r"rewards of two environments has the shape \(2, 1\), not \(2,\)"),
+        (gives(terminated=lambda x: x.float()), "terminated is of torch.float32; it must be of torch.bool"),
+        (gives(state=lambda x: {**x, "place": x["place"].double()}), "the state of two environments is .*float64"),
+        (type("Wide", (Walk,), {"observation_space": gs.Box(-1.0, 1.0, (4,))}), r"observation of shape \(3,\); its"),
+    ],
+)
+def test_functions_that_do_not_fit_are_told_in_a_sentence(maker: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        open_engine(maker, 2)
+
+
+def test_what_the_functions_raise_is_told_in_a_sentence() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"mine .*ZeroDivisionError"):
+        open_engine(gives(rewards=lambda x: x / (1 // 0)), 2)
+
+
 @pytest.mark.parametrize("backend", ["local_async", "ray"])
 def test_workers_do_not_step_on_the_device(backend: str) -> None:
     config = {"algo": "ppo", "env_id": "CartPole-v1", "execution_backend": backend, "vectorization": "device"}
@@ -280,3 +455,18 @@ def test_every_algorithm_resumes_exactly(algo: str, tmp_path: Path) -> None:
     parts = stop_and_resume(tiny(algo, tmp_path / "parts", **given), 70)
     assert math.isfinite(whole.metrics["eval_return_mean"])
     assert_same_run(whole, parts)
+
+
+def test_a_policy_that_lags_resumes_exactly(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"vectorization": "device", "num_envs": 4, "kwargs": {"policy_lag": 2}}
+    whole = train(tiny("impala", tmp_path / "whole", **given), console=False)
+    assert_same_run(whole, stop_and_resume(tiny("impala", tmp_path / "parts", **given), 70))
+
+
+def test_episodes_are_logged_and_stop_a_run(tmp_path: Path) -> None:
+    rule = {"metric": "episode_length_mean", "threshold": 1.0, "patience": 1}
+    kwargs = {"eval_interval": 64, "early_stopping": rule}
+    given: dict[str, Any] = {"vectorization": "device", "num_envs": 8, "total_timesteps": 4096, "kwargs": kwargs}
+    metrics = train(tiny("ppo", tmp_path, **given), console=False).metrics
+    assert metrics["stop_reason"] == "early_stopping"
+    assert metrics["episode_return_mean"] == metrics["episode_length_mean"] > 1

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from rl_training.envs.engines import Step
 from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
 from rl_training.envs.spaces import Array, EnvSpaces
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
 NO_LIMIT = 2**31 - 1
@@ -241,4 +241,26 @@ def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int |
         raise UserError(f"{where} {recipe.env_id} is not a DeviceEnvironment (docs/device_environments.md); use auto.")
     if not isinstance(found.observation_space, gs.Box):
         raise UserError(f"{where} the observation space of {recipe.env_id} is not a Box, which it must be there.")
+    check_functions(found, recipe.env_id)
     return found, limit
+
+
+def check_functions(env: DeviceEnvironment, env_id: str) -> None:
+    """Try them on two rows, and refuse in one sentence what does not fit."""
+    actions = torch.from_numpy(np.stack([env.action_space.sample()] * 2))
+    try:
+        state = env.reset(torch.full((2, env.reset_noise), 0.5))
+        moved, rewards, terminated = env.step(state, actions, torch.full((2, env.step_noise), 0.5))
+        obs = env.observe(moved)
+    except Exception as error:
+        raise EnvironmentFailure.from_error(env_id, error) from error
+    kinds = [[(tuple(part.shape), part.dtype) for part in tree_flatten(tree)[0]] for tree in (state, moved)]
+    if kinds[0] != kinds[1]:
+        raise UserError(f"{env_id}: the state of two environments is {kinds[0]} after reset and {kinds[1]} after step.")
+    seen = {"rewards": (rewards, ()), "terminated": (terminated, ()), "observe": (obs, env.observation_space.shape)}
+    for name, (given, shape) in seen.items():
+        wanted = (2, *(shape or ()))
+        if given.shape != wanted:
+            raise UserError(f"{env_id}: {name} of two environments has the shape {tuple(given.shape)}, not {wanted}.")
+    if terminated.dtype != torch.bool:
+        raise UserError(f"{env_id}: terminated is of {terminated.dtype}; it must be of torch.bool.")

@@ -436,6 +436,7 @@ class Run:
             self._fail(bad)
 
     def _fail(self, name: str) -> None:
+        self.session.collector.metrics(last=True)  # raises where an environment on the device was not finite before
         bad = self.session.algorithm.first_bad_tensor()
         where = f"the metric {name!r}" if bad is None else f"the tensor {bad!r}"
         raise TrainingFailure(
