@@ -22,6 +22,7 @@ from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces, read_rec
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import load_config
+from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
@@ -154,8 +155,8 @@ class Walk(DeviceEnvironment):
 def test_rows_that_end_begin_again_in_the_same_step_and_the_others_do_not() -> None:
     env = Walk(length=3.0)
     state = {"place": torch.tensor([0.5, 1.5, 0.5]), "history": torch.tensor([[0.1, 4.0]] * 3)}
-    ages, noise = torch.tensor([0, 2, 4], dtype=torch.int32), (torch.tensor([[0.2], [0.4], [0.6]]), torch.zeros(3, 1))
-    after = advance(env, 5, state, ages, torch.tensor([0, 1, 0]), noise)
+    ages, begun = torch.tensor([0, 2, 4], dtype=torch.int32), env.reset(torch.tensor([[0.2], [0.4], [0.6]]))
+    after = advance(env, 5, state, ages, torch.tensor([0, 1, 0]), torch.zeros(3, 1), begun)
     assert after.terminated.tolist() == [False, True, False]
     assert after.truncated.tolist() == [False, False, True]
     assert after.ages.tolist() == [1, 0, 0]
@@ -366,9 +367,17 @@ def test_noise_drawn_before_gives_the_same_actions(kind: str) -> None:
     generator, same = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
     pieces = [torch.empty(7, size) for size in sizes]
     for piece in pieces:
-        piece.normal_(generator=same) if kind == "continuous" else piece.exponential_(generator=same)
+        piece.normal_(generator=same) if kind == "continuous" else piece.exponential_(generator=same).log_().neg_()
     chosen = policy.distribution(obs)
     assert torch.equal(chosen.sample(generator), chosen.sample(noise=torch.cat(pieces, -1)))
+
+
+def test_a_normalized_policy_on_another_device_has_no_numpy_form() -> None:
+    """Its weights cannot be read there; evaluation asked for it all the same and failed."""
+    normalizing = ObservationInput(normalize_size=3)
+    policy = MLPActorCritic(obs_dim=3, action_dim=2, hidden_sizes=[8], observation_input=normalizing)
+    assert policy.numpy_policy() is not None
+    assert policy.to("meta").numpy_policy() is None
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from rl_training.algorithms.capture import CapturedStep
 from rl_training.collect.behaviour import Behaviour
@@ -57,29 +59,32 @@ class DeviceCollector(LocalCollector):
         if spaces.action_kind == "continuous":
             choices.normal_(generator=generator)
         else:
-            choices.exponential_(generator=generator)
+            choices.exponential_(generator=generator).log_().neg_()
         with torch.no_grad():
             self.sums += self._roll({"choices": choices, "resets": resets, "steps": steps})
         experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
 
     def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
         """Fill the experience; returns what is added to `sums`."""
-        engine, experience, spaces = self.engine, self.experience, self.actor.spaces
-        rows: Any = experience
-        policy: Any = self.actor.algorithm.acting()
-        state, ages = engine.state, engine.ages
-        rows.obs[0] = encode(spaces, engine.env.observe(state))
-        for t in range(experience.layout.max_steps):
-            chosen = policy.distribution(rows.obs[t])
+        engine, spaces, policy = self.engine, self.actor.spaces, cast(Any, self.actor.algorithm.acting())
+        env, state, ages = engine.env, engine.state, engine.ages
+        steps, count = noise["resets"].shape[:2]
+        begun = tree_map(lambda x: x.view(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
+        obs = encode(spaces, env.observe(state))
+        rows: dict[str, list[Tensor]] = {name: [] for name in self.experience.arrays if name != "values"}
+        rows["obs"].append(obs)
+        for t in range(steps):
+            chosen = policy.distribution(obs)
             actions = chosen.sample(noise=noise["choices"][t])
-            rows.actions[t] = actions
-            rows.logprobs[t] = chosen.log_prob(actions)
-            drawn = noise["resets"][t], noise["steps"][t]
-            after = advance(engine.env, engine.limit, state, ages, self._map(actions), drawn)
-            state, ages = after.state, after.ages
-            rows.rewards[t], rows.terminated[t], rows.truncated[t] = after.rewards, after.terminated, after.truncated
-            rows.final_obs[t] = encode(spaces, after.final_obs)
-            rows.obs[t + 1] = encode(spaces, after.obs)
+            fresh = tree_map(itemgetter(t), begun)
+            after = advance(env, engine.limit, state, ages, self._map(actions), noise["steps"][t], fresh)
+            state, ages, obs = after.state, after.ages, encode(spaces, after.obs)
+            row = after._asdict() | {"actions": actions, "logprobs": chosen.log_prob(actions), "obs": obs}
+            row["final_obs"] = encode(spaces, after.final_obs)
+            for name, column in rows.items():
+                column.append(row[name])
+        for name, column in rows.items():
+            torch.stack(column, out=cast(Tensor, self.experience.arrays[name]))
         sums = self._sum_episodes(ages)
         engine.place(state, ages)
         return sums

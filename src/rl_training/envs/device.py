@@ -96,15 +96,13 @@ class Advance(NamedTuple):
 
 
 def advance(
-    env: DeviceEnvironment, limit: int, state: State, ages: Tensor, actions: Tensor, noise: tuple[Tensor, Tensor]
+    env: DeviceEnvironment, limit: int, state: State, ages: Tensor, actions: Tensor, noise: Tensor, begun: State
 ) -> Advance:
-    """Step every row and count it in `ages` [N]; a row that ends, by itself or by the limit, is reset at once."""
-    for_reset, for_step = noise
-    moved, rewards, terminated = env.step(state, actions, for_step)
+    """Step every row and count it in `ages` [N]; one that ends, by itself or by the limit, is at `begun` at once."""
+    moved, rewards, terminated = env.step(state, actions, noise)
     ages = ages + 1
     truncated = ages >= limit
     done = terminated | truncated
-    begun = env.reset(for_reset)
 
     def renew(new: Tensor, old: Tensor) -> Tensor:
         return torch.where(done.view(-1, *[1] * (old.dim() - 1)), new, old)
@@ -160,8 +158,8 @@ class DeviceEngine:
     def step(self, actions: Array) -> Step:
         """Step every environment; those that end are reset at once."""
         for_reset, for_step = self.draw(1)
-        given = torch.from_numpy(actions).to(self.device)
-        after = advance(self.env, self.limit, self.state, self.ages, given, (for_reset[0], for_step[0]))
+        given, begun = torch.from_numpy(actions).to(self.device), self.env.reset(for_reset[0])
+        after = advance(self.env, self.limit, self.state, self.ages, given, for_step[0], begun)
         self.state, self.ages = after.state, after.ages
         rewards, terminated, truncated = (part.cpu().numpy() for part in after[4:])
         final_obs = self._encode(after.final_obs) if (terminated | truncated).any() else None

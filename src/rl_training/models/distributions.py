@@ -27,7 +27,7 @@ class Distribution(Protocol):
     """A batch of B action distributions."""
 
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
-        """Draw; `noise` drawn before, exponential [B, A] or of a Gaussian [B, D], stands in for a generator."""
+        """Draw; `noise` drawn before, Gumbel's [B, A] or a Gaussian's [B, D], stands in for a generator."""
 
     def mode(self) -> Tensor: ...
 
@@ -50,10 +50,10 @@ class Categorical:
         self.log_probs = logits.log_softmax(-1)
 
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
-        """Draw by the Gumbel trick: argmax of log-probabilities minus the log of exponential noise."""
+        """Draw by the Gumbel trick: argmax of log-probabilities plus noise, minus the log of exponential numbers."""
         if noise is None:
-            noise = torch.empty_like(self.log_probs).exponential_(generator=generator)
-        return (self.log_probs - noise.log()).argmax(-1)
+            noise = torch.empty_like(self.log_probs).exponential_(generator=generator).log_().neg_()
+        return (self.log_probs + noise).argmax(-1)
 
     def mode(self) -> Tensor:
         """The most likely choice."""
