@@ -98,9 +98,6 @@ class ActorCriticAlgorithm(PolicyActing):
         given = "bootstrap_obs" not in batch
         last = batch["bootstrap_value"].to(values.dtype) if given else self.policy.values(batch["bootstrap_obs"])
         following = torch.cat([values[1:], last.unsqueeze(0)])
-        if "final_obs" in batch and not values.is_cpu:  # every row, since to find the truncated ones the host must wait
-            finals = self.policy.values(batch["final_obs"].flatten(0, 1)).view_as(following)
-            return torch.where(batch["truncated"].bool(), finals, following)
         if "final_obs" in batch:
             rows = batch["truncated"].flatten().nonzero().squeeze(-1)
             finals = self.policy.values(batch["final_obs"].flatten(0, 1).index_select(0, rows))

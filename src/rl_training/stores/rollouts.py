@@ -134,15 +134,15 @@ class RolloutStore:
     @torch.no_grad()
     def _hand_over(self, algorithm: Algorithm) -> dict[str, Tensor]:
         """The batch of experience in tensors; the host reads nothing, so final observations are valued in every row."""
-        experience = self.experience
+        experience, count = self.experience, self.layout.num_envs
+        policy: Any = algorithm.acting()
         batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
         batch["behavior_logprobs"] = batch["logprobs"]
+        batch["truncation_values"] = policy.values(experience.final_obs.flatten(0, 1)).view(-1, count)
         if not getattr(algorithm, "reads_values", True):
-            return batch | {"bootstrap_obs": experience.obs[-1], "final_obs": experience.final_obs}
-        policy: Any = algorithm.acting()
-        values = policy.values(experience.obs.flatten(0, 1)).view(-1, experience.layout.num_envs)
-        finals = policy.values(experience.final_obs.flatten(0, 1)).view_as(values[1:])
-        return batch | {"values": values[:-1], "bootstrap_value": values[-1], "truncation_values": finals}
+            return batch | {"bootstrap_obs": experience.obs[-1]}
+        values = policy.values(experience.obs.flatten(0, 1)).view(-1, count)
+        return batch | {"values": values[:-1], "bootstrap_value": values[-1]}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Nothing flows back."""
