@@ -1,6 +1,6 @@
 """Environments on the device: steps/s through `learn()`, where the time goes, and seconds to a solved CartPole.
 
-    python benchmarks/device_envs.py [--device cuda] [--envs 4096 65536] [--algos ppo impala] [--updates 100]
+    python benchmarks/device_envs.py [--envs 4096 65536] [--algos ppo impala] [--accelerate graph] [--normalize]
 
 Prints one table, and writes it as JSON to $OUT/device_envs.json where OUT is set.
 """
@@ -28,12 +28,12 @@ STEPS, EPOCHS, MINIBATCHES, WARM_UP = 32, 4, 4, 20
 class Clock(rl_training.Callback):
     """Steps/s from update WARM_UP on, when everything is captured."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.begun, self.rate = device, (0.0, 0), 0.0
+    def __init__(self) -> None:
+        self.begun, self.rate = (0.0, 0), 0.0
 
     def now(self) -> float:
         """The time when all work given to the device is done."""
-        if self.device == "cuda":
+        if GIVEN.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -48,13 +48,15 @@ class Clock(rl_training.Callback):
         self.rate = (run.step - first) / (self.now() - seconds)
 
 
-def settings(algo: str, num_envs: int, device: str, **others: Any) -> dict[str, Any]:
-    """What a user would write."""
+def settings(algo: str, num_envs: int, **others: Any) -> dict[str, Any]:
+    """What a user would write; observations and rewards are not normalized unless asked, as elsewhere."""
     known: dict[str, Any] = {"hidden_sizes": [64, 64], "num_steps": STEPS}
     if algo in ("ppo", "appo"):
         known |= {"update_epochs": EPOCHS, "minibatch_size": STEPS * num_envs // MINIBATCHES}
-    said = {"env_id": "CartPole-v1", "vectorization": "device", "device": device, "num_envs": num_envs}
-    return {"algo": algo, **said, "loggers": [], "eval_episodes": 0, **others, "algo_kwargs": known}
+    wrappers = dict.fromkeys(("normalize_observation", "normalize_reward"), GIVEN.normalize)
+    said = {"env_id": "CartPole-v1", "env_kwargs": {"wrappers": wrappers}, "vectorization": "device"}
+    said |= {"device": GIVEN.device, "accelerate": GIVEN.accelerate, "num_envs": num_envs, "loggers": []}
+    return {"algo": algo, **said, "eval_episodes": 0, **others, "algo_kwargs": known}
 
 
 def make(folder: str, **config: Any) -> Any:
@@ -63,19 +65,19 @@ def make(folder: str, **config: Any) -> Any:
     return getattr(rl_training, spec.class_name)({**config, "output_dir": folder})
 
 
-def measure(algo: str, num_envs: int, device: str, updates: int, folder: str) -> float:
+def measure(algo: str, num_envs: int, folder: str) -> float:
     """Steps/s through `learn()`, logging every tenth update."""
-    clock, total = Clock(device), (WARM_UP + updates) * STEPS * num_envs
-    learner = make(folder, **settings(algo, num_envs, device, log_interval=10, total_timesteps=total))
+    clock, total = Clock(), (WARM_UP + GIVEN.updates) * STEPS * num_envs
+    learner = make(folder, **settings(algo, num_envs, log_interval=10, total_timesteps=total))
     learner.learn(callbacks=[clock], progress=False)
     return clock.rate
 
 
-def split(algo: str, num_envs: int, device: str, turns: int) -> dict[str, float]:
+def split(algo: str, num_envs: int) -> dict[str, float]:
     """Milliseconds of a turn: collecting, valuing, learning; each waited for."""
-    config = settings(algo, num_envs, device, total_timesteps=10**9)
+    config, turns = settings(algo, num_envs, total_timesteps=10**9), max(GIVEN.updates // 4, 1)
     session = open_session(rl_training.experiment.config.load_config(fill_defaults(config, UNSAID)))
-    clock, spent = Clock(device), dict.fromkeys(("collect", "hand over", "learn"), 0.0)
+    clock, spent = Clock(), dict.fromkeys(("collect", "hand over", "learn"), 0.0)
     for turn in range(WARM_UP + turns):
         times = [clock.now()]
         session.store.add(session.collect(session.store.request(0)), 0)
@@ -90,11 +92,11 @@ def split(algo: str, num_envs: int, device: str, turns: int) -> dict[str, float]
     return spent
 
 
-def solve(num_envs: int, device: str, folder: str) -> dict[str, float]:
+def solve(num_envs: int, folder: str) -> dict[str, float]:
     """Seconds from `learn()` to an evaluation of at least 475 over 20 episodes, and to the end of `learn()`."""
-    config = settings("ppo", num_envs, device, log_interval=10, eval_episodes=20)
-    steps = 20 * STEPS * num_envs
-    config |= {"total_timesteps": 10 * steps}
+    config = settings("ppo", num_envs, log_interval=10, eval_episodes=20)
+    steps = 10 * STEPS * num_envs
+    config |= {"total_timesteps": 20 * steps}
     config["algo_kwargs"] |= {
         "learning_rate": 2.5e-3, "eval_interval": steps,
         "early_stopping": {"metric": "eval_return_mean", "threshold": 475, "patience": 1},
@@ -115,20 +117,14 @@ def solve(num_envs: int, device: str, folder: str) -> dict[str, float]:
 
 def main() -> None:
     """Every part on its own, so that one that fails does not hide the others."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--envs", type=int, nargs="+", default=[4096, 65536])
-    parser.add_argument("--algos", nargs="+", default=["ppo", "impala"])
-    parser.add_argument("--updates", type=int, default=100)
-    given = parser.parse_args()
-    found: dict[str, Any] = {"torch": torch.__version__, "device": given.device}
+    found: dict[str, Any] = {"torch": torch.__version__, **vars(GIVEN)}
     with tempfile.TemporaryDirectory() as folder:
-        parts: dict[str, Any] = {"solve 4096": lambda: solve(4096, given.device, folder)}
-        for algo in given.algos:
-            for envs in given.envs:
+        parts: dict[str, Any] = {"solve 4096": lambda: solve(4096, folder)} if GIVEN.solve else {}
+        for algo in GIVEN.algos:
+            for envs in GIVEN.envs:
                 name = f"{algo} {envs}"
-                parts[f"{name} steps/s"] = lambda a=algo, n=envs: measure(a, n, given.device, given.updates, folder)
-                parts[f"{name} ms"] = lambda a=algo, n=envs: split(a, n, given.device, given.updates // 4)
+                parts[f"{name} steps/s"] = lambda a=algo, n=envs: measure(a, n, folder)
+                parts[f"{name} ms"] = lambda a=algo, n=envs: split(a, n)
         for name, part in parts.items():
             try:
                 begun = time.perf_counter()
@@ -138,8 +134,22 @@ def main() -> None:
             except Exception:
                 print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], "device_envs.json").write_text(json.dumps(found, indent=1))
+        Path(os.environ["OUT"], f"device_envs_{GIVEN.accelerate}.json").write_text(json.dumps(found, indent=1))
+
+
+def read_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--envs", type=int, nargs="*", default=[4096, 65536])
+    parser.add_argument("--algos", nargs="+", default=["ppo", "impala"])
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--accelerate", default="auto")
+    parser.add_argument("--normalize", action="store_true", help="observations and rewards, as runs do by default")
+    parser.add_argument("--solve", action="store_true", help="seconds to an evaluation of 475")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
+    GIVEN = read_arguments()
     main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from rl_training.algorithms.capture import CapturedStep
+from rl_training.algorithms.capture import CapturedStep, Numbers
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import LocalCollector, Request
 from rl_training.data.experience import Experience, ExperienceLayout
@@ -24,11 +23,15 @@ from rl_training.errors import EnvironmentFailure
 class DeviceCollector(LocalCollector):
     """A `LocalCollector` whose experience is tensors on the learner's device.
 
-    A rollout is a function of noise that is drawn before it, so that on a GPU it is one CUDA graph. Finished episodes
-    are counted in `sums` on the device: how many, their returns and lengths, and a NaN where something was not finite.
+    A rollout is a function of noise that is drawn before it, so that on a GPU it is one CUDA graph; with `accelerate`
+    "compile" its steps are compiled. Finished episodes are counted in `sums` on the device: how many, their returns
+    and lengths, and a NaN where something was not finite.
     """
 
-    def __init__(self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None) -> None:
+    def __init__(
+        self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None,
+        accelerate: str = "none",
+    ) -> None:  # fmt: skip
         engine: Any = stepper.engine
         self.engine: DeviceEngine = engine
         device = engine.device
@@ -42,8 +45,9 @@ class DeviceCollector(LocalCollector):
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.means: dict[str, float] = {}
         self._map = map_actions(stepper.spaces, device)
-        captures = device.type == "cuda"
-        self._roll = partial(CapturedStep(self._roll_out), constants=()) if captures else self._roll_out
+        captures = device.type == "cuda" and accelerate != "none"
+        self._roll = CapturedStep(self._roll_out, Numbers()) if captures else self._roll_out
+        self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
     def fill(self, experience: Experience, request: Request) -> None:
         """One rollout."""
@@ -66,21 +70,16 @@ class DeviceCollector(LocalCollector):
 
     def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
         """Fill the experience; returns what is added to `sums`."""
-        engine, spaces, policy = self.engine, self.actor.spaces, cast(Any, self.actor.algorithm.acting())
-        env, state, ages = engine.env, engine.state, engine.ages
+        engine, env = self.engine, self.engine.env
         steps, count = noise["resets"].shape[:2]
         begun = tree_map(lambda x: x.view(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
-        obs = encode(spaces, env.observe(state))
+        state, ages, obs = engine.state, engine.ages, encode(self.actor.spaces, env.observe(engine.state))
         rows: dict[str, list[Tensor]] = {name: [] for name in self.experience.arrays if name != "values"}
         rows["obs"].append(obs)
         for t in range(steps):
-            chosen = policy.distribution(obs)
-            actions = chosen.sample(noise=noise["choices"][t])
             fresh = tree_map(itemgetter(t), begun)
-            after = advance(env, engine.limit, state, ages, self._map(actions), noise["steps"][t], fresh)
-            state, ages, obs = after.state, after.ages, encode(spaces, after.obs)
-            row = after._asdict() | {"actions": actions, "logprobs": chosen.log_prob(actions), "obs": obs}
-            row["final_obs"] = encode(spaces, after.final_obs)
+            state, ages, row = self._one_step(state, ages, obs, noise["choices"][t], noise["steps"][t], fresh)
+            obs = row["obs"]
             for name, column in rows.items():
                 column.append(row[name])
         for name, column in rows.items():
@@ -88,6 +87,21 @@ class DeviceCollector(LocalCollector):
         sums = self._sum_episodes(ages)
         engine.place(state, ages)
         return sums
+
+    def _step(
+        self, state: Any, ages: Tensor, obs: Tensor, choices: Tensor, noise: Tensor, begun: Any
+    ) -> tuple[Any, Tensor, dict[str, Tensor]]:
+        """Act and step once; returns the state after it, and a row of experience."""
+        spaces, policy = self.actor.spaces, cast(Any, self.actor.algorithm.acting())
+        chosen = policy.distribution(obs)
+        actions = chosen.sample(noise=choices)
+        after = advance(self.engine.env, self.engine.limit, state, ages, self._map(actions), noise, begun)
+        row = {
+            "obs": encode(spaces, after.obs), "final_obs": encode(spaces, after.final_obs), "actions": actions,
+            "logprobs": chosen.log_prob(actions), "rewards": after.rewards, "terminated": after.terminated,
+            "truncated": after.truncated,
+        }  # fmt: skip
+        return after.state, after.ages, row
 
     def _sum_episodes(self, ages: Tensor) -> Tensor:
         """Of the episodes that ended: what was under way before and came since, less what is under way now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -46,6 +47,11 @@ ANY_ORDER = (
     "worker_order is first: what is learned depends on which workers are fast, so this run is not a function of its "
     "seed, and a resume is not exact"
 )
+ACCELERATED = {
+    "graph": "each gradient step is captured once as a CUDA graph and replayed",
+    "compile": "each gradient step is compiled in its first calls, which take a minute or so",
+}
+COMPILERS = ("c++", "g++", "clang++", "cl")
 UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
 
@@ -113,6 +119,8 @@ def open_session(
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
     algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])
     ranks.join(algorithm)
+    if config.accelerate != "none":
+        algorithm.accelerate(config.accelerate)
     seed = ranks.seed(config.seed)
     if ranks.rank:
         algorithm.seed(seed)
@@ -135,7 +143,7 @@ def open_session(
             elif stepper is not None:  # a policy that lags acts with a second learner
                 actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
                 if config.vectorization == "device" and getattr(store, "reads_tensors", False):
-                    collector = DeviceCollector(actor, stepper, store.layout, params.lag)
+                    collector = DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
                 else:
                     collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
         except MemoryError as error:
@@ -144,6 +152,10 @@ def open_session(
     passes_over_gpu = asked.device == "auto" and config.device == "cpu" and torch.cuda.is_available()
     notes = [f"warning: {problem.sentence()}" for problem in problems]
     notes += [SMALL_NETWORKS] if passes_over_gpu else []
+    if config.accelerate != "none":
+        left_out = f"; {algorithm.eager_part} run as they are written" if algorithm.eager_part else ""
+        auto = " auto is" if asked.accelerate == "auto" else ""
+        notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
     if config.has_workers and config.worker_order == FIRST:
@@ -284,8 +296,8 @@ def resolve(
         env_kwargs = {**env_kwargs, "wrappers": wrappers}
     vectorization = choose_vectorization(config.vectorization, recipe, config.num_envs)
     decided = {
-        "device": device, "threads": threads, "vectorization": vectorization, "accelerate": "none",
-        "num_workers": choose_workers(config),
+        "device": device, "threads": threads, "vectorization": vectorization, "num_workers": choose_workers(config),
+        "accelerate": config.accelerate if spaces is None else choose_acceleration(config, params, device, ranks),
     }  # fmt: skip
     return config.model_copy(update={**decided, "algo_kwargs": dump_params(params), "env_kwargs": env_kwargs})
 
@@ -301,6 +313,24 @@ def choose_device(params: Params, spaces: EnvSpaces) -> str:
     if not torch.cuda.is_available() or (small and not getattr(params, "capture", False)):
         return "cpu"
     return "cuda"
+
+
+def choose_acceleration(config: TrainConfig, params: Params, device: str, ranks: Ranks | None) -> str:
+    """Graphs on a GPU and plain calls on a CPU, unless the config says; what cannot be is refused."""
+    asked, captures = config.accelerate, device.startswith("cuda")
+    has_steps = bool(get_algorithm_spec(config.algo).learner.steps) and getattr(params, "capture", True)
+    several = ranks is not None and ranks.count > 1
+    if asked in ("auto", "none"):
+        return "graph" if asked == "auto" and captures and has_steps and not several else "none"
+    if several:
+        raise UserError(f"accelerate is {asked!r}; with several learners (torchrun) it must be auto or none.")
+    if not has_steps:
+        raise UserError(f"accelerate is {asked!r}, but {config.algo} has no steps for it; it must be auto or none.")
+    if asked == "graph" and not captures:
+        raise UserError(f"accelerate is 'graph', but device is {device!r}; there it must be auto, none or compile.")
+    if asked == "compile" and not (os.environ.get("CXX") or any(map(shutil.which, COMPILERS))):
+        raise UserError("accelerate is 'compile', which needs a C++ compiler such as g++; it must be auto or none.")
+    return asked
 
 
 def choose_workers(config: TrainConfig) -> int | str:
