@@ -14,7 +14,9 @@ from gymnasium import spaces as gs
 from gymnasium.utils.env_checker import check_env
 from torch import Tensor
 
+import resume_cases
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
+from rl_training.algorithms.capture import PLAIN_CALLS, Numbers
 from rl_training.collect.device import DeviceCollector
 from rl_training.envs.device import DeviceEngine, DeviceEnvironment, OneEnvironment, advance, map_actions
 from rl_training.envs.engines import choose_vectorization, make_engine
@@ -27,6 +29,7 @@ from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.workflows import train
+from test_capture import Recorded
 
 CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")
 OTHERWISE: dict[str, dict[str, Any]] = {
@@ -329,6 +332,37 @@ def test_a_rollout_writes_where_the_last_one_was() -> None:
     take_rollout(session)
     collector.load_state_dict(collector.state_dict())
     assert addresses() == before
+
+
+def learn_turns(session: Session, turns: int) -> list[dict[str, Tensor]]:
+    """Rollouts of a policy that learns from each."""
+    rollouts = []
+    for _ in range(turns):
+        rollouts.append(take_rollout(session))
+        ((_, batch),) = session.store.batches(session.algorithm, 0)
+        session.algorithm.update(batch)
+    return rollouts
+
+
+def test_a_captured_rollout_is_a_plain_one() -> None:
+    plain, captured = open_rollouts(Walk), open_rollouts(Walk)
+    collector: Any = captured.collector
+    collector._roll = Recorded(collector._roll_out, Numbers())
+    resume_cases.assert_same(learn_turns(captured, PLAIN_CALLS + 4), learn_turns(plain, PLAIN_CALLS + 4))
+    assert collector._roll.replays == [4]
+    resume_cases.assert_same(captured.collector.state_dict(), plain.collector.state_dict())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("env_id", CLASSIC)
+def test_a_graph_of_a_rollout_is_a_plain_one(env_id: str) -> None:
+    sides = []
+    for accelerate in ("graph", "none"):
+        config = tiny("ppo", Path("unused"), env_id=env_id, vectorization="device", num_envs=64, device="cuda")
+        sides.append(learn_turns(open_session(config.model_copy(update={"accelerate": accelerate})), 8))
+    for one, other in zip(*sides, strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name])
 
 
 @pytest.mark.parametrize("algo", ["a2c", "ppo", "trpo", "impala", "appo"])
