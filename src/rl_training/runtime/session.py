@@ -282,7 +282,10 @@ def resolve(
     config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None, ranks: Ranks | None = None
 ) -> TrainConfig:
     """The config with every `auto` decided (some only where the spaces are known) and every default spelled out."""
-    device = choose_device(params, spaces) if config.device == "auto" and spaces is not None else config.device
+    device = config.device
+    if device == "auto" and spaces is not None:
+        rolls = config.vectorization == "device" and get_algorithm_spec(config.algo).lane == "rollout"
+        device = choose_device(params, spaces, rolls_on_device=rolls)
     if device.startswith("cuda") and ranks is not None and ranks.count > 1:
         device = f"cuda:{ranks.local_rank}"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -302,14 +305,16 @@ def resolve(
     return config.model_copy(update={**decided, "algo_kwargs": dump_params(params), "env_kwargs": env_kwargs})
 
 
-def choose_device(params: Params, spaces: EnvSpaces) -> str:
+def choose_device(params: Params, spaces: EnvSpaces, *, rolls_on_device: bool = False) -> str:
     """A GPU where there is one and it pays.
 
     A step of a small network is launches, not arithmetic: PPO with 8 CartPoles does 43,000 steps/s on a CPU and 900 on
-    a GPU. What pays are images, wide layers, many networks side by side, and an update captured as one graph.
+    a GPU. What pays are images, wide layers, many networks side by side, an update captured as one graph, and rollouts
+    that stay there.
     """
     members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
     small = spaces.obs_kind == "vector" and params.widest_layer <= WIDEST_ON_CPU and members <= MOST_MEMBERS_ON_CPU
+    small = small and not rolls_on_device
     if not torch.cuda.is_available() or (small and not getattr(params, "capture", False)):
         return "cpu"
     return "cuda"
