@@ -109,7 +109,7 @@ def advance(
 
     state = tree_map(renew, begun, moved)
     final_obs = env.observe(moved)
-    return Advance(state, ages * ~done, env.observe(state), final_obs, rewards, terminated, truncated)
+    return Advance(state, ages.masked_fill(done, 0), env.observe(state), final_obs, rewards, terminated, truncated)
 
 
 class DeviceEngine:
