@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import load_config
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.runtime.run import Callback
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.workflows import train
@@ -504,6 +506,19 @@ def test_a_policy_that_lags_resumes_exactly(tmp_path: Path) -> None:
     given: dict[str, Any] = {"vectorization": "device", "num_envs": 4, "kwargs": {"policy_lag": 2}}
     whole = train(tiny("impala", tmp_path / "whole", **given), console=False)
     assert_same_run(whole, stop_and_resume(tiny("impala", tmp_path / "parts", **given), 70))
+
+
+def test_the_progress_line_shows_returns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tiny("ppo", tmp_path, vectorization="device", num_envs=8, total_timesteps=1024)
+    result = train(config, console=True, callbacks=[DueNow()])
+    assert f"return {result.metrics['episode_return_mean']:.4g}  loss" in capfd.readouterr().err
+
+
+class DueNow(Callback):
+    """A progress line after every update, whatever the clock says."""
+
+    def on_start(self, run: Any) -> None:
+        run.logger._clock = itertools.count(0, 100).__next__
 
 
 def test_episodes_are_logged_and_stop_a_run(tmp_path: Path) -> None:
