@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.device import DeviceCollector
 from rl_training.collect.first_comers import FirstComers
 from rl_training.collect.local import Collector, LocalCollector, NoCollector, Request
 from rl_training.collect.transport import SharedMemory, Transport
@@ -122,7 +123,8 @@ def open_session(
     stepper = None
     if spec.steps_environments and not config.has_workers:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
-        stepper = Stepper(make_engine(recipe.for_training, spaces, *where), spaces, config.num_envs)
+        engine = make_engine(recipe.for_training, spaces, *where, device=config.device)
+        stepper = Stepper(engine, spaces, config.num_envs)
     with closed_on_error(stepper):
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
@@ -136,7 +138,10 @@ def open_session(
                 collector = open_workers(config, params, recipe, behaviour, store.layout, make_algorithm)
             elif stepper is not None:  # a policy that lags acts with a second learner
                 actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
-                collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
+                if config.vectorization == "device" and getattr(store, "reads_tensors", False):
+                    collector = DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
+                else:
+                    collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
@@ -302,16 +307,18 @@ def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tup
     """A GPU where there is one and it pays, and a sentence on why.
 
     A step of a small network is launches, not arithmetic: PPO with 8 CartPoles does 43,000 steps/s on a CPU and 900 on
-    a GPU. What pays are images, wide layers, many networks side by side, and updates that are captured: a replay
-    learner of 256 units does 1,900 per second on an H200 and 130 on a core, one of 128 units 4,000 and 2,200.
+    a GPU. What pays are images, wide layers, many networks side by side, rollouts that stay there, and updates that
+    are captured: a replay learner of 256 units does 1,900 per second on an H200 and 130 on a core, one of 128 units
+    4,000 and 2,200.
     """
-    captures = config.accelerate != "none"
+    captures, lane = config.accelerate != "none", get_algorithm_spec(config.algo).lane
     members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
-    widest = WIDEST_CAPTURED if captures and get_algorithm_spec(config.algo).lane == "replay" else WIDEST_ON_CPU
+    widest = WIDEST_CAPTURED if captures and lane == "replay" else WIDEST_ON_CPU
     pays = {
         "images": spaces.obs_kind == "image", f"layers of {params.widest_layer} units": params.widest_layer > widest,
         f"{members} networks side by side": members > MOST_MEMBERS_ON_CPU,
         "captured updates of many steps": captures and getattr(params, "capture", False),
+        "rollouts on the device": config.vectorization == "device" and lane == "rollout",
         "captured updates": config.accelerate == "graph",
     }  # fmt: skip
     reason = next((name for name, is_so in pays.items() if is_so), None)
