@@ -240,6 +240,12 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             how = f"give it in env_kwargs, such as --set env_kwargs.{missing[1]}=VALUE"
             raise UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.") from error
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
+    if hasattr(env, "observe") and not isinstance(env, gym.Env):
+        from rl_training.envs.device import DeviceEnvironment, OneEnvironment  # torch
+
+        if isinstance(env, DeviceEnvironment):
+            limit = recipe.max_episode_steps or env.max_episode_steps
+            return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env

@@ -86,14 +86,18 @@ class TrainConfig(StrictModel):
     checkpoint_keep: int = Field(3, ge=0, description="How many step_<n> checkpoints to keep.")
     replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint holds the replay buffer.")
     threads: int | Literal["auto"] = Field("auto", description="Threads that torch may use, or auto.")
-    vectorization: Literal["auto", "native", "sync", "async"] = Field(
-        "auto", description="How environments are stepped: by their own vector code, in turn, or in processes."
+    vectorization: Literal["auto", "native", "sync", "async", "device"] = Field(
+        "auto",
+        description="How environments are stepped: native by their own vector code, sync in turn, async in processes, "
+        "device as functions of tensors.",
     )
     worker_timeout: float = Field(
         300.0, gt=0, le=1e6, description="Seconds that an environment's process may take for a step, start or reset."
     )
-    accelerate: str = Field(
-        "auto", description="auto or none, both without effect so far: Dreamer's captured update is its own `capture`."
+    accelerate: Literal["auto", "none", "graph", "compile"] = Field(
+        "auto",
+        description="How gradient steps run: none as they are written, graph captured as CUDA graphs, compile by "
+        "torch.compile (on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
     )
     max_seconds: float | None = Field(
         None, gt=0, description="Stop after this many seconds of training, evaluations apart, counted across resumes."
@@ -146,11 +150,9 @@ class TrainConfig(StrictModel):
         if uneven and self.worker_order == "first" and self.has_workers:
             wanted = f"with worker_order 'first' it must divide num_envs ({self.num_envs})"
             raise ValueError(f"num_workers is {self.num_workers}; {wanted}")
-        if self.has_workers and self.vectorization == "async":
+        if self.has_workers and self.vectorization in ("async", "device"):
             backend = self.execution_backend
-            raise ValueError(f"vectorization is 'async'; with {backend} it must be auto, native or sync")
-        if self.accelerate not in ("auto", "none"):
-            raise ValueError(f"accelerate is {self.accelerate!r}; only 'auto' and 'none' exist (compiling is planned)")
+            raise ValueError(f"vectorization is {self.vectorization!r}; with {backend} it must be auto, native or sync")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:<index>")
         if self.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", self.name):

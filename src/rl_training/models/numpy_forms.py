@@ -77,5 +77,7 @@ def numpy_input(layer: ObservationInput) -> Callable[[Array], Array] | None:
     if layer.norm is None:
         return lambda obs: obs
     norm = layer.norm
+    if not norm.mean.is_cpu:
+        return None
     mean, var, clip = norm.mean.numpy(), norm.var.numpy(), norm.clip
     return lambda obs: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)

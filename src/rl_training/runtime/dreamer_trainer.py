@@ -47,7 +47,7 @@ class DreamerParams(SequenceParams):
     entropy_coef: float = Field(3e-4, ge=0, description="Weight of the policy's entropy.")
     free_nats: float = Field(1.0, ge=0, description="KL per state below which neither half of its loss pulls.")
     tau: float = Field(0.02, gt=0, le=1, description="Polyak factor: how far the slow critic moves per update.")
-    capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph.")
+    capture: bool = Field(True, description="Whether `accelerate` may capture or compile the update.")
 
     def fixed_numbers(self) -> dict[str, str]:
         """The common rate where nobody follows it."""

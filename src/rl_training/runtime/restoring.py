@@ -299,8 +299,8 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
 def move_config(stored: TrainConfig, env_id: str) -> dict[str, Any]:
     """What changes when a run goes on in another environment: it does not take the arguments of the first one."""
     kept = {name: value for name, value in stored.env_kwargs.items() if name in ("wrappers", "max_episode_steps")}
-    native = stored.vectorization == "native"
-    return {"env_id": env_id, "env_kwargs": kept, "vectorization": "auto" if native else stored.vectorization}
+    special = stored.vectorization in ("native", "device")
+    return {"env_id": env_id, "env_kwargs": kept, "vectorization": "auto" if special else stored.vectorization}
 
 
 def flat_params(config: TrainConfig) -> dict[str, Any]:
