@@ -2,8 +2,8 @@
 
 `python benchmarks/compare_workers.py --peer rllib --python PYTHON`, where PYTHON has `ray[rllib]`, or `--peer
 sample_factory` with one that has `sample-factory`. Each measurement is a process, and they alternate: after the first
-seconds, environment steps that were learned from, per second. Both sides have as many workers and environments, the same
-networks and one torch thread per process; a peer keeps its own batch and fragment length.
+seconds, environment steps that were learned from, per second. Both sides have as many workers and environments, the
+same networks and one torch thread per process; a peer keeps its own batch and fragment length.
 """
 
 from __future__ import annotations
