@@ -11,7 +11,8 @@ import yaml
 
 from resume_cases import SPECS, tiny
 from rl_training.envs.factory import probe_spaces, read_recipe
-from rl_training.runtime.session import choose_device
+from rl_training.runtime.params import read_params
+from rl_training.runtime.session import choose_device, resolve
 from rl_training.runtime.workflows import train
 
 VECTOR = probe_spaces(read_recipe("CartPole-v1", {}))
@@ -45,6 +46,19 @@ def test_a_gpu_is_taken_where_it_pays(
     assert (chosen, sentence.partition(" learn faster")[0]) == (device, f"device auto is the {where}: {reason}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(config, params, spaces)[0] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("algo", "vectorization", "device"),
+    [("ppo", "device", "cuda"), ("ppo", "sync", "cpu"), ("dqn", "device", "cpu")],
+)
+def test_rollouts_on_the_device_take_the_gpu(
+    algo: str, vectorization: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = tiny(algo, Path("unused"), device="auto", vectorization=vectorization)
+    params = read_params(SPECS[algo].params, config.algo_kwargs)
+    assert resolve(config, params, read_recipe(config.env_id, {}), VECTOR).device == device
 
 
 @pytest.mark.parametrize(("device", "has_gpu", "said"), [("auto", True, 1), ("auto", False, 0), ("cpu", True, 0)])

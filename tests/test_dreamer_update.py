@@ -23,7 +23,8 @@ from rl_training.models.dreamer import RSSM, SIZES, TwoHotHead, sample_one_hot, 
 from rl_training.models.dreamer_behavior import GaussianActor
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
 from rl_training.runtime.params import read_params
-from rl_training.runtime.session import choose_threads, open_session
+from rl_training.runtime.session import open_session
+from rl_training.runtime.threads import choose_threads
 from test_capture import Recorded
 
 torch.set_num_threads(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,23 @@ def test_a_page_shows_every_hyper_parameter_preset_and_gate(rendered: dict[Path,
         own = [gate for gate in gates if gate.preset.split("/")[0] == spec.name]
         assert own, spec.name
         assert parts["What it reached"].count(f"| `{spec.name}/") == len(own)
+
+
+def test_a_preset_reached_what_fresh_runs_of_it_as_it_is_reached() -> None:
+    def judged(overrides: dict[str, Any], status: str, *means: float) -> Any:
+        gate = SimpleNamespace(preset="ppo/cartpole", overrides=overrides)
+        records = [{"eval": {"mean": mean}, "global_step": 10 * i} for i, mean in enumerate(means, 1)]
+        return gate, SimpleNamespace(status=status, records=records)
+
+    looks, other = {"algo_kwargs": {"early_stopping": {"threshold": 1}}}, {"algo_kwargs": {"gamma": 0.5}}
+    shown = {"ppo/cartpole": {"score": 2.0, "seeds": 3, "steps": 30}}
+    runs = judged({}, "fail", 1, 2, 3)
+    assert generator.scores_of([judged(looks, "pass", 9), runs]) == shown
+    assert generator.scores_of([judged(looks, "pass", 1, 2, 3)]) == shown
+    for nothing in (judged(other, "pass", 9), judged({}, "stale", 9), judged({}, "not run")):
+        assert generator.scores_of([nothing]) == {}
+    best = ({**runs[1].records[0], "best": {"mean": 7.0}},)
+    assert generator.scores_of([(runs[0], SimpleNamespace(status="pass", records=best))])["ppo/cartpole"]["score"] == 7
 
 
 def test_links_of_the_pages_lead_to_files(rendered: dict[Path, str]) -> None:

@@ -233,11 +233,12 @@ def test_the_command_says_what_came_of_it(
             tick()
 
     monkeypatch.setattr(tune, "run_jobs", run_here)
-    words = ["tune", "--algo", "ppo", "--env", "CartPole-v1", "--tune", "learning_rate", "--trials", "5"]
+    words = ["tune", "ppo/cartpole", "--set", "learning_rate=0.0003", "--tune", "learning_rate", "--trials", "5"]
     result = CliRunner().invoke(app, [*words, "--final-seeds", "3", "--study", "here"])
     assert result.exit_code == 0, result.output
     assert told in result.output
     assert "learning_rate=0.0003" in result.output  # the line of trial 0
+    assert result.output.count("default, fresh seed") == (0 if "no trial" in told else 3)
     preset = load_config(Path("here/best.yaml"))
     assert preset.algo == "ppo"
     assert ("on 3 fresh seeds" in Path("here/best.yaml").read_text()) == ("no trial" not in told)

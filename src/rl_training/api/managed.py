@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -79,7 +79,8 @@ class ManagedAlgorithm:
         config: Any = config_or_env
         name = type(self).__name__
         if isinstance(config, str) and config.endswith("Policy"):
-            raise UserError(f"{name} takes no {config}, only the environment, such as {name}(env); {REMARKS['policy']}")
+            given = repr(others[0]) if others and isinstance(others[0], str) else "env"
+            raise UserError(f"{name} takes no policy such as {config!r}; write {name}({given}): {REMARKS['policy']}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
         if config is not None and not _is_config(config):
@@ -111,7 +112,9 @@ class ManagedAlgorithm:
         how it goes; None does so in a terminal and in a notebook.
         """
         for name in unknown:
-            raise UserError(f"learn has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_LEARN)}")
+            hint, setting = did_you_mean(name, ARGUMENTS_OF_LEARN), f"{type(self).__name__}(env, {name}=...)"
+            is_setting = name in TrainConfig.model_fields or name in self.hyperparameters
+            raise UserError(f"learn has no argument {name!r}; {f'{setting} sets it.' if is_setting else hint}")
         if callbacks is None and isinstance(total_timesteps, list | tuple):  # as it was called before
             total_timesteps, callbacks = None, total_timesteps
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
@@ -145,6 +148,10 @@ class ManagedAlgorithm:
         return evaluate_checkpoint(
             self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = f"; {REMARKS[name]}" if name in REMARKS else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -184,7 +191,8 @@ class ManagedAlgorithm:
         policy = TrainedPolicy(*load_algorithm(path, tree))
         config = policy.config
         if config.algo != cls.algo:
-            raise UserError(f"algo is {config.algo!r}; {cls.__name__} needs {cls.algo!r}.")
+            other = get_algorithm_spec(config.algo).class_name
+            raise UserError(f"{path} is a checkpoint of {config.algo}, not of {cls.algo}; use {other}.load.")
         name = config.env_id if env is None or isinstance(env, tuple) else name_env(env)
         moves = config.env_id not in (name, NAMELESS)
         if moves:

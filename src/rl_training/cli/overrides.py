@@ -48,11 +48,15 @@ def starting_point(config: str | None, algo: str | None, env: str | None) -> dic
 
     if config is not None:
         if algo is not None or env is not None:
-            raise UserError("--config cannot be combined with --algo or --env; use --set env_id=ID to change a config.")
+            extra = "--algo" if env is None else "--env"
+            raise UserError(f"{config} has an algorithm and an environment, so {extra} cannot be given too; "
+                            f"to train it elsewhere, use --set env_id={env or 'ID'}.")  # fmt: skip
         return with_defaults(read_yaml(config))
+    if algo is None and env is None:
+        raise UserError("nothing says what to run; give a preset such as ppo/cartpole, a file, or --algo and --env.")
     if algo is None or env is None:
-        missing = "--config, or --algo with --env" if algo is env else "--env" if env is None else "--algo"
-        raise UserError(f"{missing} is missing; give a config or preset, or an algorithm and an environment.")
+        one, other = (f"--env {env}", "--algo ppo") if algo is None else (f"--algo {algo}", "--env CartPole-v1")
+        raise UserError(f"{one} is not enough; {other[:other.index(' ')]} is missing, such as {other}.")
     return with_defaults({"algo": algo, "env_id": env})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,9 +74,11 @@ def train(
 
 def read_seeds(text: str) -> list[int]:
     """The seeds in `1,2,3`; each may stand once."""
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        raise UserError(f"--seeds is {text!r}; it must be whole numbers with commas between them, such as 1,2,3.")
     seeds = [whole_number("--seeds", part.strip(), most=LARGEST_SEED) for part in text.split(",")]
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds is {text!r}; a seed stands in it twice.")
+        raise UserError(f"--seeds is {text!r}; each seed may be given only once.")
     return seeds
 
 

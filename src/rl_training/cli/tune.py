@@ -17,10 +17,12 @@ from rl_training.cli.options import (
     ConfigOption,
     EnvOption,
     ImportOption,
+    PresetArgument,
     SetOption,
     StepsOption,
     Text,
     Texts,
+    one_config,
     option,
     whole_number,
 )
@@ -34,6 +36,7 @@ SHOWN = 10  # trials in the live table, besides those that run
 
 
 def tune(
+    preset: PresetArgument = None,
     config: ConfigOption = None,
     algo: AlgoOption = None,
     env: EnvOption = None,
@@ -60,7 +63,7 @@ def tune(
     seeds = whole_number("--final-seeds", final_seeds)
     if seeds == 1:
         raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
-    built = build_config(config, algo, env, settings, modules, total_timesteps=total_timesteps)
+    built = build_config(one_config(preset, config), algo, env, settings, modules, total_timesteps=total_timesteps)
     from rl_training.tools.tune import Study, run_jobs, search_space
 
     space = search_space(built, names or ())
@@ -82,7 +85,7 @@ def tune(
             console.print("\nno trial was better than the config itself")
         elif seeds:
             console.print(f"\ncomparing trial {best.number} with the default on {seeds} fresh seeds each")
-            run_jobs(opened.finals(seeds), workers, modules, lambda: None)
+            run_jobs(opened.finals(seeds), workers, modules, Compared(console, opened).refresh)
     except KeyboardInterrupt:
         console.print(f"\nstopped; the same command goes on in {quote(folder)}")
         raise typer.Exit(STOPPED) from None
@@ -100,6 +103,8 @@ class Shown:
     def __enter__(self) -> Shown:
         if self.live is not None:
             self.live.start()
+        else:
+            self.console.print("trial state return evals hyper-parameters")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -115,6 +120,25 @@ class Shown:
             if trial.state.is_finished() and trial.number not in self.told:
                 self.told.add(trial.number)
                 self.console.print(" ".join(trial_cells(trial)), soft_wrap=True)
+
+
+class Compared:
+    """One line for each run on a fresh seed that has ended."""
+
+    def __init__(self, console: Console, study: Study) -> None:
+        self.console, self.study = console, study
+        self.told = set(self._ended())
+
+    def _ended(self) -> dict[tuple[str, int], float | None]:
+        returns = self.study.final_returns()
+        return {(name, seed): value for name, by_seed in returns.items() for seed, value in by_seed.items()}
+
+    def refresh(self) -> None:
+        """Show what is new."""
+        for (name, seed), value in self._ended().items():
+            if (name, seed) not in self.told:
+                self.told.add((name, seed))
+                self.console.print(f"{name}, fresh seed {seed}: {'failed' if value is None else f'{value:.1f}'}")
 
 
 def trial_cells(trial: Any) -> list[str]:

@@ -9,7 +9,17 @@ from pydantic import Field
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encoder, RewardHead, WorldModel
+from rl_training.models.dreamer import (
+    RSSM,
+    SIZES,
+    ContinueHead,
+    Decoder,
+    Encoder,
+    PartsDecoder,
+    PartsEncoder,
+    RewardHead,
+    WorldModel,
+)
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
 from rl_training.runtime.networks import make_input
 from rl_training.runtime.params import Activation, Widths
@@ -61,11 +71,17 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
     layers: dict[str, Any] = {
         "hidden_sizes": params.hidden_sizes or (size.units,) * size.layers, "activation": params.activation,
     }  # fmt: skip
-    encoder = Encoder(obs_shape=spaces.obs_shape, depth=size.depth, **layers)
+    shape: dict[str, Any] = {"obs_shape": spaces.obs_shape, "depth": size.depth}
+    kinds: tuple[Any, Any] = Encoder, Decoder
+    if spaces.obs_kind == "mixed":
+        vector = [(len(spaces.vector_columns),)] if len(spaces.vector_columns) else []
+        shape = {"shapes": [*(part.shape for part in spaces.image_parts), *vector], "depth": size.depth}
+        kinds = PartsEncoder, PartsDecoder
+    encoder = kinds[0](**shape, **layers)
     rssm = RSSM(embed_dim=encoder.embed_dim, action_dim=spaces.action_dim, size=size, activation=params.activation)
     layers["feature_dim"] = rssm.feature_dim
     world_model = WorldModel(
-        encoder=encoder, rssm=rssm, decoder=Decoder(obs_shape=spaces.obs_shape, depth=size.depth, **layers),
+        encoder=encoder, rssm=rssm, decoder=kinds[1](**shape, **layers),
         reward_head=RewardHead(num_bins=params.num_bins, **layers), continue_head=ContinueHead(**layers),
         observation_input=make_input(spaces),
     )  # fmt: skip

@@ -24,12 +24,12 @@ from rl_training.runtime.run_folder import run_dir_of
 from rl_training.runtime.session import (
     Session,
     build_algorithm,
-    choose_threads,
     closed_on_error,
     describe_machine,
     open_session,
 )
 from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.runtime.threads import choose_threads
 from rl_training.validation import validate
 
 PathLike = str | Path
@@ -266,6 +266,8 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
     """The stored config with the wanted keys, and a sentence on each change; only budgets change without `force`."""
     before = stored.model_dump(mode="json")
+    if (algo := wanted.get("algo", stored.algo)) != stored.algo:
+        raise UserError(f"algo is {algo!r}, but the run is of {stored.algo}; a run continues with its own algorithm.")
     moved = move_config(stored, wanted["env_id"]) if wanted.get("env_id", stored.env_id) != stored.env_id else {}
     merged = {**before, **moved, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):
@@ -297,8 +299,8 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
 def move_config(stored: TrainConfig, env_id: str) -> dict[str, Any]:
     """What changes when a run goes on in another environment: it does not take the arguments of the first one."""
     kept = {name: value for name, value in stored.env_kwargs.items() if name in ("wrappers", "max_episode_steps")}
-    native = stored.vectorization == "native"
-    return {"env_id": env_id, "env_kwargs": kept, "vectorization": "auto" if native else stored.vectorization}
+    special = stored.vectorization in ("native", "device")
+    return {"env_id": env_id, "env_kwargs": kept, "vectorization": "auto" if special else stored.vectorization}
 
 
 def flat_params(config: TrainConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.device import DeviceCollector
 from rl_training.collect.first_comers import FirstComers
 from rl_training.collect.local import Collector, LocalCollector, NoCollector, Request
 from rl_training.collect.transport import SharedMemory, Transport
@@ -35,6 +36,7 @@ from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
 from rl_training.runtime.ranks import Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
+from rl_training.runtime.threads import choose_threads, fastest, time_updates
 
 LANES_OF_RANKS = ("rollout", "replay")
 WIDEST_ON_CPU, WIDEST_CAPTURED, MOST_MEMBERS_ON_CPU = 256, 128, 2
@@ -109,6 +111,12 @@ def open_session(
     check_loggers(config)
     check_backend(config, spec, params)
     asked, config = config, resolve(config, params, recipe, spaces, ranks)
+    times: dict[int, float] = {}
+    alone = ranks.count == 1 and not config.has_workers  # who else computes is not there yet, to be measured with
+    if restored is None and asked.threads == "auto" and config.device == "cpu" and alone:
+        build = partial(build_algorithm, spec, spaces=spaces, seed=config.seed, device="cpu")
+        times = time_updates(spec, params, spaces, recipe, config.num_envs, int(config.threads), build)
+        config = config.model_copy(update={"threads": fastest(times)}) if times else config
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
@@ -122,7 +130,8 @@ def open_session(
     stepper = None
     if spec.steps_environments and not config.has_workers:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
-        stepper = Stepper(make_engine(recipe.for_training, spaces, *where), spaces, config.num_envs)
+        engine = make_engine(recipe.for_training, spaces, *where, device=config.device)
+        stepper = Stepper(engine, spaces, config.num_envs)
     with closed_on_error(stepper):
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
@@ -136,7 +145,10 @@ def open_session(
                 collector = open_workers(config, params, recipe, behaviour, store.layout, make_algorithm)
             elif stepper is not None:  # a policy that lags acts with a second learner
                 actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
-                collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
+                if config.vectorization == "device" and getattr(store, "reads_tensors", False):
+                    collector = DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
+                else:
+                    collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
         except MemoryError as error:
             what = "the experience to store does not fit here"
             raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
@@ -147,6 +159,9 @@ def open_session(
         left_out = f"; {algorithm.eager_part} run as they are written" if algorithm.eager_part else ""
         auto = " auto is" if asked.accelerate == "auto" else ""
         notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
+    if times:
+        took = ", ".join(f"{1000 * seconds:.3g} ms with {count}" for count, seconds in times.items())
+        notes.append(f"threads auto is {config.threads}: an update here takes {took}")
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
     if config.has_workers and config.worker_order == FIRST:
@@ -240,16 +255,6 @@ def describe_machine(config: TrainConfig) -> dict[str, str]:
     }
 
 
-@contextmanager
-def threads_restored() -> Iterator[None]:
-    """Leave torch's number of threads as it was."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def check_early_stopping(config: TrainConfig, params: Params) -> None:
     """Refuse early stopping in a run that never evaluates; that there is an interval, the parameters see to."""
     if params.early_stopping is not None and not config.eval_episodes:
@@ -302,16 +307,18 @@ def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tup
     """A GPU where there is one and it pays, and a sentence on why.
 
     A step of a small network is launches, not arithmetic: PPO with 8 CartPoles does 43,000 steps/s on a CPU and 900 on
-    a GPU. What pays are images, wide layers, many networks side by side, and updates that are captured: a replay
-    learner of 256 units does 1,900 per second on an H200 and 130 on a core, one of 128 units 4,000 and 2,200.
+    a GPU. What pays are images, wide layers, many networks side by side, rollouts that stay there, and updates that
+    are captured: a replay learner of 256 units does 1,900 per second on an H200 and 130 on a core, one of 128 units
+    4,000 and 2,200.
     """
-    captures = config.accelerate != "none"
+    captures, lane = config.accelerate != "none", get_algorithm_spec(config.algo).lane
     members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
-    widest = WIDEST_CAPTURED if captures and get_algorithm_spec(config.algo).lane == "replay" else WIDEST_ON_CPU
+    widest = WIDEST_CAPTURED if captures and lane == "replay" else WIDEST_ON_CPU
     pays = {
         "images": spaces.obs_kind == "image", f"layers of {params.widest_layer} units": params.widest_layer > widest,
         f"{members} networks side by side": members > MOST_MEMBERS_ON_CPU,
         "captured updates of many steps": captures and getattr(params, "capture", False),
+        "rollouts on the device": config.vectorization == "device" and lane == "rollout",
         "captured updates": config.accelerate == "graph",
     }  # fmt: skip
     reason = next((name for name, is_so in pays.items() if is_so), None)
@@ -345,13 +352,6 @@ def choose_workers(config: TrainConfig) -> int | str:
         return config.num_workers
     most = min(max(1, (os.cpu_count() or 1) - 1), config.num_envs)
     return most if config.worker_order != FIRST else max(n for n in range(1, most + 1) if config.num_envs % n == 0)
-
-
-def choose_threads(params: Params, spaces: EnvSpaces) -> int:
-    """One thread for networks too small to gain by sharing, else one per core (or OMP_NUM_THREADS) up to 8."""
-    small = spaces.obs_kind == "vector" and params.widest_layer <= 128
-    cores = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
-    return 1 if small else min(8, cores)
 
 
 def build_algorithm(

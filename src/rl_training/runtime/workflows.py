@@ -26,9 +26,10 @@ from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
 from rl_training.runtime.run import Callback, Run, RunState
 from rl_training.runtime.run_folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, run_dir_of
-from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session, threads_restored
+from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session
 from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.runtime.threads import threads_restored
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
     events = [name for name in vars(Callback) if name.startswith("on_")]
     for callback in told:
         if not any(callable(getattr(callback, name, None)) for name in events):
-            raise UserError(f"{callback!r} is no callback; it needs a method among {', '.join(events)}.")
+            raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
     return told
 
 

@@ -19,8 +19,8 @@ from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.random_play import play_at_random
-from rl_training.runtime.session import threads_restored
 from rl_training.runtime.spec import StoreContext
+from rl_training.runtime.threads import threads_restored
 from rl_training.stores.prior_data import (
     DataPath,
     DatasetKind,
@@ -101,6 +101,8 @@ def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
 
 class DemonstrationStore(RolloutStore):
     """Rollouts to which the expert's steps are added, and how long ended episodes then stay absorbed."""
+
+    reads_tensors = False  # it looks at the ends of episodes
 
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)

@@ -21,7 +21,8 @@ from rl_training.envs.engines import choose_vectorization
 from rl_training.envs.workers import Workers
 from rl_training.errors import counted
 from rl_training.runtime.random_play import make_stepper
-from rl_training.runtime.session import Session, build_algorithm, threads_restored
+from rl_training.runtime.session import Session, build_algorithm
+from rl_training.runtime.threads import threads_restored
 from rl_training.tools.stopwatch import Stopwatch
 
 LEAST_ENVS = 8  # one alone cannot be divided among workers

@@ -1,0 +1,112 @@
+"""How many threads torch gets: one where networks are small, else as many as learn fastest on this machine now."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_training.algorithms.base import Algorithm
+from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.runtime.params import Params
+from rl_training.runtime.spec import AlgorithmSpec, StoreContext
+
+WIDEST_ON_ONE, MOST_THREADS = 128, 8
+SECONDS = 1.0  # for all measurements together, and at most for each with few updates
+FEW_UPDATES = 3  # of which one that waited for a core would decide
+NEARLY_AS_FAST = 1.1  # times the shortest time: then fewer threads are taken
+MEASURED_LANES = ("rollout", "replay")  # their stores take made-up experience
+
+
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """Leave torch's number of threads as it was."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def choose_threads(params: Params, spaces: EnvSpaces) -> int:
+    """One thread for networks too small to gain by sharing, else one per core (or OMP_NUM_THREADS) up to 8."""
+    small = spaces.obs_kind == "vector" and params.widest_layer <= WIDEST_ON_ONE
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return 1 if small else min(MOST_THREADS, int(os.environ.get("OMP_NUM_THREADS") or here or 1))
+
+
+def time_updates(
+    spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, recipe: EnvRecipe, num_envs: int, most: int,
+    build: Callable[[Params], Algorithm],
+) -> dict[int, float]:  # fmt: skip
+    """Seconds that an update takes with 1, 2, 4, ... up to `most` threads, until more do not help.
+
+    Empty where that is not measured. Another learner, with a store of its own, learns from noise: nothing of the run
+    moves. Each update has one minibatch.
+    """
+    if most == 1 or spec.lane not in MEASURED_LANES or hasattr(params, "dataset_kind"):
+        return {}
+    params = params.model_copy(update=one_minibatch(params, num_envs))
+    algorithm = build(params)
+    envs = num_envs if spec.lane == "rollout" else 1
+    rng = np.random.default_rng(0)
+    store = spec.store(StoreContext(params, spaces, envs, 0, "cpu", recipe, rng))
+    store.add(make_up_experience(store.layout, rng), 0)
+    (phase, batch), *_ = store.batches(algorithm, 0)
+    counts = [*(1 << i for i in range((most - 1).bit_length())), most]
+    taken: dict[int, float] = {}
+    with threads_restored():
+        for count in counts:
+            taken[count] = _time_update(algorithm, phase, batch, count, SECONDS / len(counts))
+            if taken[count] > min(taken.values()):
+                break  # more will not help either
+    return taken
+
+
+def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Experience:
+    """Full of noise."""
+    experience = Experience(layout)
+    experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
+    for noisy in (experience.obs, experience.rewards):
+        noisy[...] = 100 * rng.random(noisy.shape) if noisy.dtype.kind == "u" else rng.standard_normal(noisy.shape)
+    for masks in (experience.masks, experience.final_masks):
+        if masks is not None:
+            masks.fill(True)
+    return experience
+
+
+def one_minibatch(params: Params, num_envs: int) -> dict[str, Any]:
+    """Changes of the hyper-parameters with which a turn is one update on as many rows as the run's have."""
+    said = params.model_dump()
+    once = ("update_epochs", "value_updates", "gradient_updates_per_step", "n_step")
+    changes: dict[str, Any] = {**dict.fromkeys(once, 1), "learning_starts": 0, "replay_folder": None}
+    if batch := said.get("batch_size"):
+        changes |= {"train_frequency": batch, "buffer_capacity": 2 * batch}
+    if minibatch := said.get("minibatch_size"):
+        changes["num_steps"] = min(said["num_steps"], -(-minibatch // num_envs))
+    return {name: value for name, value in changes.items() if name in said}
+
+
+def _time_update(algorithm: Algorithm, phase: str, batch: Any, threads: int, seconds: float) -> float:
+    torch.set_num_threads(threads)
+    algorithm.update(batch, phase=phase, global_step=0, sync=False)  # it pays for what is made once
+    times: list[float] = []
+    begun = time.perf_counter()
+    while not times or time.perf_counter() - begun < (seconds if len(times) >= FEW_UPDATES else SECONDS):
+        start = time.perf_counter()
+        algorithm.update(batch, phase=phase, global_step=0, sync=False)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def fastest(seconds: Mapping[int, float]) -> int:
+    """The fewest threads that are nearly as fast as the fastest."""
+    return min(count for count, taken in seconds.items() if taken <= NEARLY_AS_FAST * min(seconds.values()))
