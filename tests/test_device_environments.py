@@ -146,7 +146,7 @@ class Walk(DeviceEnvironment):
         self.length = length
 
     def reset(self, noise: Tensor) -> Any:
-        return {"place": noise[:, 0], "history": torch.zeros_like(noise).expand(-1, 2).clone()}
+        return {"place": noise[:, 0], "history": torch.zeros_like(noise).expand(-1, 2)}
 
     def step(self, state: Any, actions: Tensor, noise: Tensor) -> Any:
         place = state["place"] + 1.0 + actions
