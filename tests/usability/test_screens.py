@@ -2,8 +2,8 @@
 
 A case is a `## title`, what is typed (`$` for a command, `>>>` for Python) and the screen, with the exit code of a
 command that fails. Each runs in a copy of `workplace/`, in which `runs/first`, `runs/own` (of `my_envs.py`) and
-`runs/sac` were trained. Titles that end in `(slow)` are slow tests. `UPDATE_SCREENS=1 pytest tests/usability` writes what
-is shown now into the transcripts: read the difference as the person who typed it.
+`runs/sac` were trained. Titles that end in `(slow)` are slow tests. `UPDATE_SCREENS=1 pytest tests/usability` writes
+what is shown now into the transcripts: read the difference as the person who typed it.
 """
 
 from __future__ import annotations
