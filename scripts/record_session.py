@@ -27,7 +27,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME as THEME
 
 COLUMNS, ROWS = 100, 28
 CELL, LINE, SIZE = 8.4, 19, 14  # pixels
-SHORTEST, LONGEST, READ = 0.12, 0.5, 2.5  # seconds of a frame, and of one that shows what a command printed
+SHORTEST, LONGEST, READ = 0.2, 0.5, 2.5  # seconds of a frame, and of one that shows what a command printed
 SCRIPT = """from rl_training import PPO
 
 ppo = PPO("CartPole-v1", num_envs=8, learning_rate=1e-3)
@@ -43,7 +43,7 @@ COMMANDS = (
     "rl-training runs",
     "rl-training compare runs",
     "rl-training report runs --output report.html",
-    "rl-training tune ppo/cartpole --trials 4 --jobs 2 --total-timesteps 5000 --final-seeds 2 --study runs/tune",
+    "rl-training tune ppo/cartpole --trials 6 --jobs 2 --total-timesteps 5000 --final-seeds 4 --study runs/tune",
     "rl-training export --checkpoint runs/first --format onnx",
     "rl-training predict --checkpoint runs/first --obs '[0.0, 0.0, 0.05, 0.0]'",
 )
@@ -148,7 +148,7 @@ def record(folder: Path) -> list[tuple[float, tuple[str, ...]]]:
         screen.write("\x1b[1;32m$\x1b[0m ")
         for start in range(0, len(words), 6):
             screen.write(words[start : start + 6])
-            frames.append((SHORTEST / 2, screen.frame()))
+            frames.append((0.06, screen.frame()))
         screen.write("\r\n")
         shown = 0.0
         for seconds, text in play(words, folder):
@@ -170,7 +170,8 @@ def record(folder: Path) -> list[tuple[float, tuple[str, ...]]]:
 def draw(frames: list[tuple[float, tuple[str, ...]]]) -> str:
     """One SVG file: every different row once, a group of rows per frame, and the film moved from group to group."""
     width, height = COLUMNS * CELL + 24, ROWS * LINE + 24
-    names = {row: f"r{number}" for number, row in enumerate(dict.fromkeys(row for _, rows in frames for row in rows if row))}
+    different = dict.fromkeys(row for _, rows in frames for row in rows if row)
+    names = {row: f"r{number}" for number, row in enumerate(different)}
     total = sum(seconds for seconds, _ in frames)
     groups, steps, at = [], [], 0.0
     for number, (seconds, rows) in enumerate(frames):
@@ -185,7 +186,8 @@ def draw(frames: list[tuple[float, tuple[str, ...]]]) -> str:
         f"<title>A session with rl-training</title><style>text{{{font}}}"
         f"#film{{animation:film {total:.1f}s steps(1,end) infinite}}@keyframes film{{{''.join(steps)}}}</style>"
         f'<defs>{texts}</defs><rect width="100%" height="100%" rx="8" fill="#0d1117"/>'
-        f'<svg x="12" y="12" width="{COLUMNS * CELL:.0f}" height="{ROWS * LINE}"><g id="film">{"".join(groups)}</g></svg></svg>\n'
+        f'<svg x="12" y="12" width="{COLUMNS * CELL:.0f}" height="{ROWS * LINE}">'
+        f'<g id="film">{"".join(groups)}</g></svg></svg>\n'
     )
 
 
