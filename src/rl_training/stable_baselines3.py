@@ -23,7 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 REMARKS = {
     "policy": "networks follow from the environment's spaces; hidden_sizes and activation shape them.",
-    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks.",
+    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks; network is a features extractor.",
     "verbose": "learn(progress=True) shows how a run goes.",
     "tensorboard_log": "every run writes TensorBoard events into its folder, which is made in output_dir.",
     "tb_log_name": "every run has a folder of its own in output_dir.",

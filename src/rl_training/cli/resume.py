@@ -38,6 +38,7 @@ def resume(
     changes = read_changes(path, settings)
     if env is None and isinstance(changes.get("env_id"), str):
         env = changes["env_id"]  # which --set names, and so does the user
+    name_environment(str(changes.get("algo_kwargs", {}).get("network", "")), None)
     named = name_environment(env, modules)
     from rl_training.runtime.run import Callback, Run
     from rl_training.runtime.workflows import resume_training
