@@ -298,6 +298,7 @@ def test_the_command_line_names_it(command: str) -> None:
     assert "add --import my_nets" in " ".join(run("train", "--config", file).stderr.split())
     trained = run("train", "--config", file, "--set", "network=my_nets:make")
     assert trained.exit_code == 0, trained.output
+    assert "--import my_nets" in " ".join(trained.output.split())  # of the commands that come next
     folder = str(next(Path("runs").iterdir()))
     words = [command, "--checkpoint", folder, *COMMANDS[command]]
     refused = run(*words)
