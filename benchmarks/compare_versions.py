@@ -1,4 +1,4 @@
-"""Steps/s of two versions of this package, turn about: compare_versions.py OLD_SRC NEW_SRC [--only ppo,dqn].
+"""Steps/s of two versions of this package, alternating: compare_versions.py OLD_SRC NEW_SRC [--only ppo,dqn].
 
 A number is the median over rounds of new/old, of wall clock and of CPU time; on a busy machine believe the second. Each
 version's process has imported and warmed up before the first round and sleeps while the other one works.

@@ -203,7 +203,7 @@ def render_index(specs: Sequence[AlgorithmSpec], texts: dict[str, Any]) -> str:
         for s in specs
     )  # fmt: skip
     header = ["Name", "Year", "Actions", "Observations", "Scope"]
-    listed = [table(header, lines), f"any: {', '.join(every)}\n"]
+    listed = [table(header, lines), f"any: {', '.join(every)}; mixed: a Dict or Tuple with images\n"]
     return "\n".join(["# Algorithms\n", PAGE_HEADER, texts["start"], *listed, "## Notation\n", texts["notation"]])
 
 

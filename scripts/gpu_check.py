@@ -46,6 +46,15 @@ class Images(gym.Env[Any, Any]):
         return self.np_random.integers(0, 256, (10, 10, 4), dtype=np.uint8)
 
 
+class MovedImages(Images):
+    """The same with continuous actions; a reward for small ones."""
+
+    action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return super().step(int(np.abs(action).max() > 0.5))
+
+
 def check(name: str, env_id: str, device: str, env: Any = None) -> str:
     """One line: steps, updates and seconds of a run on the device, evaluated and resumed."""
     spec = next(spec for spec in list_algorithm_specs() if spec.name == name)
@@ -79,7 +88,7 @@ def main() -> int:
             continue
         cases: list[tuple[str, Any]] = [("CartPole-v1" if "discrete" in spec.action_kinds else "Pendulum-v1", None)]
         if "image" in spec.observation_kinds:
-            cases.append(("images", Images))
+            cases.append(("images", Images if "discrete" in spec.action_kinds else MovedImages))
         for env_id, env in cases:
             try:
                 print(check(spec.name, env_id, arguments.device, env), flush=True)

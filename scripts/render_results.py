@@ -45,13 +45,19 @@ def gate_row(gate: Gate, verdict: Verdict) -> list[object]:
     if gate.rule != "reach" and comparison(gate):
         least += f", {comparison(gate)}"
     bar = f"{gate.threshold:g} ({least})"
-    return [f"`{gate.preset}`", gate.env, f"{gate.budget:,}", bar, *measured(verdict), verdict.status]
+    preset = f"`{gate.preset}`" + (f" with {changes_of(gate)}" if gate.overrides else "")
+    return [preset, gate.env, f"{gate.budget:,}", bar, *measured(verdict), verdict.status]
 
 
 def control_row(gate: Gate, verdict: Verdict) -> list[object]:
     """One control: what was changed and what it must stay below."""
-    changes = ", ".join(f"{name} {plain(value)}" for name, value in flatten(gate.overrides)) or "nothing"
+    changes = changes_of(gate) or "nothing"
     return [f"`{gate.name}`", f"`{gate.preset}`", changes, comparison(gate) or "–", *measured(verdict), verdict.status]
+
+
+def changes_of(gate: Gate) -> str:
+    """What a gate changes of its preset."""
+    return ", ".join(f"{name} {plain(value)}" for name, value in flatten(gate.overrides))
 
 
 def comparison(gate: Gate) -> str:
@@ -122,9 +128,9 @@ def provenance(verdicts: Verdicts) -> str:
     if not records:
         return "Nothing is recorded yet: `make results`.\n"
     versions = sorted({", ".join(f"{k} {v}" for k, v in r["versions"].items() if k != "git") for r in records})
-    machines = sorted({record["machine"] for record in records})
+    machines = sorted({record["machine"].partition("; jobs")[0] for record in records})
     return (
-        f"Machine: {'; '.join(machines)}. Versions: {'; '.join(versions)}.\n"
+        f"Machines: {'; '.join(machines)}. Versions: {'; '.join(versions)}.\n"
         "Commands: `python scripts/run_gates.py` (one again: remove its file, then `--only <gate> --seeds <n>`),\n"
         "`python scripts/run_gates.py --check`, `python scripts/render_results.py`. Each file in `results/` holds one\n"
         "run: every evaluation return, the learning curve, the hash of the config, versions, machine and command.\n"

@@ -438,3 +438,26 @@ def not_an_env() -> str:
 
 for _env in (Walk, Masked):
     gym.register(f"Zoo{_env.__name__}-v0", f"{__name__}:{_env.__name__}", max_episode_steps=4)
+
+
+class DotToTarget(gym.Env[Any, Any]):
+    """Move a dot along a line to a target, both seen on a 16x16 image only; the reward is minus their distance."""
+
+    observation_space: gs.Space[Any] = gs.Box(0, 255, (16, 16, 2), np.uint8)
+    action_space = gs.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, (self.dot, self.target) = 0, self.np_random.uniform(0, 15, 2)
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        self.dot = float(np.clip(self.dot + 3.0 * action[0], 0, 15))
+        return self.observe(), -abs(self.dot - self.target) / 16, False, self.t >= 16, {}
+
+    def observe(self) -> Any:
+        image = np.zeros((16, 16, 2), np.uint8)
+        for channel, place in enumerate((self.dot, self.target)):
+            image[5:11, max(0, round(place) - 1) : round(place) + 2, channel] = 255
+        return image

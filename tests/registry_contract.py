@@ -34,20 +34,31 @@ ACTIONS: dict[str, gs.Space[Any]] = {
 OBSERVATIONS: dict[str, gs.Space[Any]] = {
     "vector": gs.Box(-100.0, 100.0, (2,), np.float32),
     "image": gs.Box(0, 255, (6, 5, 3), np.uint8),
+    "mixed": gs.Dict(
+        speed=gs.Box(-100.0, 100.0, (2,), np.float32), camera=gs.Box(0, 255, (6, 5, 3), np.uint8), gear=gs.Discrete(3)
+    ),
 }
 
 
+KINDS = [(action, kind) for kind in ("vector", "image") for action in ACTIONS]
+KINDS += [("discrete", "mixed"), ("continuous", "mixed")]  # which is read as an image is, whatever the actions are
+
+
 class AnyKind(env_zoo.Walk):
-    """A walk with any kind of action, seen as a vector or as an image; it refuses an action outside its space."""
+    """A walk with any kind of action, seen as a vector, an image or both; it refuses an action outside its space."""
 
     def __init__(self, action: str, observation: str, length: int = 5) -> None:
         super().__init__(length)
         self.action_space, self.observation_space = ACTIONS[action], OBSERVATIONS[observation]
 
     def observe(self) -> Any:
-        if self.observation_space.dtype == np.float32:
-            return super().observe()
-        return np.full((6, 5, 3), self.t, dtype=np.uint8)
+        image = np.full((6, 5, 3), self.t, dtype=np.uint8)
+        if self.observation_space.dtype == np.uint8:
+            return image
+        vector = super().observe()
+        if isinstance(self.observation_space, gs.Dict):
+            return {"speed": vector, "camera": image, "gear": np.int64(self.t % 3)}
+        return vector
 
 
 def train_function(algo: str) -> Any:
@@ -73,10 +84,15 @@ def first_kind(algo: str) -> str:
     return SPECS[algo].action_kinds[0]
 
 
+def sample_batch(observation: str) -> Any:
+    """Four observations, as `predict` takes a batch of them."""
+    rows = [OBSERVATIONS[observation].sample() for _ in range(4)]
+    return rows if observation == "mixed" else np.stack(rows)
+
+
 def check_actions(predict: Any, action: str, observation: str) -> None:
     """One observation gives one action of the environment (an int where it is discrete), a batch gives a batch."""
-    space = ACTIONS[action]
-    batch = np.stack([OBSERVATIONS[observation].sample() for _ in range(4)])
+    space, batch = ACTIONS[action], sample_batch(observation)
     one, many = predict(batch[0]), predict(batch)
     assert isinstance(one, int if action == "discrete" else np.ndarray)
     assert space.contains(np.asarray(one, dtype=space.dtype))
@@ -91,8 +107,7 @@ class TrainerSmoke:
 
     algo: ClassVar[str]
 
-    @pytest.mark.parametrize("observation", OBSERVATIONS)
-    @pytest.mark.parametrize("action", ACTIONS)
+    @pytest.mark.parametrize(("action", "observation"), KINDS)
     def test_trains_on_what_it_supports_and_refuses_the_rest(
         self, action: str, observation: str, tmp_path: Path
     ) -> None:
@@ -107,7 +122,7 @@ class TrainerSmoke:
         assert result.metrics["updates"] >= 1
         check_actions(result.policy.predict, action, observation)
         check_actions(lambda obs: predict_checkpoint(result.checkpoint_path, obs), action, observation)
-        batch = np.stack([OBSERVATIONS[observation].sample() for _ in range(4)])
+        batch = sample_batch(observation)
         pickled = pickle.loads(pickle.dumps(result.policy))
         np.testing.assert_array_equal(pickled.predict(batch), result.policy.predict(batch))
 

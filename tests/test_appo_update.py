@@ -295,7 +295,7 @@ def test_the_critic_that_learns_values_the_ends_in_every_epoch(make: Any, monkey
         found = values_of(values, batch)
         with torch.no_grad():
             last = learner.policy.values(batch["bootstrap_obs"])
-            finals = learner.policy.values(batch["final_obs"].flatten(0, 1)).view(values.shape)
+            finals = learner.policy.values(ends["final_obs"].flatten(0, 1)).view(values.shape)
         following = torch.cat([values[1:], last.unsqueeze(0)])
         seen.append((found, torch.where(batch["truncated"], finals, following)))
         return found

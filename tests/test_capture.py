@@ -1,84 +1,204 @@
-"""`CapturedStep` without a GPU: when it runs plainly, when it replays, and that both are the same updates."""
+"""Captured steps without a GPU: when they run plainly, when they replay, and that both are the same updates."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.capture import PLAIN_CALLS, CapturedStep, Inputs
+from rl_training.algorithms import capture
+from rl_training.algorithms.capture import MOST_GRAPHS, PLAIN_CALLS, CapturedStep, Numbers, Recording
+
+
+class Replayed(Recording):
+    """Records without a GPU: replaying calls the function on the recorded inputs, in place, as a graph would."""
+
+    replays = 0
+
+    def record(self, function: Callable[[], None]) -> None:
+        self.graph, self.function = self, function
+
+    def replay(self, tensors: list[Tensor] | None = None) -> Any:
+        if tensors is not None:
+            return super().replay(tensors)
+        self.replays += 1
+        return self.function()
 
 
 class Recorded(CapturedStep):
-    """Records without a GPU: replaying calls the function on the recorded inputs, in place, as a graph would."""
+    """A step whose plain calls and replays are counted."""
 
-    def __init__(self, function: Any) -> None:
-        super().__init__(function)
-        self.log: list[str] = []
+    plain = 0
 
-    def _run_plainly(self, inputs: Inputs) -> Tensor:
-        self.log.append("plain")
-        return self.function(inputs)
+    def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
+        self.plain += 1
+        return self.function(*inputs)
 
-    def _capture(self, inputs: Inputs) -> None:
-        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        self._output = torch.empty(0)
-        step = self
+    def _record(self, inputs: tuple[Any, ...]) -> Recording:
+        return Replayed(self.function, inputs)
 
-        class Graph:
-            def replay(self) -> None:
-                step.log.append("replay")
-                result = step.function(step._inputs)
-                step._output.resize_(result.shape).copy_(result)  # type: ignore[union-attr]
-
-        self._graph = Graph()  # type: ignore[assignment]
+    @property
+    def replays(self) -> list[int]:
+        """Of every graph."""
+        return [graph.replays for graph in self._graphs.values()]  # type: ignore[attr-defined]
 
 
-def counter() -> tuple[Any, Tensor]:
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on the CPU are captured, in Python."""
+    monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
+    monkeypatch.setattr(capture, "CapturedStep", Recorded)
+
+
+class Pair(NamedTuple):
+    low: Tensor
+    high: Tensor | None
+
+
+def counter() -> tuple[Callable[..., Any], Tensor]:
     total = torch.zeros(2)
 
-    def add(inputs: Inputs) -> Tensor:
-        return total.add_(inputs["x"]).clone()
+    def add(batch: dict[str, Tensor], more: Any = None) -> tuple[dict[str, Tensor], Pair]:
+        total.add_(batch["x"].sum())
+        return {"sum": total.sum(), "whole": total}, Pair(batch["x"].long(), None)
 
     return add, total
 
 
 def test_the_first_calls_run_plainly_and_every_call_counts_once() -> None:
     function, total = counter()
-    step = Recorded(function)
-    results = [step({"x": torch.full((2,), float(i))}, (0.1,)) for i in range(PLAIN_CALLS + 3)]
-    assert step.log == ["plain"] * PLAIN_CALLS + ["replay"] * 3
-    assert [result[0].item() for result in results] == torch.arange(PLAIN_CALLS + 3).cumsum(0).tolist()
-    assert total[0] == sum(range(PLAIN_CALLS + 3))
+    step = Recorded(function, Numbers())
+    results = [step({"x": torch.full((2,), float(i))}) for i in range(PLAIN_CALLS + 3)]
+    assert (step.plain, step.replays) == (PLAIN_CALLS, [3])
+    sums = (2 * torch.arange(PLAIN_CALLS + 3)).cumsum(0)
+    for i, (metrics, pair) in list(enumerate(results))[PLAIN_CALLS:]:  # none is overwritten by a later call
+        assert metrics["sum"].shape == ()
+        assert metrics["sum"] == 2 * sums[i]
+        assert torch.equal(metrics["whole"], sums[i].float().expand(2))
+        assert isinstance(pair, Pair)
+        assert pair.high is None
+        assert torch.equal(pair.low, torch.tensor([i, i]))
+    assert torch.equal(total, sums[-1].float().expand(2))
 
 
-def test_a_moved_number_or_another_shape_runs_plainly() -> None:
+def test_inputs_are_copied_and_results_carry_no_gradient() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    step = Recorded(lambda pair: (pair[0] * weight).sum() + pair[1], Numbers())
+    for i in range(PLAIN_CALLS + 2):
+        x, y = torch.full((3,), float(i)), torch.tensor(0.5)
+        result = step((x, y))
+    assert result == 3 * (PLAIN_CALLS + 1) + 0.5
+    assert not result.requires_grad
+    assert torch.equal(x, torch.full((3,), PLAIN_CALLS + 1.0))
+
+
+OTHERS: list[Any] = [
+    ({"x": torch.ones(3)}, None), ({"x": torch.ones(2, dtype=torch.float64)}, None), ({"x": torch.ones(2)}, 1),
+    ({"x": torch.ones(2)}, torch.ones(1)), ({"x": torch.ones(2), "y": torch.ones(2)}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_signature_gets_another_graph(other: Any) -> None:
     function, _ = counter()
-    step = Recorded(function)
-    for i in range(10):
-        step({"x": torch.ones(2)}, (0.1 * i,))
-    assert step.log == ["plain"] * 10  # a schedule never lets it settle
+    step = Recorded(function, Numbers())
+    for _ in range(PLAIN_CALLS + 2):
+        step({"x": torch.ones(2)}, None)
+        step(*other)
+    assert (step.plain, step.replays) == (2 * PLAIN_CALLS, [2, 2])
+
+
+def test_a_step_has_no_more_graphs_than_it_may() -> None:
+    function, total = counter()
+    step = Recorded(function, Numbers())
+    for size in range(1, MOST_GRAPHS + 3):
+        for _ in range(PLAIN_CALLS + 1):
+            step({"x": torch.ones(size)})
+    assert step.replays == [1] * MOST_GRAPHS
+    assert total[0] == (PLAIN_CALLS + 1) * sum(range(1, MOST_GRAPHS + 3))
+
+
+def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:
+    numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, epsilon=1.0, unset=None)
+    numbers.device = torch.device("cpu")
+    step = Recorded(lambda x: x * numbers["rate"] * numbers["fixed"] + numbers["optimizer_eps"], numbers)
+    assert isinstance(numbers["rate"], float)  # no schedule has set it
+    numbers["rate"] = 0.5
+    assert isinstance(numbers["rate"], Tensor)
+    for turn in range(PLAIN_CALLS + 4):
+        numbers["rate"], numbers["epsilon"] = 1.0 + turn, 1.0 / (1 + turn)
+        assert step(torch.ones(1)).item() == pytest.approx(2.0 * (1 + turn))
+    assert isinstance(numbers["epsilon"], float)
+    assert (step.plain, step.replays) == (PLAIN_CALLS, [4])
+    numbers.update({"optimizer_eps": 1.0})
+    assert isinstance(numbers["optimizer_eps"], float)
+    assert step(torch.ones(1)).item() == pytest.approx(2.0 * (PLAIN_CALLS + 4) + 1.0)  # not what the graph holds
+    assert step.plain == PLAIN_CALLS + 1
+    numbers["rate"] = None
+    assert numbers["rate"] is None
+
+
+def test_a_graph_of_a_constant_is_not_one_of_a_number_that_is_set() -> None:
+    numbers = Numbers(rate=1.0)  # which is equal to True
+    numbers.device = torch.device("cpu")
+    step = Recorded(lambda x: x * numbers["rate"], numbers)
+    function, frozen = step.function, {"rate": 1.0}
+    step.function = lambda x: x * frozen["rate"]  # what the graph holds
     for _ in range(PLAIN_CALLS + 1):
-        step({"x": torch.ones(2)}, (5.0,))
-    assert step.log[-1] == "replay"
-    replays = step.log.count("replay")
-    step({"x": torch.ones(1)}, (5.0,))
-    step({"x": torch.ones(2)}, (6.0,))
-    assert step.log.count("replay") == replays
-    step({"x": torch.ones(2)}, (5.0,))
-    assert step.log.count("replay") == replays + 1
+        step(torch.ones(1))
+    step.function = function
+    numbers["rate"] = 3.0
+    assert step(torch.ones(1)).item() == 3.0
+
+
+def test_a_table_without_a_device_holds_floats() -> None:
+    numbers = Numbers(rate=0.5)
+    numbers["rate"] = 0.25
+    numbers.update(more=1.0)
+    assert dict(numbers) == {"rate": 0.25, "more": 1.0}
+    assert isinstance(numbers["rate"], float)
+
+
+def test_a_step_that_cannot_be_captured_says_so_and_runs_plainly() -> None:
+    function, total = counter()
+
+    class Unable(Recorded):
+        def _record(self, inputs: tuple[Any, ...]) -> Recording:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    step = Unable(function, Numbers())
+    for _ in range(PLAIN_CALLS):
+        step({"x": torch.ones(2)})
+    with pytest.warns(UserWarning, match=r"counter.*add cannot be captured .* not permitted when stream is capturing$"):
+        step({"x": torch.ones(2)})
+    step({"x": torch.ones(2)})
+    assert total[0] == 2 * (PLAIN_CALLS + 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_graph_gives_what_plain_calls_give() -> None:
     weight = torch.randn(8, 8, device="cuda")
 
-    def product(inputs: Inputs) -> Tensor:
-        return (inputs["x"] @ weight).relu().sum(0)
+    def product(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return (batch["x"] @ weight).relu().sum(0), batch["x"].argmax()
 
-    step = CapturedStep(product)
-    for _ in range(PLAIN_CALLS + 3):
-        x = torch.randn(4, 8, device="cuda")
-        torch.testing.assert_close(step({"x": x}, ()), product({"x": x}))
+    step = CapturedStep(product, Numbers())
+    for size in (4, 5, 4):
+        for _ in range(PLAIN_CALLS + 3):
+            x = torch.randn(size, 8, device="cuda")
+            torch.testing.assert_close(step({"x": x}), product({"x": x}))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_host_read_on_a_gpu_falls_back_to_plain_calls() -> None:
+    step = CapturedStep(lambda x: x * x.sum().item(), Numbers())
+    x = torch.ones(2, device="cuda")
+    for _ in range(PLAIN_CALLS):
+        step(x)
+    with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph and runs eagerly"):
+        assert torch.equal(step(x), 2 * x)
+    assert torch.equal(step(x), 2 * x)
+    torch.cuda.synchronize()

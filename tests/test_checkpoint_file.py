@@ -251,7 +251,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, good_bytes: bytes) -> None:
     ("content", "message"),
     [
         (b"", "is damaged (it is empty)"),
-        (b"hello world, this is a text of some length", "is not an rl-training checkpoint (foreign)"),
+        (b"hello world, this is a text of some length", "is not an rl-training checkpoint (another format)"),
         (b"x", "is not an rl-training checkpoint"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -210,6 +211,17 @@ def test_list_shows_every_registered_algorithm() -> None:
     for spec in list_algorithm_specs():
         assert spec.name in out
         assert str(spec.year) in out
+    assert max(map(len, out.splitlines())) <= 80  # without a terminal; in one it has that one's width
+
+
+@pytest.mark.parametrize("words", [["config", "--schema"], ["train", "--help"]])
+def test_a_reader_that_ends_early_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ours = [sys.executable, "-m", "rl_training", *words]
+    done = subprocess.run(ours, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.stderr == ""
 
 
 def test_list_says_what_each_preset_reached() -> None:
@@ -306,9 +318,9 @@ WRONG = {
     "global option": (["--debugg", "list"], "did you mean '--debug'?"),
     "no value": (["train", "--config"], "--config"),
     "extra word": ([*PPO, "now"], "now"),
-    "nothing to train": (["train"], "--config, or --algo with --env"),
+    "nothing to train": (["train"], "give a preset such as ppo/cartpole"),
     "no environment": (["train", "--algo", "ppo"], "--env is missing"),
-    "two sources": ([*PPO, "--algo", "ppo"], "--config cannot be combined with"),
+    "two sources": ([*PPO, "--algo", "ppo"], "so --algo cannot be given too"),
     "two presets": ([*PPO, "dqn/cartpole"], "'dqn/cartpole' and --config ppo/cartpole were both given"),
     "algorithm as a preset": (["train", "--config", "dqn"], "give one of its presets (dqn/"),
     "algorithm as a word": (["train", "ppo"], "'ppo' is an algorithm; give one of its presets (ppo/"),
@@ -327,7 +339,7 @@ WRONG = {
     "seed": ([*PPO, "--seed", "x"], "seed is 'x'"),
     "seeds": ([*PPO, "--seeds", "1,,2"], "--seeds"),
     "seed too large": ([*PPO, "--seeds", "1,4294967296"], "from 0 to 4294967295"),
-    "seed twice": ([*PPO, "--seeds", "1,1"], "twice"),
+    "seed twice": ([*PPO, "--seeds", "1,1"], "each seed may be given only once"),
     "seed and seeds": ([*PPO, "--seed", "1", "--seeds", "2"], "both given"),
     "bound": ([*PPO, "--num-envs", "0"], "num_envs is 0"),
     "backend": ([*PPO, "--execution-backend", "spark"], "local_sync"),

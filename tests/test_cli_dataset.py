@@ -19,7 +19,7 @@ from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.workflows import train
-from rl_training.stores.recording import decode, record_policy
+from rl_training.stores.recording import record_policy
 
 ENVS = """
 import gymnasium as gym
@@ -167,7 +167,7 @@ def test_images_and_shifted_actions_are_recorded_as_the_environment_has_them() -
 def test_decoding_is_the_inverse_of_encoding(space: Any) -> None:
     spaces = EnvSpaces.from_gym("X-v0", space, gym.spaces.Discrete(2))
     batch = np.stack([space.sample() for _ in range(4)])
-    np.testing.assert_array_equal(decode(spaces.encode(batch), spaces), batch)
+    np.testing.assert_array_equal(spaces.decode(spaces.encode(batch)), batch)
 
 
 def test_wrapped_environments_are_named_with_their_wrappers(tmp_path: Path) -> None:

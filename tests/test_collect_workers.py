@@ -243,6 +243,19 @@ def test_a_worker_that_stands_still_holds_up_nobody(tmp_path: Path) -> None:
             session.collector.load_state_dict({"workers": [{}, {}], "flight": {"number": 1}, "weights": []})
 
 
+def test_a_long_update_is_not_held_against_workers(tmp_path: Path) -> None:
+    session = open_session(workers("a2c", tmp_path, num_envs=4, worker_order="first"))
+    with closing(session):
+        take_turn(session)
+        collector: Any = session.collector
+        with stopped(session, 1):  # as in Ray, where a count of steps is as old as the last look
+            take_turn(session)
+            collector._moved -= 2 * collector.timeout
+            collector._left -= 2 * collector.timeout
+            take_turn(session)
+        assert not collector._restarts
+
+
 @pytest.mark.parametrize("algo", ["dqn", pytest.param("dreamer", marks=pytest.mark.slow)])
 def test_replay_and_sequences_stay_whole_when_workers_answer_out_of_turn(algo: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"num_envs": 4, "worker_order": "first", "env_id": "env_zoo:Walk"}

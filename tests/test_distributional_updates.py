@@ -115,7 +115,7 @@ def test_illegal_next_actions_and_terminations_in_the_target(head, double_q):
         "truncated": torch.tensor([False, False, False, True]),
         "next_action_masks": torch.tensor([[True, True], [True, False], [True, True], [True, True]]),
     }  # fmt: skip
-    targets = learner.targets(learner.rows(batch))
+    targets = learner.targets(learner.rows(batch, learner.draws(len(batch["actions"]))))
     means = targets[0] @ learner.support if head == "c51" else targets
     means = means if means.dim() == 1 else means.mean(-1)
     torch.testing.assert_close(means, torch.tensor([1.5, 0.5, 0.5, 1.5]), atol=1e-4, rtol=0)

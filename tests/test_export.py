@@ -36,7 +36,7 @@ def trained(config: Any, env: Any = None) -> TrainResult:
     ("algo", "action", "observation"),
     [
         pytest.param("ppo", "multi_binary", "image", marks=SLOW), ("sac", "continuous", "vector"),
-        ("fqf", "discrete", "vector"),
+        ("fqf", "discrete", "vector"), pytest.param("td3", "continuous", "image", marks=SLOW),
     ],
 )  # fmt: skip
 def test_the_program_takes_any_number_of_rows(algo: str, action: str, observation: str, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_the_program_takes_any_number_of_rows(algo: str, action: str, observatio
 @pytest.mark.parametrize(
     "env", [env_zoo.DictObservation, env_zoo.TupleObservation, env_zoo.DiscreteObservation, env_zoo.ShiftedDiscrete,
             env_zoo.MultiDiscreteActions, env_zoo.BoxActions, env_zoo.ScalarActions, env_zoo.Masked,
-            env_zoo.MaskedFactors, partial(AnyKind, "discrete", "image")]
+            env_zoo.MaskedFactors, partial(AnyKind, "discrete", "image"), partial(AnyKind, "discrete", "mixed")]
 )  # fmt: skip
 def test_the_environments_own_observations_go_in_and_its_own_actions_come_out(env: Any, tmp_path: Path) -> None:
     wrappers = {} if isinstance(env, partial) else {"wrappers": {"normalize_observation": True}}
@@ -146,7 +146,7 @@ def test_the_card_says_how_it_plays_and_how_to_train_it_again(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--env", "CartPole-v1"], "--env and --import are for --card"),
+        (["--env", "CartPole-v1"], "--env is for --card"),
         (["--num-episodes", "1"], "--num-episodes is '1'; it must be a whole number of at least 2"),
         (["--format", "tflite"], "format is 'tflite'; it must be onnx or torch"),
     ],

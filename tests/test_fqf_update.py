@@ -87,7 +87,7 @@ def head_gradients(learner, rows, targets):
 
 def test_values_and_fractions_have_gradients_of_their_own():
     learner = make_learner()
-    rows = learner.rows(make_batch())
+    rows = learner.rows(make_batch(), {})
     found, _, values = head_gradients(learner, rows, learner.targets(rows).detach())
     assert [g.shape for g in values] == [p.shape for p in learner.value_parameters()]  # none for the fraction layer
     own = list(learner.q_network.fraction_layer.parameters())
@@ -101,7 +101,7 @@ def test_fraction_loss_has_the_gradient_of_the_paper_and_the_entropy_s(entropy_c
     network = learner.q_network
     network.fraction_layer.weight.data.normal_()
     batch = make_batch()
-    rows = learner.rows(batch)
+    rows = learner.rows(batch, {})
     with torch.no_grad():
         hats, inner = (choose(q, batch["actions"]) for q in (network(batch["obs"])[0], network(batch["obs"])[3]))
     found, _, _ = head_gradients(learner, rows, learner.targets(rows).detach())
@@ -137,7 +137,7 @@ def test_fraction_gradient_is_that_of_the_wasserstein_distance():
     network.fraction_layer.weight.data.zero_()
     network.fraction_layer.bias.data = torch.tensor([0.2, 0.3, 0.2, 0.3]).log()  # tau = 0, .2, .5, .7, 1
     learner = FQF(q_network=network, num_quantiles=4, learning_rate=0.0)
-    rows = learner.rows(make_batch(1))
+    rows = learner.rows(make_batch(1), {})
     found, terms, _ = head_gradients(learner, rows, torch.zeros(1, 4))
     gradient = found[1]
     logits, step = network.fraction_layer.bias.detach().double(), 1e-5
@@ -182,7 +182,7 @@ def test_entropy_keeps_fractions_from_collapsing():
 
 def test_target_quantiles_stand_at_the_online_layers_fractions_and_follow_the_target_network():
     learner = make_learner(target_update_interval=2)
-    rows = learner.rows(make_batch())
+    rows = learner.rows(make_batch(), {})
     with torch.no_grad():
         before = learner.targets(rows)
         learner.target_network.fraction_layer.bias.normal_()  # the copy of the fraction layer is not read

@@ -192,7 +192,7 @@ def test_the_penalty_holds_the_slope_at_1() -> None:
         names = ("obs", "actions")
         both = (torch.cat([batch[f"expert_{name}"], batch[name].flatten(0, 1)]) for name in names)
         inputs = gail.discriminator.prepare(*both)
-        between = gail.interpolate(inputs, len(batch["expert_obs"]))
+        between = gail.interpolate(inputs, len(batch["expert_obs"]), torch.rand(len(batch["expert_obs"])))
         slopes.append(penalize_gradient(gail.discriminator.logits(*between), between, target=0.0).sqrt().mean().item())
     assert slopes[1] == pytest.approx(1.0, abs=0.15)
     assert slopes[0] > 2 * slopes[1]
@@ -222,7 +222,7 @@ def test_it_reads_images_through_the_encoder() -> None:
     gail = GAIL(
         ppo=PPO(policy=make_policy()), discriminator=discriminator, gradient_penalty=10.0, absorbing_states=True
     )
-    between = gail.interpolate(discriminator.prepare(images, actions), 2)
+    between = gail.interpolate(discriminator.prepare(images, actions), 2, torch.rand(2))
     assert penalize_gradient(discriminator.logits(*between), between).shape == (2,)
 
 

@@ -311,12 +311,14 @@ def test_every_name_of_ours_in_the_table_exists() -> None:
 @pytest.mark.parametrize(
     ("use", "sentence"),
     [
-        (lambda: PPO("MlpPolicy", "CartPole-v1", verbose=1), "PPO takes no MlpPolicy, only the environment, such as "
-         "PPO(env); networks follow from the environment's spaces; hidden_sizes and activation shape them."),
+        (lambda: PPO("MlpPolicy", "CartPole-v1", verbose=1), "PPO takes no policy such as 'MlpPolicy'; write "
+         "PPO('CartPole-v1'): networks follow from the environment's spaces, and hidden_sizes and activation shape "
+         "them."),
         (lambda: PPO("CartPole-v1", verbose=1),
          "PPO has no setting 'verbose'; learn(progress=True) shows how a run goes."),
         (lambda: PPO("CartPole-v1", policy_kwargs={}),
-         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation and optimizer shape the networks."),
+         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation and optimizer shape the networks; "
+         "network is a features extractor."),
         (lambda: PPO("CartPole-v1", tensorboard_log="logs"), "PPO has no setting 'tensorboard_log'; every run writes "
          "TensorBoard events into its folder, which is made in output_dir."),
         (lambda: PPO("CartPole-v1", 3),

@@ -122,6 +122,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
     """A run stopped by one rank and resumed is the uninterrupted one; every step of every rank counts."""
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("ppo", {}, {"env_kwargs": NORMALIZED}),
+        ("ppo", {}, {"vectorization": "device"}),
         ("dqn", {"prioritized": True, "n_step": 2}, {}),
         ("td3", {"policy_delay": 3}, {}),  # a loss that is kept for the log is each rank's own
     ]

@@ -164,7 +164,7 @@ def test_steps_and_episodes_add_up(vectorization: str) -> None:
     """All steps are in finished episodes, or in those that still run."""
     with opened("CartPole-v1", vectorization=vectorization, algo_kwargs={"num_steps": 200}) as session:
         collected, batch = collect(session)
-        running = session.collector.stepper._lengths.sum()  # type: ignore[attr-defined]
+        running = session.collector.stepper.lengths.sum()  # type: ignore[attr-defined]
         assert collected.transitions == sum(episode.length for episode in collected.episodes) + running
         assert batch["rewards"].sum() == collected.transitions
         assert len(collected.episodes) == (batch["terminated"] | batch["truncated"]).sum()

@@ -8,13 +8,15 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from rl_training.stable_baselines3 import translate
 
 LONGEST = 380  # characters of a sentence
 FOUR_VALUES = "not enough values to unpack (expected 5, got 4)"  # what Python says of an old `step`
-MOST_NAMES = 12  # listed when no name is near
+NAMES_LENGTH = 250  # characters of the names that are listed when none is near
+ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
 
 
 class UserError(ValueError):
@@ -65,6 +67,8 @@ class EnvironmentFailure(RuntimeError):
     def from_error(cls, env_id: str, error: BaseException, place: str = "") -> EnvironmentFailure:
         """The environment raised this, at `place` where no line of the user's own did."""
         line = user_line(traceback.format_exception(error))
+        if not line and (given := re.fullmatch(r".* for \+=: 'float' and '(\w+)'", str(error))):  # added up by us
+            return cls.of(env_id, f"returned a reward of type {given[1]} from step{place}, but it must be a number")
         return cls.raised(env_id, type(error).__name__, str(error), line or place)
 
     @classmethod
@@ -89,13 +93,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return ours
     if (near := near_name(name, names)) is not None:
         return f"did you mean {near!r}?"
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"known: {', '.join(names[:MOST_NAMES])}{more}"
+    ends = accumulate(len(name) + 2 for name in names)
+    listed = [name for name, end in zip(names, ends, strict=True) if end <= NAMES_LENGTH]
+    more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
+    return f"known: {', '.join(listed)}{more}."
 
 
 def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known name that is most like this one, if any is."""
-    return next(iter(difflib.get_close_matches(name[:100], known, n=1, cutoff=likeness)), None)
+    """The known name that is most like this one, in capitals or not, if any is."""
+    names = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(ALSO_CALLED.get(name, name)[:100].lower(), names, n=1, cutoff=likeness)
+    return names[near[0]] if near else None
 
 
 def user_line(trace: Iterable[str]) -> str:

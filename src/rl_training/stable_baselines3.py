@@ -1,4 +1,4 @@
-"""What users of Stable-Baselines3 type, and what it is called here."""
+"""What users of Stable-Baselines3 and RL Zoo type, and what it is called here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "line_search_max_iter": ("line_search_steps",), "line_search_shrinking_factor": ("line_search_shrink",),
     "target_kl": ("max_kl",), "net_arch": ("hidden_sizes",), "activation_fn": ("activation",),
     "optimizer_class": ("optimizer",), "callback": ("callbacks",), "progress_bar": ("progress",),
-    "reset_num_timesteps": ("reset",),
+}  # fmt: skip
+RL_ZOO = {
+    "enjoy": "eval", "-n": "--total-timesteps", "--n-timesteps": "--total-timesteps", "--n-envs": "--num-envs",
+    "-f": "--output-dir", "--log-folder": "--output-dir", "--tensorboard-log": "--output-dir",
 }  # fmt: skip
 REMARKS = {
-    "policy": "networks follow from the environment's spaces; hidden_sizes and activation shape them.",
-    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks.",
+    "policy": "networks follow from the environment's spaces, and hidden_sizes and activation shape them.",
+    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks; network is a features extractor.",
+    "reset_num_timesteps": "learn continues where it was; learn(reset=True) starts over.",
     "verbose": "learn(progress=True) shows how a run goes.",
     "tensorboard_log": "every run writes TensorBoard events into its folder, which is made in output_dir.",
     "tb_log_name": "every run has a folder of its own in output_dir.",
@@ -33,6 +37,12 @@ REMARKS = {
     "optimize_memory_usage": "the replay buffer stores no observation twice anyway.",
     "replay_buffer_class": "buffer_capacity, n_step and prioritized describe the replay buffer.",
     "replay_buffer_kwargs": "buffer_capacity, n_step and prioritized describe the replay buffer.",
+    "set_env": "load(path, env=other) continues in another environment.",
+    "get_env": "the environments belong to the run; env_id in .config names them.",
+    "num_timesteps": "metrics['global_step'] of what learn returns counts the steps.",
+    "--hyperparams": "--set learning_rate=1e-3 sets a hyper-parameter.",
+    "--eval-freq": "--set eval_interval=N sets the steps between evaluations.",
+    "--optimize": "rl-training tune searches for hyper-parameters.",
 }
 
 
@@ -41,4 +51,6 @@ def translate(name: str, known: Collection[str]) -> str | None:
     ours = [our for our in NAMES.get(name, ()) if our in known]
     if not ours and "algo_kwargs" in known and "learning_rate" not in known:  # the top of a config file
         ours = [f"algo_kwargs.{our}" for our in NAMES.get(name, ())]
+    if RL_ZOO.get(name) in known:
+        return f"RL Zoo's {name} is {RL_ZOO[name]} here."
     return f"Stable-Baselines3's {name} is {ours[0]} here." if ours else REMARKS.get(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
@@ -25,6 +25,7 @@ class A2C(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages and returns."""
 
     reads_logprobs = False
+    steps = ("gradient_step",)
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
@@ -38,13 +39,17 @@ class A2C(ActorCriticAlgorithm):
         self.numbers.update(learning_rate=learning_rate, ent_coef=ent_coef, vf_coef=vf_coef)
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
-    def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step on the whole rollout."""
-        rows = self.rows(batch)
+    def gradient_step(self, rows: Batch) -> dict[str, Tensor]:
+        """One gradient step on rows [B]; its metrics."""
         advantages = self.scale_advantages(rows["advantages"])
         policy, backward = self.trace(rows)
         terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
         losses = a2c_loss(terms, self.ent_coef, self.vf_coef)
-        grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
+        return {**losses, "grad_norm": self.optimizer.apply_gradients(backward(*losses.slopes))}
+
+    def learn(self, batch: Batch) -> UpdateResult:
+        """One gradient step on the whole rollout."""
+        rows = self.rows(batch)
+        metrics = self.gradient_step(rows)
         self.move_normalizers(rows)
-        return UpdateResult({**losses, "grad_norm": grad_norm})
+        return UpdateResult(metrics)

@@ -93,18 +93,26 @@ class ActorCriticAlgorithm(PolicyActing):
     def successor_values(self, values: Tensor, batch: Batch) -> Tensor:
         """Value of each row's successor [T, N]: of the final observation at a truncation, the bootstrap at the end.
 
-        Of `bootstrap_obs` [N, ...] and `final_obs` [T, N, ...] by the critic that learns; else as the batch gives them.
+        Of `bootstrap_obs` [N, ...] by the critic that learns; else as the batch gives it.
         """
         given = "bootstrap_obs" not in batch
         last = batch["bootstrap_value"].to(values.dtype) if given else self.policy.values(batch["bootstrap_obs"])
         following = torch.cat([values[1:], last.unsqueeze(0)])
-        if "final_obs" in batch:
-            rows = batch["truncated"].flatten().nonzero().squeeze(-1)
-            finals = self.policy.values(batch["final_obs"].flatten(0, 1).index_select(0, rows))
-            return following.flatten().index_copy_(0, rows, finals).view_as(following)
         if "truncation_values" not in batch:
             return following
         return torch.where(batch["truncated"].bool(), batch["truncation_values"], following)
+
+    @torch.no_grad()
+    def value_finals(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch with `truncation_values` [T, N] by the critic that learns in the place of `final_obs`."""
+        others = {name: value for name, value in batch.items() if name != "final_obs"}
+        if "final_obs" not in batch:
+            return others
+        truncated = batch["truncated"]
+        rows = truncated.flatten().nonzero().squeeze(-1)
+        finals = self.policy.values(batch["final_obs"].flatten(0, 1).index_select(0, rows))
+        values = finals.new_zeros(truncated.numel()).index_copy_(0, rows, finals)
+        return others | {"truncation_values": values.view_as(truncated)}
 
     def advantages(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """GAE advantages and returns [T, N] from the behaviour critic's values."""
@@ -113,7 +121,7 @@ class ActorCriticAlgorithm(PolicyActing):
             flat = batch["obs"].flatten(0, 1)
             with torch.no_grad():
                 values = self.policy.values(flat).view(batch["obs"].shape[:2])
-        next_values = self.successor_values(values, batch)
+        next_values = self.successor_values(values, self.value_finals(batch))
         advantages = gae(values=values, next_values=next_values, lambda_=self.gae_lambda, **self.time_major(batch))
         return advantages, advantages + values
 

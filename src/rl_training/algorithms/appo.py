@@ -39,6 +39,8 @@ def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -
 class APPO(IMPALA):
     """The learner; batches as IMPALA's. Minibatches are whole trajectories, since V-trace is recomputed on each."""
 
+    steps = ("minibatch_step",)
+
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 5e-4, clip_coef: float = 0.2, update_epochs: int = 1,
         minibatch_size: int | None = None, normalize_advantages: bool = False, target_policy: bool = False,
@@ -112,7 +114,7 @@ class APPO(IMPALA):
         steps: list[Tensor] = []
         for _ in range(self.update_epochs):
             for minibatch in self.minibatches(rollout):
-                steps.append(self.minibatch_step(minibatch))
+                steps.append(self.minibatch_step(self.value_finals(minibatch)))
         metrics = dict(zip(METRICS, torch.stack(steps).mean(0).unbind(), strict=True))
         if self.target is not None and (self.num_updates + 1) % self.target_update_interval == 0:
             self._copy_target(self.joint(metrics["target_kl"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_training.algorithms.bounds import check_bounds
+from rl_training.algorithms.capture import Numbers, accelerate_step
 from rl_training.algorithms.optimization import Optimizer
 
 Batch = Mapping[str, Tensor]
@@ -56,6 +57,8 @@ class Algorithm(nn.Module):
 
     ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
     synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
+    steps: tuple[str, ...] = ()  # methods that `accelerate` may capture or compile (see `CapturedStep`)
+    eager_part: ClassVar[str] = ""  # what of an update that leaves out, in words
 
     def __new__(cls, *_: Any, **arguments: Any) -> Any:
         check_bounds(arguments)
@@ -65,7 +68,7 @@ class Algorithm(nn.Module):
         self, *, optimizer: str = "adam", optimizer_eps: float = 1e-8, max_grad_norm: float | None = None
     ) -> None:
         super().__init__()
-        self.numbers: MutableMapping[str, Any] = {"optimizer_eps": optimizer_eps, "max_grad_norm": max_grad_norm}
+        self.numbers = Numbers(optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm)
         self.optimizer_kind = optimizer
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
@@ -113,6 +116,15 @@ class Algorithm(nn.Module):
         if sync:
             result.metrics = read_metrics(result.metrics)
         return result
+
+    def accelerate(self, how: str) -> None:
+        """Run the `steps` as CUDA graphs ("graph"), or compiled ("compile": on a GPU inside graphs)."""
+        for learner in [module for module in self.modules() if isinstance(module, Algorithm)]:
+            learner.numbers.device = learner.device
+            for name in learner.steps:
+                setattr(learner, name, accelerate_step(getattr(learner, name), how, learner.numbers))
+            for optimizer in learner._optimizers.values() if how == "compile" else ():
+                optimizer.apply_gradients = torch.compiler.disable(optimizer.apply_gradients)  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         numbers, known = self.__dict__.get("numbers", {}), self.synonyms.get(name, name)

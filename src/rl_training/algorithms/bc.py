@@ -27,6 +27,8 @@ class BC(ActorCriticAlgorithm):
     `heldout_loss` is reported as it was when it was last computed (before any held-out rows came: of the first batch).
     """
 
+    steps = ("gradient_step",)
+
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0, optimizer_eps: float = 1e-8,
         **options: Any,
@@ -43,20 +45,23 @@ class BC(ActorCriticAlgorithm):
         losses = bc_loss({"logprobs": policy.log_prob(actions), "entropy": policy.entropy()}, self.ent_coef)
         return losses, policy.mode().detach()
 
-    def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step on the batch."""
-        actions = batch["actions"]
-        losses, modes = self.losses(batch["obs"], actions)
-        if "heldout_obs" in batch:
-            with torch.no_grad():
-                self.heldout_loss.copy_(self.losses(batch["heldout_obs"], batch["heldout_actions"])[0]["loss"])
-        elif not self.num_updates:
-            self.heldout_loss.copy_(losses["loss"].detach())
-        grad_norm = self.optimizer.step(losses["loss"])
-        self.move_normalizers(batch)
+    def gradient_step(self, obs: Tensor, actions: Tensor) -> dict[str, Tensor]:
+        """One gradient step on recorded rows [B]; its metrics."""
+        losses, modes = self.losses(obs, actions)
         if actions.is_floating_point():
             fit = {"mse": (modes - actions).square().mean()}
         else:
             fit = {"accuracy": (modes == actions).float().mean()}
         metrics = {name: loss.detach() for name, loss in losses.items()} | fit
-        return UpdateResult({**metrics, "heldout_loss": self.heldout_loss.clone(), "grad_norm": grad_norm})
+        return {**metrics, "grad_norm": self.optimizer.step(losses["loss"])}
+
+    def learn(self, batch: Batch) -> UpdateResult:
+        """One gradient step on the batch; the held-out rows are judged before it."""
+        if "heldout_obs" in batch:
+            with torch.no_grad():
+                self.heldout_loss.copy_(self.losses(batch["heldout_obs"], batch["heldout_actions"])[0]["loss"])
+        metrics = self.gradient_step(batch["obs"], batch["actions"])
+        if not self.num_updates and "heldout_obs" not in batch:
+            self.heldout_loss.copy_(metrics["loss"])
+        self.move_normalizers(batch)
+        return UpdateResult({**metrics, "heldout_loss": self.heldout_loss.clone()})

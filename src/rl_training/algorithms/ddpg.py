@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
 from rl_training.algorithms.ops.losses import Losses, critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
+from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
 from rl_training.algorithms.target import TargetNetwork
 
 
@@ -46,6 +46,7 @@ class DDPG(GaussianExploration):
     """
 
     policy_delay = 1
+    steps = ("critic_step", "actor_step")
     target_update_interval: int | None = None  # updates between the targets' moves; None: with the actor's steps
 
     def __init__(
@@ -104,7 +105,7 @@ class DDPG(GaussianExploration):
 
     def learn(self, batch: Batch) -> UpdateResult:
         """A critic step; every `policy_delay` of them an actor step and the targets' move."""
-        metrics, priorities = self.critic_step(batch, self.draw_noise(batch["actions"]))
+        metrics, priorities = self.critic_step(transition_columns(batch), self.draw_noise(batch["actions"]))
         if (self.num_updates + 1) % self.policy_delay == 0:
             self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())
         if (self.num_updates + 1) % (self.target_update_interval or self.policy_delay) == 0:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.capture import CapturedStep, DeviceNumbers, Inputs, constants
 from rl_training.algorithms.ops.distributional import categorical_cross_entropy
 from rl_training.algorithms.ops.policy import categorical_kl
 from rl_training.algorithms.ops.returns import lambda_returns
@@ -25,7 +24,6 @@ METRICS = (
 )  # fmt: skip
 DYNAMICS_WEIGHT, REPRESENTATION_WEIGHT = 1.0, 0.1  # of the two halves of the KL (eq. 5)
 RETURN_QUANTILES = (0.05, 0.95)
-CAPTURING = ("cuda",)  # devices whose kernels can be captured
 
 
 def balanced_kl(posterior: Tensor, prior: Tensor, free_nats: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -68,8 +66,11 @@ class Dream(NamedTuple):
 class Dreamer(Algorithm):
     """The learner; `world_model`, `actor` and `critic` as in `models.dreamer` and `models.dreamer_behavior`.
 
-    The carry of acting is [N, F + A]: h and z of the last state, and the action taken there.
+    The carry of acting is [N, F + A]: h and z of the last state, and the action taken there. Without `capture` no part
+    of an update is captured or compiled.
     """
+
+    steps: tuple[str, ...] = ("train_step",)
 
     def __init__(
         self, *, world_model: Any, actor: Any, critic: Any, learning_rate: float = 3e-4,
@@ -84,11 +85,8 @@ class Dreamer(Algorithm):
             "learning_rate": learning_rate, "world_model_learning_rate": world_model_learning_rate,
             "actor_learning_rate": actor_learning_rate, "critic_learning_rate": critic_learning_rate,
         }  # fmt: skip
-        self._captured: CapturedStep | None = None
-        if capture and self.device.type in CAPTURING:
-            self._captured = CapturedStep(self.train_step)
-            by_value = ("optimizer_eps",) if self.optimizer_kind == "adam" else ("optimizer_eps", *rates)
-            self.numbers = DeviceNumbers(self.device, self.numbers, plain=by_value)
+        if not capture:
+            self.steps = ()
         self.numbers.update(
             gamma=gamma, gae_lambda=gae_lambda, entropy_coef=entropy_coef, free_nats=free_nats, tau=tau, **rates
         )
@@ -142,11 +140,7 @@ class Dreamer(Algorithm):
 
         A row is an arrival: `actions[t]` led to `obs[t]`. Noise is drawn here; the rest is straight-line tensor code.
         """
-        inputs = self.prepare(batch)
-        if self._captured is None:
-            values = self.train_step(inputs)
-        else:
-            values = self._captured(inputs, constants(self.numbers))
+        values = self.train_step(self.prepare(batch))
         self.world_model.observation_input.update(batch["obs"].flatten(0, 1))
         return UpdateResult(dict(zip(METRICS, values.unbind(), strict=True)), watch="world_model_loss")
 
@@ -160,7 +154,7 @@ class Dreamer(Algorithm):
         inputs["dream_noise"], inputs["action_noise"] = self.draw_noise(self.imagination_horizon, length * rows)
         return inputs
 
-    def train_step(self, inputs: Inputs) -> Tensor:
+    def train_step(self, inputs: Batch) -> Tensor:
         """The whole update; its metrics [len(METRICS)]."""
         model_metrics, starts = self.world_model_step(inputs)
         with torch.no_grad(), self._autocast():
@@ -169,7 +163,7 @@ class Dreamer(Algorithm):
         metrics = {**model_metrics, **behaviour_metrics}
         return torch.stack([metrics[name].detach().float() for name in METRICS])
 
-    def world_model_step(self, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
+    def world_model_step(self, inputs: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step on eq. 4; metrics, and the posterior features [L * B, F] without a gradient."""
         model = self.world_model
         obs = model.prepare(inputs["obs"])

@@ -78,6 +78,8 @@ class GAIL(PolicyActing):
     of ours (`MLPGAILDiscriminator`) is constant.
     """
 
+    steps = ("discriminator_step",)
+
     def __init__(
         self, *, ppo: Algorithm, discriminator: nn.Module, discriminator_learning_rate: float = 3e-4,
         discriminator_updates: int = 1, discriminator_batch_size: int | None = None, reward_form: str = "softplus",
@@ -112,9 +114,9 @@ class GAIL(PolicyActing):
             for side in (expert, generated):
                 observation_input.update(side.obs)
         for _ in range(self.discriminator_updates):
-            self.discriminator_optimizer.step(self.discriminator_losses(expert, generated)["discriminator_loss"])
+            self.discriminator_step(*self.draw(expert, generated, bool(self.gradient_penalty)))
         with torch.no_grad():
-            losses = self.discriminator_losses(expert, generated)
+            losses = self.discriminator_losses(*self.draw(expert, generated, False))
             rewards = self.rewards(batch)
         result = self.ppo.learn({**batch, "rewards": self.with_ends(rewards, batch)})
         learned = rewards if batch.get("valid") is None else rewards[batch["valid"].bool()]
@@ -132,23 +134,31 @@ class GAIL(PolicyActing):
         expert_steps, steps = [int(batch[name].sum()) for name in names] or (0, 0)
         return Pairs(batch["expert_obs"], batch["expert_actions"], expert_steps), Pairs(obs, actions, steps)
 
-    def discriminator_losses(self, expert: Pairs, generated: Pairs) -> dict[str, Tensor]:
-        """`gail_loss` of steps drawn from both sides; without a gradient there is no penalty on it."""
+    def draw(self, expert: Pairs, generated: Pairs, penalizes: bool) -> tuple[list[Any], Tensor | None]:
+        """Steps of both sides, and where between their pairs the slope is penalized."""
         drawn = [side.draw(self.discriminator_batch_size, self.generator) for side in (expert, generated)]
+        obs, pairs = drawn[0][0], min(len(side[0]) for side in drawn)
+        return drawn, torch.rand(pairs, generator=self.generator, device=obs.device) if penalizes else None
+
+    def discriminator_step(self, drawn: Sequence[Any], shares: Tensor | None) -> None:
+        """One gradient step of the discriminator."""
+        self.discriminator_optimizer.step(self.discriminator_losses(drawn, shares)["discriminator_loss"])
+
+    def discriminator_losses(self, drawn: Sequence[Any], shares: Tensor | None) -> dict[str, Tensor]:
+        """`gail_loss` of steps drawn from both sides, with a penalty where `shares` [P] say between which points."""
         obs, actions, absorbing = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         count = len(drawn[0][0])
         logits = self.discriminator(obs, actions, *[absorbing] * self.absorbing_states)
         terms = {"expert_logits": logits[:count], "generator_logits": logits[count:]}
-        if not self.gradient_penalty or not torch.is_grad_enabled():
+        if shares is None:
             return gail_loss(terms)
-        between = self.interpolate(self.discriminator.prepare(obs, actions, absorbing), count)
+        between = self.interpolate(self.discriminator.prepare(obs, actions, absorbing), count, shares)
         penalties = penalize_gradient(self.discriminator.logits(*between), between)
         return gail_loss({**terms, "gradient_penalties": penalties}, self.gradient_penalty)
 
-    def interpolate(self, inputs: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Points between the first `count` rows of every input, the expert's, and as many of the others."""
-        pairs = min(count, len(inputs[0]) - count)
-        shares = torch.rand(pairs, generator=self.generator, device=inputs[0].device)
+    def interpolate(self, inputs: Sequence[Tensor], count: int, shares: Tensor) -> list[Tensor]:
+        """Points at `shares` [P] of the way from the first `count` rows of every input, the expert's, to the others."""
+        pairs = len(shares)
         ends = [(x[:pairs], x[count : count + pairs], shares.view(-1, *[1] * (x.dim() - 1))) for x in inputs]
         return [torch.lerp(*end).requires_grad_() for end in ends]
 

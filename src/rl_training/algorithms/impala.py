@@ -46,6 +46,7 @@ class IMPALA(ActorCriticAlgorithm):
     """
 
     reads_values = False
+    steps: tuple[str, ...] = ("gradient_step",)
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 6e-4, ent_coef: float = 0.01, vf_coef: float = 0.5,
@@ -95,16 +96,19 @@ class IMPALA(ActorCriticAlgorithm):
             rho_clip=self.rho_clip, c_clip=self.c_clip, pg_rho_clip=pg_rho_clip, lambda_=self.gae_lambda,
         )  # fmt: skip
 
-    def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step on the whole rollout."""
-        rollout = self.trajectories(batch)
+    def gradient_step(self, rollout: Batch) -> dict[str, Tensor]:
+        """One gradient step on trajectories [T, B]; its metrics."""
         policy, backward = self.trace_rollout(rollout)
         targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], self.pg_rho_clip)
         terms = {**rollout, **policy, "vtrace_targets": targets, "pg_advantages": advantages}
         losses = impala_loss(terms, self.ent_coef, self.vf_coef)
-        grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
+        return {**losses, "grad_norm": self.optimizer.apply_gradients(backward(*losses.slopes))}
+
+    def learn(self, batch: Batch) -> UpdateResult:
+        """One gradient step on the whole rollout."""
+        metrics = self.gradient_step(self.value_finals(self.trajectories(batch)))
         self.move_normalizers(flat_obs(batch))
-        return UpdateResult({**losses, "grad_norm": grad_norm})
+        return UpdateResult(metrics)
 
 
 def flat_obs(batch: Batch) -> dict[str, Tensor]:

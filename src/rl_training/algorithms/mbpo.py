@@ -63,6 +63,8 @@ class MBPO(SAC):
 
     model_loss_name = "mbpo_model_loss"
     synonyms = {"policy_learning_rate": "learning_rate"}
+    steps = ("critic_step", "actor_step", "model_step")
+    eager_part = "imagined rollouts and the choice of elites"
 
     def __init__(
         self, *, policy_model: Any, dynamics_model: Any, policy_learning_rate: float = 3e-4,
@@ -87,7 +89,11 @@ class MBPO(SAC):
         self.fit_metrics: dict[str, Tensor | float] = {}  # of the last fit
 
     def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
-        """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...].
+        """One gradient step of every member."""
+        return UpdateResult(self.model_step(batch), watch=self.model_loss_name)
+
+    def model_step(self, batch: Batch) -> dict[str, Tensor]:
+        """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...]; its metrics.
 
         The head of termination learns where the batch has `terminated`.
         """
@@ -105,7 +111,7 @@ class MBPO(SAC):
         if self.model_weight_decay:
             loss = loss + self.model_weight_decay * self.dynamics_model.weight_loss()
         self.model_optimizer.step(loss)
-        return UpdateResult(losses, watch=self.model_loss_name)
+        return losses
 
     @torch.no_grad()
     def heldout_errors(self, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
 from rl_training.algorithms.ops.losses import critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
+from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
 from rl_training.algorithms.target import TargetNetwork
 
 
@@ -30,6 +30,8 @@ def naf_loss(batch: Batch) -> dict[str, Tensor]:
 
 class NAF(GaussianExploration):
     """The learner; `model` has `actor(obs)` [B, A], `q_values(obs, actions)` [B] and `state_values(obs)` [B]."""
+
+    steps = ("critic_step",)
 
     def __init__(
         self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
@@ -58,7 +60,7 @@ class NAF(GaussianExploration):
 
     def learn(self, batch: Batch) -> UpdateResult:
         """A gradient step and the target's move."""
-        metrics, priorities = self.critic_step(batch)
+        metrics, priorities = self.critic_step(transition_columns(batch))
         self._target.polyak_(self.tau)
         self.model.observation_input.update(batch["obs"])
         return UpdateResult(metrics, priorities=priorities)

@@ -165,10 +165,15 @@ class Optimizer(nn.Module):
                 lr=self.learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
-        elif self.kind == "sgd":
-            self.flat.add_(grad, alpha=-self.learning_rate)
-        else:
+            return
+        rate = self.learning_rate
+        if self.kind != "sgd":
             square, inside = self.square, self.kind == "rmsprop_tf"
             square.lerp_(grad * grad, 1 - self.decay)
             root = (square + self.eps).sqrt_() if inside else square.sqrt().add_(self.eps)
-            self.flat.addcdiv_(grad, root, value=-self.learning_rate)
+        if isinstance(rate, Tensor):  # which the kernels below take by value only
+            grad, rate = grad * rate, 1.0
+        if self.kind == "sgd":
+            self.flat.add_(grad, alpha=-rate)
+        else:
+            self.flat.addcdiv_(grad, root, value=-rate)

@@ -32,6 +32,8 @@ def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) ->
 class PPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
+    steps = ("minibatch_step",)
+
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
         vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None,

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
 from rl_training.algorithms.ops.losses import chosen_slopes, index_actions, weighted_mean
-from rl_training.algorithms.ops.targets import fold_discounts
+from rl_training.algorithms.ops.targets import fold_discounts, transition_columns
 from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.play import random_actions
 
 # obs [N, D] and a generator (None: deterministic) -> action values [N, A]
 NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]
-COLUMNS = ("obs", "next_obs", "rewards", "weights", "next_action_masks")
 
 
 class SampleTerms(NamedTuple):
@@ -53,6 +52,8 @@ class QLearning(Algorithm):
     A batch holds obs, actions, rewards, next_obs and `dones` or `terminated`, or `discounts` (which win over them);
     optional are `weights` of the loss and `next_action_masks` [B, A], true where an action is legal.
     """
+
+    steps = ("critic_step",)
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, gamma: float = 0.99,
@@ -111,16 +112,14 @@ class QLearning(Algorithm):
         """Random numbers of one update of `count` transitions: noise for the online, selecting and target network."""
         return {"noise": self.q_network.draw_noise(3, self.generator)} if self.noisy else {}
 
-    def rows(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch with discounts folded in and the draws added: all that `critic_step` reads."""
-        rows = {name: batch[name] for name in COLUMNS if name in batch}
-        rows["actions"] = batch["actions"].long()
-        rows["discounts"] = fold_discounts(batch, self.gamma)
-        rows.update(self.draws(len(rows["actions"])))
-        return rows
+    def rows(self, batch: Batch, draws: Batch) -> dict[str, Tensor]:
+        """The batch with discounts folded in, and the draws."""
+        folded = {"actions": batch["actions"].long(), "discounts": fold_discounts(batch, self.gamma)}
+        return {**batch, **folded, **draws}
 
-    def critic_step(self, rows: Batch) -> tuple[dict[str, Tensor], Tensor]:
+    def critic_step(self, batch: Batch, draws: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """One gradient step: straight-line, without a draw, a read-back or a branch on a tensor."""
+        rows = self.rows(batch, draws)
         noise = rows.get("noise")
         if noise is not None:
             self.q_network.set_noise(noise[1])
@@ -141,7 +140,8 @@ class QLearning(Algorithm):
 
     def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step, then the target network when it is due."""
-        metrics, self.last_td_errors = self.critic_step(self.rows(batch))
+        draws = self.draws(len(batch["actions"]))
+        metrics, self.last_td_errors = self.critic_step(transition_columns(batch), draws)
         observation_input = getattr(self.q_network, "observation_input", None)
         if observation_input is not None:
             observation_input.update(batch["obs"])

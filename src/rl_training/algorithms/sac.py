@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
 from rl_training.algorithms.ops.losses import critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts
+from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
 from rl_training.algorithms.target import TargetNetwork
 
 
@@ -52,6 +52,7 @@ class SAC(Algorithm):
     """
 
     actor_update_interval = 1
+    steps: tuple[str, ...] = ("critic_step", "actor_step")
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
@@ -139,7 +140,7 @@ class SAC(Algorithm):
     def learn(self, batch: Batch) -> UpdateResult:
         """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""
         obs, alpha = batch["obs"], self.alpha
-        metrics, priorities = self.critic_step(batch, self.draw_noise(obs), self.draw_subset())
+        metrics, priorities = self.critic_step(transition_columns(batch), self.draw_noise(obs), self.draw_subset())
         if (self.num_updates + 1) % self.actor_update_interval == 0:
             losses = self.actor_step(obs, self.draw_noise(obs))
             torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)

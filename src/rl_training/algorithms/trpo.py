@@ -40,6 +40,8 @@ class TRPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
     synonyms = {"learning_rate": "value_learning_rate"}  # there is no other
+    steps = ("value_step",)
+    eager_part = "the policy's step, whose line search looks at the KL"
 
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,

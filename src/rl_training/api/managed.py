@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
@@ -79,7 +79,8 @@ class ManagedAlgorithm:
         config: Any = config_or_env
         name = type(self).__name__
         if isinstance(config, str) and config.endswith("Policy"):
-            raise UserError(f"{name} takes no {config}, only the environment, such as {name}(env); {REMARKS['policy']}")
+            given = repr(others[0]) if others and isinstance(others[0], str) else "env"
+            raise UserError(f"{name} takes no policy such as {config!r}; write {name}({given}): {REMARKS['policy']}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
         if config is not None and not _is_config(config):
@@ -111,7 +112,9 @@ class ManagedAlgorithm:
         how it goes; None does so in a terminal and in a notebook.
         """
         for name in unknown:
-            raise UserError(f"learn has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_LEARN)}")
+            hint, setting = did_you_mean(name, ARGUMENTS_OF_LEARN), f"{type(self).__name__}(env, {name}=...)"
+            is_setting = name in TrainConfig.model_fields or name in self.hyperparameters
+            raise UserError(f"learn has no argument {name!r}; {f'{setting} sets it.' if is_setting else hint}")
         if callbacks is None and isinstance(total_timesteps, list | tuple):  # as it was called before
             total_timesteps, callbacks = None, total_timesteps
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
@@ -133,8 +136,10 @@ class ManagedAlgorithm:
         wanted = dict(changes.pop("changes", None) or {})
         if self._moves_to is not None:
             wanted.setdefault("env_id", self._moves_to)
-        functions = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
-        wanted["algo_kwargs"] = {**functions, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
+        own = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
+        if self._own_network is not None:
+            own["network"] = self._own_network
+        wanted["algo_kwargs"] = {**own, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
         return self._adopt(resume_training(path, env=self.env, changes=wanted, **changes))
 
     def evaluate(
@@ -143,8 +148,19 @@ class ManagedAlgorithm:
         """Metrics of whole episodes in environments of its own, the same ones for the same seed."""
         seed = None if seed is None else _whole_number("seed", seed, least=0)
         return evaluate_checkpoint(
-            self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic
-        )
+            self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic,
+            network=self._own_network,
+        )  # fmt: skip
+
+    @property
+    def _own_network(self) -> Any:
+        """What the user gave or named as the network."""
+        network = self._asked.algo_kwargs.get("network")
+        return network if not isinstance(network, str) or network in self._asked.named else None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = f"; {REMARKS[name]}" if name in REMARKS else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -174,17 +190,21 @@ class ManagedAlgorithm:
         return save_checkpoint(path, tree)
 
     @classmethod
-    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None) -> Self:
-        """The algorithm in a file that `save` or a run wrote.
+    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None, network: Any = None) -> Self:
+        """The algorithm in a file that `save` or a run wrote; `network` is your own, where it was trained with one.
 
         `env` may be another environment of the same spaces: `learn` then goes on there, with new episodes and an empty
         replay buffer. One of the same name is taken for the same, and so is any for a policy of a nameless function.
         """
         tree, env = read_checkpoint(path), read_env(env)
-        policy = TrainedPolicy(*load_algorithm(path, tree))
+        policy = TrainedPolicy(*load_algorithm(path, tree, network))
         config = policy.config
+        if network is not None:
+            config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "network": network}})
+            config = config.naming(*config.callables[1:])
         if config.algo != cls.algo:
-            raise UserError(f"algo is {config.algo!r}; {cls.__name__} needs {cls.algo!r}.")
+            other = get_algorithm_spec(config.algo).class_name
+            raise UserError(f"{path} is a checkpoint of {config.algo}, not of {cls.algo}; use {other}.load.")
         name = config.env_id if env is None or isinstance(env, tuple) else name_env(env)
         moves = config.env_id not in (name, NAMELESS)
         if moves:

@@ -23,26 +23,28 @@ from rl_training.cli.options import (
 from rl_training.cli.screen import make_console
 from rl_training.errors import counted
 
+LIST_WIDTH = 80  # where there is no terminal
+
 
 def list_algorithms() -> None:
-    """Show every algorithm (year, actions, observations, scope) and every preset with what it reached."""
+    """Show every algorithm (year, actions, images, what it is) and every preset with what it reached."""
     from rl_training.experiment.registry import list_algorithm_specs
 
     specs = list_algorithm_specs()
     every = max((spec.action_kinds for spec in specs), key=len)
-    table = Table(header_style="bold", box=SIMPLE_HEAD)
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("name", style="bold cyan", no_wrap=True)
-    table.add_column("year", no_wrap=True)
-    for name in ("actions", "observations", "status"):
-        table.add_column(name)
+    for name in ("year", "actions", "images", "what it is"):
+        table.add_column(name, max_width=10 if name == "actions" else None)
     for spec in specs:
         actions = "any" if set(spec.action_kinds) == set(every) else ", ".join(spec.action_kinds)
-        observations = ", ".join(spec.observation_kinds)
-        table.add_row(spec.name, str(spec.year), actions, observations, f"implemented. {spec.scope}")
+        images = "yes" if "image" in spec.observation_kinds else "no"
+        table.add_row(spec.name, str(spec.year), actions, images, spec.scope.partition(";")[0].rstrip("."))
     console = make_console()
-    console.print(table)
+    width = console.width if console.is_terminal else LIST_WIDTH
+    console.print(table, width=width)
     console.print(f"any: {', '.join(every)}", style="dim")
-    console.print(table_of_presets())
+    console.print(table_of_presets(), width=width)
     console.print("reached: median return over seeds in recorded runs (docs/results.md)", style="dim")
 
 

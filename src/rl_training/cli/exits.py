@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import select
 import sys
 import traceback
 from collections.abc import Callable
@@ -76,19 +78,31 @@ def _describe_usage(error: Any) -> str:
     command = context.info_name if context is not None else "rl-training"
     if hasattr(error, "possibilities") and context is not None:
         known = [name for option in context.command.params for name in option.opts if name.startswith("--")]
-        return f"{command} has no option {error.option_name!r}; {did_you_mean(error.option_name, known)}"
+        hint = did_you_mean(error.option_name, known)
+        every = f"rl-training {command} --help shows them all." if hint.startswith("known:") else hint
+        return f"{command} has no option {error.option_name!r}; {every}"
+    if hasattr(error, "option_name"):
+        return f"{error.option_name} has no value; give one after it"
     if parameter is None:
-        return f"{command}: {error.format_message()}"
+        extra = re.search(r"extra argument.*\((.*)\)", error.format_message())
+        helps = f"rl-training {command} --help shows what it takes"
+        return f"{command} does not take {extra[1]!r}; {helps}" if extra else f"{command}: {error.format_message()}"
     option = parameter.opts[-1]
-    return f"{command} needs {option}" if hasattr(error, "param_type") else f"{command} {option}: {error.message}"
+    wanted = f"{option} {parameter.metavar or ''}".rstrip()
+    needed = f"{command} needs {wanted}: {parameter.help[0].lower()}{parameter.help[1:]}"
+    return needed if hasattr(error, "param_type") else f"{command} {option}: {error.message}"
 
 
 def _stdout_is_gone() -> bool:
     try:
         sys.stdout.flush()
+        watched = select.poll()
+        watched.register(sys.stdout, 0)  # an end of the reader is reported anyway
+        return bool(watched.poll(0))
     except OSError:
         return True
-    return False
+    except AttributeError:  # of a system that has no poll
+        return False
 
 
 def _end_of_pipe() -> int:

@@ -35,10 +35,13 @@ def build_config(
     changed.update(given)
     where = config or f"{algo} on {env}"
     built = validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
-    says = config is None or any(setting.partition("=")[0].strip() == "env_id" for setting in settings or ())
-    named = built.env_id if says else None
-    name_environment(named, modules)
-    return built.naming(*(modules or ()), *([] if named is None else [named]))
+    keys = {setting.partition("=")[0].strip().removeprefix("algo_kwargs.") for setting in settings or ()}
+    named = [built.env_id] if config is None or "env_id" in keys else []
+    named += built.callables[1:] if "network" in keys else ()
+    for name in named:
+        name_environment(name, None)
+    name_environment(None, modules)
+    return built.naming(*(modules or ()), *named)
 
 
 def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:
@@ -48,11 +51,15 @@ def starting_point(config: str | None, algo: str | None, env: str | None) -> dic
 
     if config is not None:
         if algo is not None or env is not None:
-            raise UserError("--config cannot be combined with --algo or --env; use --set env_id=ID to change a config.")
+            extra = "--algo" if env is None else "--env"
+            raise UserError(f"{config} has an algorithm and an environment, so {extra} cannot be given too; "
+                            f"to train it elsewhere, use --set env_id={env or 'ID'}.")  # fmt: skip
         return with_defaults(read_yaml(config))
+    if algo is None and env is None:
+        raise UserError("nothing says what to run; give a preset such as ppo/cartpole, a file, or --algo and --env.")
     if algo is None or env is None:
-        missing = "--config, or --algo with --env" if algo is env else "--env" if env is None else "--algo"
-        raise UserError(f"{missing} is missing; give a config or preset, or an algorithm and an environment.")
+        one, other = (f"--env {env}", "--algo ppo") if algo is None else (f"--algo {algo}", "--env CartPole-v1")
+        raise UserError(f"{one} is not enough; {other[:other.index(' ')]} is missing, such as {other}.")
     return with_defaults({"algo": algo, "env_id": env})
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from rl_training.cli.screen import SEEDS_STYLE
 from rl_training.errors import counted
 
 if TYPE_CHECKING:
@@ -137,13 +138,17 @@ def show_jobs(jobs: Sequence[Job]) -> Table:
     """A row per run: how far it is, how fast, how good."""
     from rl_training.experiment.logging import format_duration
 
-    table = Table(title=f"{counted(len(jobs), 'run')} of {jobs[0].config.algo} on {jobs[0].config.env_id}")
-    for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):
-        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    first = jobs[0].config
+    table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **SEEDS_STYLE)
+    widths = {"state": 8, "steps": len(f"{first.total_timesteps:,}"), "": 4, "eta": 7, "return": 6}
+    for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):  # of one width from the first frame on
+        justify: Any = "left" if name == "state" else "right"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=widths.get(name))
     for job in jobs:
         share = min(1.0, job.step / job.config.total_timesteps)
+        state = "starting" if job.state == "running" and not job.step else job.state
         table.add_row(
-            str(job.config.seed), job.state, f"{job.step:,}", f"{share:.0%}", f"{job.speed:,.0f}" if job.speed else "",
+            str(job.config.seed), state, f"{job.step:,}", f"{share:.0%}", f"{job.speed:,.0f}" if job.speed else "",
             format_duration(job.seconds_left) if job.state == "running" and job.speed else "",
             "" if job.mean is None else f"{job.mean:.1f}",
         )  # fmt: skip

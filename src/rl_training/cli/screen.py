@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,6 +26,10 @@ T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
+SEEDS_STYLE: dict[str, Any] = {
+    "title_justify": "left", "title_style": "bold", "header_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False,
+    "show_edge": False, "collapse_padding": True,
+}  # fmt: skip
 REASONS = {
     "total_timesteps": "finished", "max_updates": "finished (max_updates)", "max_seconds": "stopped by max_seconds",
     "early_stopping": "solved, stopped early", "callback": "stopped by a callback", "SIGINT": "stopped by Ctrl-C",
@@ -34,7 +40,7 @@ REASONS = {
 def make_console() -> Console:
     """The console on stdout; other ranks than the first print nothing."""
     console = Console(highlight=False, quiet=not is_first_rank())
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_WIDTH
     return console
 
@@ -86,10 +92,11 @@ def print_run(
     console.print(f"  {resume_command(join_ranks().count)} {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
 
 
-def repeat_names(env: str | None, modules: Iterable[str] | None) -> str:
+def repeat_names(env: str | None, modules: Iterable[str] | None, networks: Iterable[str] = ()) -> str:
     """The `--env` and `--import` that the next command needs, since a file alone calls no function of the user's."""
     named = "" if env is None else f" --env {shlex.quote(env)}"
-    return named + "".join(f" --import {shlex.quote(name)}" for name in modules or ())
+    names = dict.fromkeys([*(modules or ()), *(network.partition(":")[0] for network in networks)])
+    return named + "".join(f" --import {shlex.quote(name)}" for name in names)
 
 
 def larger_budget(metrics: dict[str, Any]) -> str:
@@ -125,7 +132,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
     """One row per seed, then the mean over seeds with its interval."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, **SEEDS_STYLE)
     for name in ("seed", "return", "steps", "steps/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("run", overflow="fold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,9 +74,11 @@ def train(
 
 def read_seeds(text: str) -> list[int]:
     """The seeds in `1,2,3`; each may stand once."""
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        raise UserError(f"--seeds is {text!r}; it must be whole numbers with commas between them, such as 1,2,3.")
     seeds = [whole_number("--seeds", part.strip(), most=LARGEST_SEED) for part in text.split(",")]
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"--seeds is {text!r}; a seed stands in it twice.")
+        raise UserError(f"--seeds is {text!r}; each seed may be given only once.")
     return seeds
 
 
@@ -101,7 +104,8 @@ def run_all(configs: list[TrainConfig], *, several: bool, jobs: int = 1, modules
         runs.append((config.seed, result))
         if not several:
             named = config.env_id if ":" in config.env_id and config.env_id in config.named else None
-            print_run(console, result, title, repeat_names(named, modules))
+            networks = [name for name in config.callables[1:] if name in config.named]
+            print_run(console, result, title, repeat_names(named, modules, networks))
         if result.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             break
     if several:

@@ -103,6 +103,7 @@ class WorkerCollector:
         self._flights: list[Flight] = []  # the request that each worker has
         self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by place in the batch, with the worker
         self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # of each, and when that changed
+        self._left = time.monotonic()  # when the learner last stopped waiting
         self._interruption: BaseException | None = None
         self._tries = [0] * plan.num_workers
         self._restarts = self._dropped = 0
@@ -163,7 +164,8 @@ class WorkerCollector:
         request; returns the experience that holds the last answer."""
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
-        if not self.answers_again:  # what the learner does in between is not their time
+        away = time.monotonic() - self._left
+        if not self.answers_again or away > self.timeout / 2:  # what the learner does in between is not their time
             self._moved[:] = time.monotonic()
         left = len(self.records)
         while left and len(self._answers) < len(self.records):
@@ -189,6 +191,7 @@ class WorkerCollector:
                 self._keep(index, answer, experience, version - answer["version"])
                 self._ask(index, following)
         self._waited += time.perf_counter() - begun
+        self._left = time.monotonic()
         return experience
 
     def _restart_stalled(self, owing: set[int]) -> None:

@@ -50,10 +50,10 @@ class Experience:
     `final_obs` and `final_masks` are true in the rows where an episode ended; `valid`, while `has_resets`, is false in
     the rows that only reset; `values` are there while `has_values`. `episodes` stand in the order of the rows that end
     them. `version` is the turn whose weights acted. `parts` are there where columns are not the environments in order:
-    which environments some columns are of, and the columns, one's older steps first.
+    which environments some columns are of, and the columns, one's older steps first. The arrays may be tensors.
     """
 
-    def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Array] | None = None) -> None:
+    def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Any] | None = None) -> None:
         self.layout = layout
         if arrays is None:
             arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.arrays().items()}

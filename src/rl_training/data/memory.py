@@ -137,9 +137,11 @@ def allocate(specs: Mapping[str, ArraySpec], folder: MappedFolder | None, what: 
 def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[str, ArraySpec], what: str) -> None:
     if free is None or need <= free:
         return
+    rows, envs, *_ = next(iter(specs.values())).shape
+    fits = int(float(f"{0.9 * rows * envs * free / need:.0e}"))
     raise UserError(
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
-        "lower buffer_capacity, store stacked frames once (frame_stack), or set replay_folder to a folder on a disk."
+        f"lower buffer_capacity to about {fits}, or set replay_folder to a folder on a larger disk."
     )
 
 

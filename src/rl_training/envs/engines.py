@@ -1,4 +1,4 @@
-"""Engines: three ways to step several environments, behind one interface that `envs/stepper.py` reads."""
+"""Engines: four ways to step several environments, behind one interface that `envs/stepper.py` reads."""
 
 from __future__ import annotations
 
@@ -290,10 +290,14 @@ def _vector_code(recipe: EnvRecipe) -> ModuleType:
 
 
 def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """`auto` by rule: native for several CartPoles, else sync; threads (ALE, EnvPool) and processes on request."""
+    """`auto` by rule: native for several CartPoles, else sync; every other kind on request."""
     obstacle = _vector_code(recipe).find_obstacle(recipe) if wanted == "native" and not is_cartpole(recipe) else None
     if obstacle:
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
+    if wanted == "device":
+        from rl_training.envs.device import find_device_environment  # torch, which a process of async never needs
+
+        find_device_environment(recipe)
     if wanted != "auto":
         return wanted
     return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
@@ -301,9 +305,14 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
 
 def make_engine(
     recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0,
-    first: int = 0,
+    first: int = 0, device: str = "cpu",
 ) -> Engine:  # fmt: skip
-    """The engine of that kind (`native`, `sync` or `async`) over `num_envs` environments of a run, from `first` on."""
+    """The engine of that kind over `num_envs` environments of a run, from `first` on."""
+    if vectorization == "device":
+        from rl_training.envs.device import DeviceEngine, find_device_environment
+
+        found = find_device_environment(recipe)
+        return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)
     if vectorization == "native":
         own_seed = episode_seed(seed, first, 0) if first else seed
         if not is_cartpole(recipe):

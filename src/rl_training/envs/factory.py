@@ -21,7 +21,7 @@ from gymnasium import spaces as gs
 from pydantic import Field
 
 from rl_training.envs.setup_problems import Problem, definition, find_problems
-from rl_training.envs.spaces import EnvSpaces, image_layout
+from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
 from rl_training.errors import UnknownKey, UserError, did_you_mean, user_line
 from rl_training.validation import StrictModel, validate
 
@@ -198,6 +198,8 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
         if options.pixels:
             env = _wrap_pixels(env, options.pixels)
         if not isinstance(env.observation_space, gs.Box):
+            if options.frame_stack > 1 and any(image_layout(part) for _, part in leaf_spaces(env.observation_space)):
+                raise UserError("frame_stack does not reach images inside a Dict or Tuple; stack them in its step")
             env = gym.wrappers.FlattenObservation(env)
         if options.frame_stack > 1:
             env = _stack_frames(env, options.frame_stack)
@@ -213,7 +215,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
     maker = recipe.maker
     try:
         if maker is None and _looks_like_entry_point(recipe.env_id):
-            maker = _import_entry_point(recipe.env_id, recipe.named_by_user)
+            maker = import_entry_point("env_id", recipe.env_id, gym.Env, recipe.named_by_user, "--env ", "env")
         if maker is None:
             register_on_demand(recipe.env_id)
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
@@ -228,13 +230,22 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
         raise UserError(
             f"env_id {recipe.env_id!r} is not registered with Gymnasium; "
             f"{hint if hint.startswith('did') else 'no registered name is near.'} "
-            "(your own environment: --env module:Class, or --import the module that registers it)"
+            "(your own: --env module:Class, or --import the module that registers it; in Python the class itself)"
         ) from None
     except (Exception, SystemExit) as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and unknown[1] in recipe.kwargs:
             raise UnknownKey("env_kwargs", unknown[1], f"{recipe.env_id} does not take it.") from error
+        if missing := re.search(r"missing .*required .*argument.*: '(\w+)'", str(error)):
+            how = f"give it in env_kwargs, such as --set env_kwargs.{missing[1]}=VALUE"
+            raise UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.") from error
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
+    if hasattr(env, "observe") and not isinstance(env, gym.Env):
+        from rl_training.envs.device import DeviceEnvironment, OneEnvironment  # torch
+
+        if isinstance(env, DeviceEnvironment):
+            limit = recipe.max_episode_steps or env.max_episode_steps
+            return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
@@ -281,20 +292,29 @@ def _looks_like_entry_point(env_id: str) -> bool:
     return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
 
 
-def _import_entry_point(env_id: str, named_by_user: bool) -> Callable[..., Env]:
-    module_name, _, name = env_id.partition(":")
+def import_entry_point(
+    field: str, value: str, kind: type, named_by_user: bool, option: str, argument: str | None = None
+) -> Callable[..., Any]:
+    """What `module:name` in a field means; where no user named it, only a class of that kind."""
+    module_name, _, name = value.partition(":")
     hint = "" if named_by_user else f"; to use a module in this folder, add --import {module_name}"
+    if module_name.endswith(".py"):
+        hint = f"; a module is named without .py: {module_name[:-3]}:{name}"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"env_id {env_id!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
+        raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
     maker = getattr(module, name, None)
     if not callable(maker):
-        raise UserError(f"env_id {env_id!r}: {module_name} has no class or function {name!r}.")
-    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, gym.Env)):
+        own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kind)]
+        noun = "environment" if kind is gym.Env else "network"
+        near = did_you_mean(name, own) if own else f"it defines no {noun}."
+        raise UserError(f"{field} {value!r}: {module_name} has no class or function {name!r}; {near}")
+    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, kind)):
+        wanted = "gymnasium.Env" if kind is gym.Env else "torch.nn.Module"
         raise UserError(
-            f"env_id {env_id!r} comes from a file and is not a gymnasium.Env class, so it is not called; if you trust "
-            f"it, name it yourself: --env {env_id} or --import {module_name}, in Python env={env_id!r}."
+            f"{field} {value!r} comes from a file and is not a {wanted} class, so it is not called; if you trust "
+            f"it, name it yourself: {option}{value} or --import {module_name}, in Python {argument or field}={value!r}."
         )
     return maker
 
@@ -355,6 +375,10 @@ def probe(recipe: EnvRecipe) -> Probe:
     else:  # as it is, so that prediction reads raw observations (a dict stays a dict)
         env = _make_base(recipe, None)
     try:
+        for name in ("observation_space", "action_space"):
+            if not isinstance(space := getattr(env, name, None), gs.Space):
+                wanted = f"set self.{name} to a gymnasium space in __init__"
+                raise UserError(f"the {name} of {recipe.env_id} is {space!r}; {wanted}.")
         observation, info = _first_reset(env, recipe.env_id)
         spaces = EnvSpaces.from_gym(
             recipe.env_id,
@@ -369,7 +393,7 @@ def probe(recipe: EnvRecipe) -> Probe:
     finally:
         with suppress(Exception, SystemExit):  # a run that closes it says so
             env.close()
-    if spaces.obs_kind == "image" and spaces.normalize_observations:
+    if spaces.normalize_observations and len(spaces.vector_columns) == 0:
         raise UserError(
             f"env_kwargs.wrappers.normalize_observation is for vectors; the images of {recipe.env_id} "
             "are scaled to [0, 1] anyway."

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as gs
 
-from rl_training.envs.spaces import image_layout, leaf_spaces
+from rl_training.envs.spaces import leaf_spaces
 from rl_training.errors import is_users_file, show_line
 
 IMAGE_SIDE = 8  # pixels; a smaller array is rather a board or a table
@@ -41,15 +41,11 @@ def find_problems(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
     if hasattr(env.unwrapped, "ale") and isinstance(space, gs.Box) and max(space.shape, default=0) >= RAW_SIDE:
         detail = f"raw Atari frames {list(space.shape)} learn badly: they show no motion, and every frame is a step"
         yield Problem("Atari frames", detail, f"use {PREPROCESSING}")
-    if is_float_image(space):
-        detail = f"the observation {list(space.shape or ())} of {space.dtype} looks like an image, but a vector is read"
-        fix = f"return uint8 from 0 to 255, with the space Box(0, 255, {space.shape}, np.uint8)"
-        yield Problem("float image", detail, fix)
     for name, part in leaf_spaces(space):
-        if name and (is_float_image(part) or is_image(part)):
-            size = int(np.prod(part.shape or ()))
-            detail = f"the image {name!r} {list(part.shape or ())} is flattened into a vector of {size:,} numbers"
-            yield Problem("image in a Dict", detail, "return the image alone, or features of it in its place")
+        if is_float_image(part):
+            what = f"the {f'part {name!r}' if name else 'observation'} {list(part.shape or ())} of {part.dtype}"
+            fix = f"return uint8 from 0 to 255, with the space Box(0, 255, {part.shape}, np.uint8)"
+            yield Problem("float image", f"{what} looks like an image, but a vector is read", fix)
     yield from find_unread_masks(env, info)
 
 
@@ -71,11 +67,6 @@ def find_unread_masks(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
                 yield Problem("action masks", detail, fix)
                 return
         layer = layer.env if isinstance(layer, gym.Wrapper) else None
-
-
-def is_image(space: gs.Space[Any]) -> bool:
-    """Whether a convolution would read it, and it is not small."""
-    return image_layout(space) is not None and sorted(space.shape or ())[-2] >= IMAGE_SIDE
 
 
 def is_float_image(space: gs.Space[Any]) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces as gs
@@ -20,18 +20,30 @@ MOST_FACTORS = 2**20  # of an action; a MultiBinary of a few bytes can claim any
 SMALLEST_SIDE = 3  # of an image; what is smaller has nothing for a convolution and is read as a vector
 
 
+class ImagePart(NamedTuple):
+    """An image inside a Dict or Tuple: its columns in the flattened observation, and how it lies there."""
+
+    columns: slice
+    space: gs.Box
+    layout: str
+    shape: tuple[int, ...]  # with channels first
+    scale: float
+
+
 @dataclass(frozen=True, eq=False)
 class EnvSpaces:
     """Observations and actions of one environment.
 
-    Observations reach an algorithm as `[N, *obs_shape]` of `obs_dtype`: a float32 vector, or a uint8 image with
-    channels first whose largest value is `image_scale`. Actions leave it as whole numbers `[N]` (discrete) or `[N, K]`
-    (multi_discrete, multi_binary), or as floats in [-1, 1] `[N, D]` (continuous); `map_actions` makes them the
-    environment's.
+    Observations reach an algorithm as `[N, *obs_shape]` of `obs_dtype`: a float32 vector, a uint8 image with channels
+    first whose largest value is `image_scale`, or, of a Dict or Tuple with images, bytes: those of every image
+    (`image_parts`), then the four of every float of the vector that the other parts make. Pixels stay one byte each
+    wherever rows are kept, and whoever keeps rows needs to know one array only. Actions leave it as whole numbers `[N]`
+    (discrete) or `[N, K]` (multi_discrete, multi_binary), or as floats in [-1, 1] `[N, D]` (continuous); `map_actions`
+    makes them the environment's.
     """
 
     env_id: str
-    obs_kind: str  # "vector" or "image"
+    obs_kind: str  # "vector", "image" or "mixed"
     obs_shape: tuple[int, ...]
     obs_dtype: str
     image_layout: str  # "none", "channels_first", "channels_last" or "plane": how the raw image lies
@@ -71,7 +83,27 @@ class EnvSpaces:
     @property
     def obs_dim(self) -> int:
         """Entries of one observation."""
-        return int(np.prod(self.obs_shape))
+        return int(np.prod(self.obs_shape if self.obs_kind != "mixed" else self.row_space.shape))
+
+    @cached_property
+    def image_parts(self) -> list[ImagePart]:
+        """The images of a mixed observation, in its order."""
+        parts, start = [], 0
+        for _, space in leaf_spaces(self.observation_space):
+            columns = slice(start, start + int(gs.flatdim(space)))
+            if (layout := image_layout(space)) is not None:
+                assert isinstance(space, gs.Box)
+                parts.append(ImagePart(columns, space, layout, *_read_image(space, layout)))
+            start = columns.stop
+        return parts
+
+    @cached_property
+    def vector_columns(self) -> Array:
+        """Where the flattened observation is no image."""
+        is_pixel = np.zeros(self.obs_dim, dtype=bool)
+        for part in self.image_parts:
+            is_pixel[part.columns] = True
+        return np.flatnonzero(~is_pixel)
 
     @property
     def action_dim(self) -> int:
@@ -189,10 +221,38 @@ class EnvSpaces:
         """Stacked observations `[N, ...]` as the algorithm sees them."""
         if self.obs_kind == "vector":
             return np.asarray(observations, dtype=np.float32).reshape(len(observations), -1)
-        images = np.asarray(observations).astype(np.uint8, copy=False)
-        if self.image_layout == "channels_last":
-            return np.ascontiguousarray(np.moveaxis(images, -1, 1))
-        return images[:, None] if self.image_layout == "plane" else images
+        if self.obs_kind == "image":
+            return _channels_first(np.asarray(observations).astype(np.uint8, copy=False), self.image_layout)
+        rows = np.asarray(observations)
+        images = (
+            _channels_first(rows[:, part.columns].astype(np.uint8).reshape(-1, *part.space.shape), part.layout)
+            for part in self.image_parts
+        )
+        floats = np.ascontiguousarray(rows[:, self.vector_columns], dtype=np.float32)
+        return np.concatenate([*(image.reshape(len(rows), -1) for image in images), floats.view(np.uint8)], axis=1)
+
+    def floats_of(self, encoded: Array) -> Array:
+        """What of encoded observations may be a NaN: the vector of mixed ones `[N, V]`, else all of them."""
+        if self.obs_kind != "mixed":
+            return encoded
+        pixels = self.obs_shape[0] - 4 * len(self.vector_columns)
+        return np.ascontiguousarray(encoded[:, pixels:]).view(np.float32)
+
+    def decode(self, encoded: Array) -> Array:
+        """The inverse of `encode`; what was flattened from a Dict stays flat, as `make_env` has it."""
+        if self.obs_kind == "image":
+            return _channels_back(encoded, self.image_layout)
+        if self.obs_kind == "vector":
+            shape = self.observation_space.shape if self.raw_observation["type"] == "Box" else None
+            return encoded if shape is None else encoded.reshape(len(encoded), *shape)
+        rows, start = np.empty((len(encoded), self.obs_dim), np.float32), 0
+        for part in self.image_parts:
+            size = math.prod(part.shape)
+            image = encoded[:, start : start + size].reshape(-1, *part.shape)
+            rows[:, part.columns] = _channels_back(image, part.layout).reshape(len(rows), -1)
+            start += size
+        rows[:, self.vector_columns] = self.floats_of(encoded)
+        return rows
 
     def encode_for_prediction(self, observation: Any) -> tuple[Array, bool]:
         """One raw observation or a batch of them, as `([N, *obs_shape], was_a_batch)`."""
@@ -259,6 +319,20 @@ class EnvSpaces:
         return np.asarray(element if isinstance(space, gs.Box) else gs.flatten(space, element))
 
 
+def _channels_first(images: Array, layout: str) -> Array:
+    """Images [N, ...] of that layout as [N, C, H, W]."""
+    if layout == "channels_last":
+        return np.ascontiguousarray(np.moveaxis(images, -1, 1))
+    return images[:, None] if layout == "plane" else images
+
+
+def _channels_back(images: Array, layout: str) -> Array:
+    """The inverse of `_channels_first`."""
+    if layout == "channels_last":
+        return np.ascontiguousarray(np.moveaxis(images, 1, -1))
+    return images[:, 0] if layout == "plane" else images
+
+
 def _scale(actions: Array, low: Array, high: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """[-1, 1] to [low, high]; clipped after scaling, so that rounding cannot leave the environment's bounds."""
     scaled = (actions + 1.0) * (0.5 * (high - low)) + low
@@ -279,9 +353,9 @@ def read_numbers(value: Any, env_id: str, where: str = "obs") -> Array:
     try:
         array = np.asarray(value)
     except ValueError:  # rows of different lengths
-        raise UserError(f"{where} is not a regular array of numbers; {env_id} wants one.") from None
+        raise UserError(f"{where} holds rows of different lengths; {env_id} wants rows of one length.") from None
     if array.dtype.kind not in "biuf":
-        raise UserError(f"{where} holds something else than numbers; {env_id} wants numbers.")
+        raise UserError(f"{where} holds something that is not a number; {env_id} wants numbers.")
     if not np.isfinite(array).all():
         raise UserError(f"{where} holds a NaN or an infinity; every entry must be a finite number.")
     return array
@@ -344,16 +418,26 @@ def _read_observation(env_id: str, space: gs.Space[Any]) -> tuple[str, tuple[int
     layout = image_layout(space)
     if layout is not None:
         assert isinstance(space, gs.Box)
-        scale = 255.0 if space.dtype == np.uint8 and np.max(space.high) > 1 else 1.0
-        shape = space.shape if layout == "channels_first" else (space.shape[-1], *space.shape[:-1])
-        return "image", (1, *space.shape) if layout == "plane" else shape, "uint8", layout, scale
+        shape, scale = _read_image(space, layout)
+        return "image", shape, "uint8", layout, scale
     size = int(gs.flatdim(space)) if _is_supported(space) else 0
     if size < 1:
         raise UserError(
             f"the observation space {in_words(space)} of {env_id} is not supported; "
             "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of them are."
         )
+    pixels = sum(math.prod(part.shape or ()) for _, part in leaf_spaces(space) if image_layout(part) is not None)
+    if pixels:
+        return "mixed", (pixels + 4 * (size - pixels),), "uint8", "none", 1.0
     return "vector", (size,), "float32", "none", 1.0
+
+
+def _read_image(space: gs.Box, layout: str) -> tuple[tuple[int, ...], float]:
+    """Its shape with channels first, and its largest value."""
+    scale = 255.0 if space.dtype == np.uint8 and np.max(space.high) > 1 else 1.0
+    if layout == "plane":
+        return (1, *space.shape), scale
+    return space.shape if layout == "channels_first" else (space.shape[-1], *space.shape[:-1]), scale
 
 
 def _is_supported(space: gs.Space[Any]) -> bool:

@@ -32,12 +32,12 @@ class Stepper:
         self.obs: Array = np.empty(0)
         self.masks: Array | None = None
         self.is_first = np.ones(num_envs, dtype=bool)
-        self._returns = np.zeros(num_envs)
-        self._lengths = np.zeros(num_envs, dtype=np.int64)
+        self.returns = np.zeros(num_envs)
+        self.lengths = np.zeros(num_envs, dtype=np.int64)
         self.started = False
         self.interruption: BaseException | None = None  # raised instead of the next step
         self._map = spaces.map_actions
-        self._sees_floats = spaces.obs_kind == "vector"
+        self._sees_floats, self._is_mixed = spaces.obs_kind != "image", spaces.obs_kind == "mixed"
 
     @property
     def resets_next_step(self) -> bool:
@@ -58,24 +58,26 @@ class Stepper:
         step = self.engine.step(self._map(actions))
         self._check_finite(step.obs, step.rewards, step.final_obs)
         self.obs, self.masks = step.obs, step.masks
-        self._returns += step.rewards
-        self._lengths += 1
+        self.returns += step.rewards
+        self.lengths += 1
         if step.valid is not None:
-            self._returns[~step.valid] = 0.0
-            self._lengths[~step.valid] = 0
+            self.returns[~step.valid] = 0.0
+            self.lengths[~step.valid] = 0
         self.is_first = done = step.terminated | step.truncated
         if self.engine.resets_next_step:
             self.is_first = np.zeros_like(done) if step.valid is None else ~step.valid
         if not np.count_nonzero(done):  # several times faster than any() on a few rows
             return step, []
         ended = np.flatnonzero(done)
-        episodes = [Episode(float(self._returns[i]), int(self._lengths[i])) for i in ended]
-        self._returns[ended] = 0.0
-        self._lengths[ended] = 0
+        episodes = [Episode(float(self.returns[i]), int(self.lengths[i])) for i in ended]
+        self.returns[ended] = 0.0
+        self.lengths[ended] = 0
         return step, episodes
 
     def _check_finite(self, obs: Array, rewards: Array, final_obs: Array | None) -> None:
         """Refuse a NaN or an infinity here, where the environment can still be named, not as a loss that is one."""
+        if self._is_mixed:
+            obs, final_obs = self.spaces.floats_of(obs), None if final_obs is None else self.spaces.floats_of(final_obs)
         squares: Any = np.vdot(rewards, rewards)  # half the time of isfinite; an overflow is looked at again
         if self._sees_floats:
             squares = squares + np.vdot(obs, obs) + (0.0 if final_obs is None else np.vdot(final_obs, final_obs))
@@ -95,7 +97,7 @@ class Stepper:
         engine = self.engine.state_dict() if engine is None else engine
         return {
             "format": self.engine.state_format, "engine": engine, "obs": self.obs,
-            "is_first": self.is_first, "returns": self._returns.copy(), "lengths": self._lengths.copy(),
+            "is_first": self.is_first, "returns": self.returns.copy(), "lengths": self.lengths.copy(),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -106,7 +108,7 @@ class Stepper:
             return [f"{self.spaces.env_id} has another engine or number of environments now; new episodes start."]
         self.obs, self.masks = self.engine.load_state_dict(state["engine"])
         self.is_first = np.array(state["is_first"])
-        self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
+        self.returns, self.lengths = np.array(state["returns"]), np.array(state["lengths"])
         self.started = True
         seen, hidden = self.find_differences(state)
         named = list(dict.fromkeys([*seen, *hidden]))
@@ -128,7 +130,7 @@ class Stepper:
     def abandon(self) -> None:
         """Give up the episodes under way: the state is empty from now on, and new ones start."""
         self.started, self.is_first = False, np.ones(self.num_envs, dtype=bool)
-        self._returns[:] = self._lengths[:] = 0
+        self.returns[:] = self.lengths[:] = 0
 
     def close(self) -> None:
         """Close the environments."""

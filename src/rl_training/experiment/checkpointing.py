@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 import torch
 
-from rl_training.errors import UserError
+from rl_training.errors import UserError, near_name
 
 FORMAT_VERSION = 1
 MAPPED_BYTES = 1 << 30  # a file from this size on is not read into memory, but mapped: its replay may not fit there
@@ -182,7 +182,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             _check_ends(path, file, size)
             buffer = _read_whole(file, size)
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give the path of a checkpoint file.") from None
+        near = near_name(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
+        hint = "give the path of a checkpoint file." if near is None else f"did you mean {path.with_name(near)}?"
+        raise UserError(f"{path} does not exist; {hint}") from None
     except UserError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a name that no file system has
@@ -223,7 +225,8 @@ def _check_ends(path: Path, file: BinaryIO, size: int) -> None:
     if not head:
         raise _damaged(path, "it is empty")
     if not head.startswith(_MAGIC) and not _MAGIC.startswith(head):
-        what = "a PyTorch or pickle file, which could run code and is not opened" if head[0] in b"\x80P" else "foreign"
+        unsafe = "a PyTorch or pickle file, which could run code and is not opened"
+        what = unsafe if head[0] in b"\x80P" else "another format"
         raise UserError(f"{path} is not an rl-training checkpoint ({what}); give a .ckpt file that a run wrote.")
     file.seek(max(0, size - len(_END_MAGIC)))
     if size < _HEADER.size + _TRAILER.size or file.read(len(_END_MAGIC)) != _END_MAGIC:

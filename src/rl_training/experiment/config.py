@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UserError, near_name
 from rl_training.validation import LARGEST_TREE, READ, StrictModel, check_plain, validate
 
 MOST_PROCESSES = 1024
@@ -86,14 +86,18 @@ class TrainConfig(StrictModel):
     checkpoint_keep: int = Field(3, ge=0, description="How many step_<n> checkpoints to keep.")
     replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint holds the replay buffer.")
     threads: int | Literal["auto"] = Field("auto", description="Threads that torch may use, or auto.")
-    vectorization: Literal["auto", "native", "sync", "async"] = Field(
-        "auto", description="How environments are stepped: by their own vector code, in turn, or in processes."
+    vectorization: Literal["auto", "native", "sync", "async", "device"] = Field(
+        "auto",
+        description="How environments are stepped: native by their own vector code, sync in turn, async in processes, "
+        "device as functions of tensors.",
     )
     worker_timeout: float = Field(
         300.0, gt=0, le=1e6, description="Seconds that an environment's process may take for a step, start or reset."
     )
-    accelerate: str = Field(
-        "auto", description="auto or none, both without effect so far: Dreamer's captured update is its own `capture`."
+    accelerate: Literal["auto", "none", "graph", "compile"] = Field(
+        "auto",
+        description="How gradient steps run: none as they are written, graph captured as CUDA graphs, compile by "
+        "torch.compile (on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
     )
     max_seconds: float | None = Field(
         None, gt=0, description="Stop after this many seconds of training, evaluations apart, counted across resumes."
@@ -116,8 +120,15 @@ class TrainConfig(StrictModel):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Modules and environments that the user named, so that their functions may be called; a file names none."""
-        return (self.env_id,) if self._named is None else self._named
+        """Modules, environments and networks that the user named, so that their functions may be called; a file names
+        none."""
+        return self.callables if self._named is None else self._named
+
+    @property
+    def callables(self) -> tuple[str, ...]:
+        """What it says that may be the name of a function: the environment, and a network of the user's own."""
+        network = self.algo_kwargs.get("network")
+        return (self.env_id, network) if isinstance(network, str) else (self.env_id,)
 
     def naming(self, *names: str) -> TrainConfig:
         """The same config, in which the user named these modules or environments too."""
@@ -146,11 +157,9 @@ class TrainConfig(StrictModel):
         if uneven and self.worker_order == "first" and self.has_workers:
             wanted = f"with worker_order 'first' it must divide num_envs ({self.num_envs})"
             raise ValueError(f"num_workers is {self.num_workers}; {wanted}")
-        if self.has_workers and self.vectorization == "async":
+        if self.has_workers and self.vectorization in ("async", "device"):
             backend = self.execution_backend
-            raise ValueError(f"vectorization is 'async'; with {backend} it must be auto, native or sync")
-        if self.accelerate not in ("auto", "none"):
-            raise ValueError(f"accelerate is {self.accelerate!r}; only 'auto' and 'none' exist (compiling is planned)")
+            raise ValueError(f"vectorization is {self.vectorization!r}; with {backend} it must be auto, native or sync")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,4})?", self.device):
             raise ValueError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:<index>")
         if self.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", self.name):
@@ -170,7 +179,7 @@ def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainCo
         return source
     if isinstance(source, Mapping):
         config = validate(TrainConfig, source, "config")
-        return config.naming(config.env_id)  # a mapping is the user's own code
+        return config.naming(*config.callables)  # a mapping is the user's own code
     return validate(TrainConfig, read_yaml(source), str(source))
 
 
@@ -196,7 +205,7 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{source} cannot be read: {reason}.") from None
     if not isinstance(data, dict):
-        raise UserError(f"{source} must hold a mapping of names to values, not {type(data).__name__}.")
+        raise UserError(f"{source} holds a {type(data).__name__}; a config is a mapping of names to values.")
     return data
 
 
@@ -260,9 +269,12 @@ def _preset_name(text: str) -> str:
 def _preset_text(name: str) -> str:
     preset = _preset_name(name)
     if own := [one for one in list_presets() if one.startswith(f"{preset}/")]:
-        raise UserError(f"{name!r} is an algorithm; give one of its presets ({', '.join(own)}), or --algo and --env.")
+        some = ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
+        raise UserError(f"{name!r} is an algorithm; give one of its presets ({some}), or --algo and --env.")
     if preset not in list_presets():
-        raise UserError(f"{name!r} is neither a file nor a packaged preset; {did_you_mean(preset, list_presets())}")
+        near = near_name(preset, list_presets())
+        hint = "rl-training config --list shows the presets." if near is None else f"did you mean {near!r}?"
+        raise UserError(f"{name!r} is neither a file nor a packaged preset; {hint}")
     return Presets.joinpath(f"{preset}.yaml").read_text(encoding="utf-8")
 
 

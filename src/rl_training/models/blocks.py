@@ -74,9 +74,35 @@ class ImageEncoder(nn.Sequential):
         self.width, self.out_dim = width, out_dim or features
 
 
+class MixedEncoder(nn.Module):
+    """Every image through convolutions of its own, the vector as it is, joined: [B, D] of `MixedInput` -> [B, out_dim].
+
+    `shapes` are those of the images, with channels first.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], vector_size: int) -> None:
+        super().__init__()
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.sizes = [*map(math.prod, shapes), vector_size]
+        encoders = [ImageEncoder(shape) for shape in shapes]
+        self.images = nn.ModuleList(encoders)
+        self.out_dim = sum(encoder.out_dim for encoder in encoders) + vector_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, D] -> [B, out_dim]."""
+        *images, vector = x.split(self.sizes, -1)
+        rows = zip(self.images, images, self.shapes, strict=True)
+        return torch.cat([*(encoder(image.unflatten(-1, shape)) for encoder, image, shape in rows), vector], -1)
+
+
 def encoded_dim(obs_dim: int, encoder: nn.Module | None) -> int:
     """Width of what the layers behind an encoder read: the observation itself where there is none."""
     return obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
+
+
+def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
+    """What the layers behind an encoder read: the observation itself where there is none."""
+    return x if encoder is None else encoder(x)
 
 
 class ObservationNorm(nn.Module):
@@ -134,3 +160,36 @@ class ObservationInput(nn.Module):
         """Fold observations into the running statistics, where there are any."""
         if self.norm is not None:
             self.norm.update(obs.float())
+
+
+class MixedInput(ObservationInput):
+    """Images and a vector, packed into bytes by `EnvSpaces.encode`, as one row of floats: [B, bytes] -> [B, D].
+
+    Pixels come first, over the scale of their image, then the vector, normalized on request. Rows that are floats
+    already are only scaled: an exported policy has no bytes.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], scales: Sequence[float], vector_size: int, *, normalize: bool
+    ) -> None:
+        super().__init__(normalize_size=vector_size if normalize else None)
+        self.scales: Tensor
+        every = [torch.full((math.prod(shape),), scale) for shape, scale in zip(shapes, scales, strict=True)]
+        self.register_buffer("scales", torch.cat(every), persistent=False)
+
+    def split(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels [..., P] on their own scale and the vector [..., V], as floats."""
+        pixels, vector = obs[..., : len(self.scales)], obs[..., len(self.scales) :]
+        if obs.dtype == torch.uint8:  # a copy, since floats have to begin at a multiple of four bytes
+            vector = vector.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        return pixels.float(), vector
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[..., bytes] or [..., D] -> [..., D]."""
+        pixels, vector = self.split(obs)
+        return torch.cat([pixels / self.scales, vector if self.norm is None else self.norm(vector)], -1)
+
+    def update(self, obs: Tensor) -> None:
+        """Fold the vectors into the running statistics, where there are any."""
+        if self.norm is not None:
+            self.norm.update(self.split(obs)[1])

@@ -26,7 +26,8 @@ MASKED_LOGIT = -1e8  # finite, so that 0 probability times this is 0 and not NaN
 class Distribution(Protocol):
     """A batch of B action distributions."""
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor: ...
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
+        """Draw; `noise` drawn before, Gumbel's [B, A] or a Gaussian's [B, D], stands in for a generator."""
 
     def mode(self) -> Tensor: ...
 
@@ -48,10 +49,11 @@ class Categorical:
             logits = logits.masked_fill(~masks, MASKED_LOGIT)
         self.log_probs = logits.log_softmax(-1)
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw by the Gumbel trick: argmax of log-probabilities minus the log of exponential noise."""
-        noise = torch.empty_like(self.log_probs).exponential_(generator=generator)
-        return (self.log_probs - noise.log()).argmax(-1)
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
+        """Draw by the Gumbel trick: argmax of log-probabilities plus noise, minus the log of exponential numbers."""
+        if noise is None:
+            noise = torch.empty_like(self.log_probs).exponential_(generator=generator).log_().neg_()
+        return (self.log_probs + noise).argmax(-1)
 
     def mode(self) -> Tensor:
         """The most likely choice."""
@@ -93,9 +95,11 @@ class MultiCategorical:
         allowed = [None] * len(pieces) if masks is None else masks.split(list(sizes), -1)
         self.parts = [Categorical(piece, mask) for piece, mask in zip(pieces, allowed, strict=True)]
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
         """Draw every choice."""
-        return torch.stack([part.sample(generator) for part in self.parts], -1)
+        sizes = [part.log_probs.shape[-1] for part in self.parts]
+        pieces = [None] * len(sizes) if noise is None else noise.split(sizes, -1)
+        return torch.stack([part.sample(generator, piece) for part, piece in zip(self.parts, pieces, strict=True)], -1)
 
     def mode(self) -> Tensor:
         """The most likely choices."""
@@ -126,9 +130,10 @@ class DiagonalGaussian:
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean, self.log_std = mean, log_std
 
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
         """Draw [B, D]."""
-        noise = torch.empty_like(self.mean).normal_(generator=generator)
+        if noise is None:
+            noise = torch.empty_like(self.mean).normal_(generator=generator)
         return self.mean + self.log_std.exp() * noise
 
     def mode(self) -> Tensor:

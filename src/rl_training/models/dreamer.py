@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +100,27 @@ class Encoder(nn.Module):
         return self.network(obs.flatten(0, len(lead) - 1)).view(*lead, -1)
 
 
+class PartsEncoder(nn.Module):
+    """An `Encoder` for every part of a mixed observation, joined: [L, B, D] -> [L, B, embed_dim]."""
+
+    def __init__(self, *, shapes: Sequence[Sequence[int]], **layers: Any) -> None:
+        super().__init__()
+        self.shapes = shapes
+        encoders = [Encoder(obs_shape=shape, **layers) for shape in shapes]
+        self.encoders, self.embed_dim = nn.ModuleList(encoders), sum(encoder.embed_dim for encoder in encoders)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[L, B, D] -> [L, B, embed_dim]."""
+        parts = zip(self.encoders, split_parts(obs, self.shapes), strict=True)
+        return torch.cat([encoder(part) for encoder, part in parts], -1)
+
+
+def split_parts(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Parts of these shapes that lie side by side in rows [..., D]."""
+    parts = zip(rows.split([math.prod(shape) for shape in shapes], -1), shapes, strict=True)
+    return [part.unflatten(-1, tuple(shape)) for part, shape in parts]
+
+
 class Decoder(nn.Module):
     """Features -> observations as the encoder reads them; logits of pixel values for an image."""
 
@@ -124,6 +145,10 @@ class Decoder(nn.Module):
         """[L, B, F] -> [L, B, *obs_shape]."""
         return self.network(features.flatten(0, -2)).view(*features.shape[:-1], *self.obs_shape)
 
+    def targets(self, obs: Tensor) -> Tensor:
+        """Observations as they are encoded and predicted: an image in [0, 1], a vector in symlog."""
+        return obs if self.is_image else symlog(obs)
+
     def loss(self, decoded: Tensor, obs: Tensor) -> Tensor:
         """Squared error of a vector, cross-entropy of an image's values in [0, 1], summed: -> [L, B]."""
         if self.is_image:
@@ -131,6 +156,29 @@ class Decoder(nn.Module):
         else:
             errors = (decoded - obs).square()
         return errors.flatten(2).sum(-1)
+
+
+class PartsDecoder(nn.Module):
+    """A `Decoder` for every part of a mixed observation: [L, B, F] -> [L, B, D]."""
+
+    def __init__(self, *, shapes: Sequence[Sequence[int]], **layers: Any) -> None:
+        super().__init__()
+        self.shapes = shapes
+        self.decoders: Any = nn.ModuleList(Decoder(obs_shape=shape, **layers) for shape in shapes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[L, B, F] -> [L, B, D]."""
+        return torch.cat([decoder(features).flatten(2) for decoder in self.decoders], -1)
+
+    def targets(self, obs: Tensor) -> Tensor:
+        """`Decoder.targets` of every part, [..., D] -> [..., D]."""
+        parts = zip(self.decoders, split_parts(obs, self.shapes), strict=True)
+        return torch.cat([decoder.targets(part).flatten(obs.dim() - 1) for decoder, part in parts], -1)
+
+    def loss(self, decoded: Tensor, obs: Tensor) -> Tensor:
+        """The sum of the parts' losses: -> [L, B]."""
+        parts = zip(self.decoders, split_parts(decoded, self.shapes), split_parts(obs, self.shapes), strict=True)
+        return torch.stack([decoder.loss(*pair) for decoder, *pair in parts]).sum(0)
 
 
 class TwoHotHead(nn.Module):
@@ -304,7 +352,7 @@ class WorldModel(nn.Module):
     """The five parts, and the observations as they read and predict them."""
 
     def __init__(
-        self, *, encoder: Encoder, rssm: RSSM, decoder: Decoder, reward_head: RewardHead, continue_head: ContinueHead,
+        self, *, encoder: Any, rssm: RSSM, decoder: Any, reward_head: RewardHead, continue_head: ContinueHead,
         observation_input: ObservationInput | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -314,8 +362,7 @@ class WorldModel(nn.Module):
 
     def prepare(self, obs: Tensor) -> Tensor:
         """Raw observations as floats: an image in [0, 1], a vector in symlog."""
-        floats = self.observation_input(obs)
-        return floats if self.decoder.is_image else symlog(floats)
+        return self.decoder.targets(self.observation_input(obs))
 
     def predict(self, features: Tensor) -> Tensor:
         """The observations that features stand for, on the environment's own scale: [L, B, F] -> [L, B, *obs_shape]."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.models.blocks import activation_layer
+from rl_training.models.blocks import activation_layer, encode
 from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPass, evaluate, runs_written_out, trace
 
 
@@ -92,17 +92,23 @@ class MLPEnsemble(nn.Module):
 
 
 class CriticEnsemble(MLPEnsemble):
-    """E critics on (features, actions): [B, F], [B, A] -> [E, B], or [E, B, outputs] for several outputs."""
+    """E critics on (features, actions): [B, F], [B, A] -> [E, B], or [E, B, outputs] for several outputs.
 
-    def __init__(self, *, num_critics: int, **shape: Any) -> None:
+    All of them read the features through one `encoder`, where there is one.
+    """
+
+    def __init__(self, *, num_critics: int, encoder: nn.Module | None = None, **shape: Any) -> None:
         super().__init__(num_members=num_critics, **shape)
+        self.encoder = encoder
 
     def forward(self, features: Tensor, actions: Tensor, subset: Tensor | slice | None = None) -> Tensor:
         """Values of every critic, or only of those in `subset`."""
-        return self.run(torch.cat([features, actions], -1), subset)
+        return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset)
 
     def trace(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
         """`forward` without a graph, and the way from its slopes to the gradients; None where that is autograd's."""
+        if self.encoder is not None:
+            return None
         x, split = torch.cat([features, actions], -1), self._split
         if split is None or not runs_written_out(x):
             return None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encoded_dim, mlp
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
 from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
 from rl_training.models.passes import Backward, WrittenOut
@@ -57,8 +57,7 @@ class MLPActorCritic(nn.Module):
 
     def features(self, obs: Tensor) -> Tensor:
         """What actor and critic read."""
-        obs = self.observation_input(obs)
-        return obs if self.encoder is None else self.encoder(obs)
+        return encode(self.encoder, self.observation_input(obs))
 
     def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:
         """The policy at observations [B, ...]."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, mlp
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
 from rl_training.models.passes import WrittenOut
@@ -24,22 +25,23 @@ class DeterministicActor(nn.Module):
 
     def __init__(
         self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str,
-        observation_input: ObservationInput | None = None,
+        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.observation_input = observation_input or ObservationInput()
-        # A small last layer, so that tanh starts in its middle where gradients pass.
-        self.network = nn.Sequential(*mlp(obs_dim, hidden_sizes, action_dim, activation, output_gain=0.01), nn.Tanh())
+        self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
+        layers = mlp(encoded_dim(obs_dim, encoder), hidden_sizes, action_dim, activation, output_gain=0.01)
+        self.network = nn.Sequential(*layers, nn.Tanh())  # a small last layer: tanh starts where gradients pass
         self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
         """Actions without noise."""
-        return self._passes(self.observation_input(obs), list(self.network)[:-1])[0].tanh()
+        x = encode(self.encoder, self.observation_input(obs))
+        return self._passes(x, list(self.network)[:-1])[0].tanh()
 
     def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
         """Acting in numpy on the same weights, with noise of the deviation at the time; None on a GPU or if large."""
         prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
-        if prepare is None or forward is None:
+        if self.encoder is not None or prepare is None or forward is None:
             return None
         return noisy_policy(lambda obs: forward(prepare(obs)), deviation)
 
@@ -60,21 +62,28 @@ def noisy_policy(forward: Callable[[Array], Array], deviation: Callable[[], floa
 class ActorAndCritics(nn.Module):
     """An `actor` of the given kind and `critics`, which share nothing but the observation's input layer.
 
-    `critic_options` are those of `CriticEnsemble`.
+    Of an `encoder` the actor has one and the critics together another, a copy to begin with, each trained by its own
+    loss. With one for both, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
+    arXiv:1910.01741); leaving it out, as they do, is cheaper, but ties actor and critics, which here have an optimizer
+    and a target each. `critic_options` are those of `CriticEnsemble`.
     """
 
     def __init__(
         self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
-        activation: str = "relu", observation_input: ObservationInput | None = None, **critic_options: Any,
+        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.action_dim = action_dim
         shape: dict[str, Any] = {"hidden_sizes": hidden_sizes, "activation": activation}
-        self.actor: Any = actor(obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, **shape)
-        self.critics = CriticEnsemble(inputs=obs_dim + action_dim, **shape, **critic_options)
+        self.actor: Any = actor(
+            obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, encoder=encoder, **shape
+        )
+        inputs = encoded_dim(obs_dim, encoder) + action_dim
+        self.critics = CriticEnsemble(inputs=inputs, encoder=copy.deepcopy(encoder), **shape, **critic_options)
 
     def features(self, obs: Tensor) -> Tensor:
-        """What the critics read."""
+        """What the critics read, before their encoder."""
         return self.actor.observation_input(obs)
 
     def ensemble_values(self, obs: Tensor, actions: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encoded_dim, mlp
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 
 
 class MLPGAILDiscriminator(nn.Module):
@@ -57,5 +57,4 @@ class MLPGAILDiscriminator(nn.Module):
 
     def logits(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Logits [B] of what `prepare` gave."""
-        features = obs if self.encoder is None else self.encoder(obs)
-        return self.network(torch.cat([features, actions], -1)).squeeze(-1)
+        return self.network(torch.cat([encode(self.encoder, obs), actions], -1)).squeeze(-1)

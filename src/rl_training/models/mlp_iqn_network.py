@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encoded_dim, linear
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, linear
 from rl_training.models.mlp_q_network import DuelingHead, hidden_layers
 from rl_training.models.noisy import NoisyNetwork, make_layer
 from rl_training.models.numpy_forms import numpy_input, numpy_step
@@ -50,8 +50,7 @@ class MLPIQNNetwork(NoisyNetwork):
 
     def features(self, obs: Tensor) -> Tensor:
         """psi(s): [B, ...] -> [B, D]."""
-        x = self.observation_input(obs)
-        return self._passes(x if self.encoder is None else self.encoder(x), self.trunk)[0]
+        return self._passes(encode(self.encoder, self.observation_input(obs)), self.trunk)[0]
 
     def cosines(self, taus: Tensor) -> Tensor:
         """cos(pi i tau): [..., N] -> [..., N, K]."""

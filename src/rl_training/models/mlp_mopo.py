@@ -48,6 +48,11 @@ class MLPMOPOEnsembleModel(nn.Module):
         self.input_std: Tensor
         self.target_mean: Tensor
         self.target_std: Tensor
+        weights = sum("weight" in name for name, _ in self.members.named_parameters())
+        places = np.linspace(0.0, 1.0, weights), np.linspace(0.0, 1.0, len(LAYER_DECAYS))
+        decays = torch.tensor(np.interp(*places, LAYER_DECAYS).tolist())
+        self.decays: Tensor
+        self.register_buffer("decays", decays, persistent=False)
         for name, size in (("input", obs_dim + action_dim), ("target", self.targets)):
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
@@ -75,8 +80,7 @@ class MLPMOPOEnsembleModel(nn.Module):
     def weight_loss(self) -> Tensor:
         """L2 of every layer's weights with the published coefficients, stretched over as many layers as there are."""
         squares = torch.stack([p.square().sum() for name, p in self.members.named_parameters() if "weight" in name])
-        places = np.linspace(0.0, 1.0, len(squares)), np.linspace(0.0, 1.0, len(LAYER_DECAYS))
-        return 0.5 * (torch.from_numpy(np.interp(*places, LAYER_DECAYS)).to(squares) * squares).sum()
+        return 0.5 * (self.decays * squares).sum()
 
     @torch.no_grad()
     def standardize(self, inputs: Tensor, targets: Tensor) -> None:

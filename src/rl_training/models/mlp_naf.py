@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, mlp
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 from rl_training.models.mlp_ddpg import NumpyPolicy, noisy_policy
 from rl_training.models.numpy_forms import numpy_forward, numpy_input
 from rl_training.models.passes import WrittenOut
@@ -21,13 +21,13 @@ class MLPNAFModel(nn.Module):
 
     def __init__(
         self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
-        observation_input: ObservationInput | None = None,
+        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.action_dim = action_dim
-        self.observation_input = observation_input or ObservationInput()
-        below = action_dim * (action_dim - 1) // 2
-        self.network = mlp(obs_dim, hidden_sizes, 2 * action_dim + 1 + below, activation, output_gain=0.01)
+        self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
+        below, features = action_dim * (action_dim - 1) // 2, encoded_dim(obs_dim, encoder)
+        self.network = mlp(features, hidden_sizes, 2 * action_dim + 1 + below, activation, output_gain=0.01)
         self._passes = WrittenOut()
         self._sizes = [action_dim, 1, action_dim, below]  # mu, V, log of L's diagonal, L below the diagonal
         # Where each entry of L stands in (diagonal, below, one zero), so that L is one gather and no assignment.
@@ -39,7 +39,7 @@ class MLPNAFModel(nn.Module):
         self.register_buffer("place", place.flatten(), persistent=False)
 
     def _outputs(self, obs: Tensor) -> Tensor:
-        return self._passes(self.observation_input(obs), self.network)[0]
+        return self._passes(encode(self.encoder, self.observation_input(obs)), self.network)[0]
 
     def heads(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """mu [B, A] in [-1, 1], V [B] and L [B, A, A]."""
@@ -70,6 +70,6 @@ class MLPNAFModel(nn.Module):
     def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
         """Acting in numpy on the same weights, with noise of the deviation at the time; None on a GPU or if large."""
         prepare, forward, size = numpy_input(self.observation_input), numpy_forward(self.network), self.action_dim
-        if prepare is None or forward is None:
+        if self.encoder is not None or prepare is None or forward is None:
             return None
         return noisy_policy(lambda obs: np.tanh(forward(prepare(obs))[:, :size]), deviation)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, activation_layer, encoded_dim
+from rl_training.models.blocks import ObservationInput, activation_layer, encode, encoded_dim
 from rl_training.models.noisy import NoisyNetwork, make_layer
 from rl_training.models.numpy_forms import Array, NumpyStep, numpy_chain, numpy_input, numpy_step
 from rl_training.models.passes import Backward, WrittenOut
@@ -98,9 +98,7 @@ class MLPQNetwork(NoisyNetwork):
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, ...] -> [B, A] or [B, A, K]."""
-        x = self.observation_input(obs)
-        if self.encoder is not None:
-            x = self.encoder(x)
+        x = encode(self.encoder, self.observation_input(obs))
         outputs = self._passes(x, [*self.trunk, self.head])[0]
         return outputs if len(self.output_shape) == 1 else outputs.view(-1, *self.output_shape)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.ops.policy import tanh_log_det
-from rl_training.models.blocks import ObservationInput, mlp
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 from rl_training.models.mlp_ddpg import ActorAndCritics, NumpyPolicy
 from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
 from rl_training.models.passes import WrittenOut
@@ -32,12 +32,13 @@ class SquashedGaussianActor(nn.Module):
 
     def __init__(
         self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str,
-        observation_input: ObservationInput | None = None,
+        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.action_dim = action_dim
-        self.observation_input = observation_input or ObservationInput()
-        self.network = mlp(obs_dim, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
+        self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
+        features = encoded_dim(obs_dim, encoder)
+        self.network = mlp(features, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
         self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -46,7 +47,8 @@ class SquashedGaussianActor(nn.Module):
 
     def gaussian(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log deviation of u, each [B, A]."""
-        mean, log_std = self._passes(self.observation_input(obs), self.network)[0].chunk(2, -1)
+        x = encode(self.encoder, self.observation_input(obs))
+        mean, log_std = self._passes(x, self.network)[0].chunk(2, -1)
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
     def sample(self, obs: Tensor, noise: Tensor) -> SampledActions:
@@ -60,7 +62,7 @@ class SquashedGaussianActor(nn.Module):
     def numpy_policy(self) -> NumpyPolicy | None:
         """Acting in numpy on the same weights; None on a GPU or for a large network."""
         prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
-        if prepare is None or forward is None:
+        if self.encoder is not None or prepare is None or forward is None:
             return None
         size = self.action_dim
 

@@ -71,11 +71,13 @@ def numpy_forward(network: nn.Sequential) -> Callable[[Array], Array] | None:
 
 
 def numpy_input(layer: ObservationInput) -> Callable[[Array], Array] | None:
-    """`ObservationInput` in numpy on the same memory; None for images."""
-    if layer.image_scale is not None:
+    """`ObservationInput` in numpy on the same memory; None for images, alone or among other parts."""
+    if layer.image_scale is not None or type(layer) is not ObservationInput:
         return None
     if layer.norm is None:
         return lambda obs: obs
     norm = layer.norm
+    if not norm.mean.is_cpu:
+        return None
     mean, var, clip = norm.mean.numpy(), norm.var.numpy(), norm.clip
     return lambda obs: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)

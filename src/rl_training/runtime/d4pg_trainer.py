@@ -26,7 +26,7 @@ SPECS = [
     continuous_spec(
         D4PG, MLPD4PGModel, name="d4pg", class_name="D4PG", year=2018, params=D4PGParams,
         paper="Barth-Maron et al. 2018, Distributed Distributional Deterministic Policy Gradients (arXiv:1804.08617)",
-        scope="Categorical critic, n-step targets, optional prioritized replay; vectors.",
+        scope="Categorical critic, n-step targets, optional prioritized replay; vectors and images.",
     )
 ]  # fmt: skip
 

@@ -9,7 +9,17 @@ from pydantic import Field
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.models.dreamer import RSSM, SIZES, ContinueHead, Decoder, Encoder, RewardHead, WorldModel
+from rl_training.models.dreamer import (
+    RSSM,
+    SIZES,
+    ContinueHead,
+    Decoder,
+    Encoder,
+    PartsDecoder,
+    PartsEncoder,
+    RewardHead,
+    WorldModel,
+)
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
 from rl_training.runtime.networks import make_input
 from rl_training.runtime.params import Activation, Widths
@@ -37,7 +47,7 @@ class DreamerParams(SequenceParams):
     entropy_coef: float = Field(3e-4, ge=0, description="Weight of the policy's entropy.")
     free_nats: float = Field(1.0, ge=0, description="KL per state below which neither half of its loss pulls.")
     tau: float = Field(0.02, gt=0, le=1, description="Polyak factor: how far the slow critic moves per update.")
-    capture: bool = Field(True, description="On a GPU, run the update as one CUDA graph.")
+    capture: bool = Field(True, description="Whether `accelerate` may capture or compile the update.")
 
     def fixed_numbers(self) -> dict[str, str]:
         """The common rate where nobody follows it."""
@@ -57,15 +67,23 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
     """The learner with fresh networks."""
     if spaces.has_action_mask:
         raise UserError(f"dreamer does not support the action masks of {spaces.env_id}; ppo and dqn do.")
+    if params.network is not None:
+        raise UserError(f"dreamer has a world model in place of a network; leave network {params.network.name} out.")
     size = SIZES[params.size]
     layers: dict[str, Any] = {
         "hidden_sizes": params.hidden_sizes or (size.units,) * size.layers, "activation": params.activation,
     }  # fmt: skip
-    encoder = Encoder(obs_shape=spaces.obs_shape, depth=size.depth, **layers)
+    shape: dict[str, Any] = {"obs_shape": spaces.obs_shape, "depth": size.depth}
+    kinds: tuple[Any, Any] = Encoder, Decoder
+    if spaces.obs_kind == "mixed":
+        vector = [(len(spaces.vector_columns),)] if len(spaces.vector_columns) else []
+        shape = {"shapes": [*(part.shape for part in spaces.image_parts), *vector], "depth": size.depth}
+        kinds = PartsEncoder, PartsDecoder
+    encoder = kinds[0](**shape, **layers)
     rssm = RSSM(embed_dim=encoder.embed_dim, action_dim=spaces.action_dim, size=size, activation=params.activation)
     layers["feature_dim"] = rssm.feature_dim
     world_model = WorldModel(
-        encoder=encoder, rssm=rssm, decoder=Decoder(obs_shape=spaces.obs_shape, depth=size.depth, **layers),
+        encoder=encoder, rssm=rssm, decoder=kinds[1](**shape, **layers),
         reward_head=RewardHead(num_bins=params.num_bins, **layers), continue_head=ContinueHead(**layers),
         observation_input=make_input(spaces),
     )  # fmt: skip

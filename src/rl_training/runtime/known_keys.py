@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_training.envs.factory import AtariOptions, PixelOptions, WrapperOptions
-from rl_training.errors import UnknownKey, UserError, did_you_mean, near_name
+from rl_training.errors import ALSO_CALLED, UnknownKey, UserError, did_you_mean, near_name
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.params import parameter_names
+from rl_training.runtime.params import SCHEDULE, parameter_names
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.stable_baselines3 import translate
 
-ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
 ENVIRONMENT = {
     "env_kwargs": ("max_episode_steps", "wrappers"),
     "env_kwargs.wrappers": tuple(WrapperOptions.model_fields),
@@ -39,8 +38,7 @@ def full_path(name: str, algo: Any = None) -> str | None:
     for level, names in levels.items():
         for known in names:
             paths.setdefault(known, f"{level}.{known}".lstrip("."))
-    near = ALSO_CALLED.get(name, name)
-    return paths.get(near if near in paths else near_name(name, paths, likeness=0.8) or "")
+    return paths.get(near_name(name, paths, likeness=0.8) or "")
 
 
 def nearest_setting(name: str, algo: str) -> str:
@@ -48,6 +46,8 @@ def nearest_setting(name: str, algo: str) -> str:
     known = [*hyper_parameters(algo), *TrainConfig.model_fields]
     if (ours := translate(name, known)) is not None:
         return ours
+    if (number := name.removesuffix(SCHEDULE)) != name and number in known:
+        return f"{number} cannot be scheduled."
     found = (full_path(name, algo) or name).removeprefix("algo_kwargs.")
     nearest = did_you_mean(found, [*known, *([found] if "." in found else [])])
     if nearest.startswith("known:"):  # sixty names are no help

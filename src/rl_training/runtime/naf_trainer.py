@@ -22,7 +22,7 @@ SPECS = [
     continuous_spec(
         NAF, MLPNAFModel, name="naf", class_name="NAF", year=2016, params=NAFParams,
         paper="Gu et al. 2016, Continuous Deep Q-Learning with Model-based Acceleration (arXiv:1603.00748)",
-        scope="Quadratic advantage with one shared torso, Gaussian noise; no imagination rollouts; vectors.",
+        scope="Quadratic advantage with one shared torso, Gaussian noise; no imagination rollouts; vectors and images.",
     )
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ class RecentSpeed:
 
 def describe_workers(metrics: Mapping[str, float]) -> list[str]:
     """Such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and what went wrong; nothing without workers."""
-    if not metrics:
+    if "policy_lag" not in metrics:
         return []
     least, mean, most = (metrics[f"policy_lag{end}"] for end in ("_min", "", "_max"))
     spread = "" if least == most else f" ({least:g} to {most:g})"

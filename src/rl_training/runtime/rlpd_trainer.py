@@ -53,7 +53,8 @@ SPECS = [
         RLPD, MLPSACModel, name="rlpd", class_name="RLPD", year=2023, params=RLPDParams,
         store=PriorReplayStore,
         paper="Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (arXiv:2302.02948)",
-        scope="SAC with prior data in every batch, an ensemble of LayerNorm critics, many updates per step; vectors.",
+        scope="SAC with prior data in every batch, an ensemble of LayerNorm critics, many updates per step; "
+        "vectors and images.",
     )
 ]  # fmt: skip
 

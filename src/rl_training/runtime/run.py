@@ -229,7 +229,8 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """The newest of everything that is logged, as floats."""
-        return self.progress_metrics() | self.collected_metrics | self.read_latest() | self.scheduled_values()
+        collected = self.collected_metrics | self.session.collector.metrics(last=True)
+        return self.progress_metrics() | collected | self.read_latest() | self.scheduled_values()
 
     def log_row(self, *, last: bool = False) -> None:
         """One row of metrics, checked for NaN; `last` when it is there only because the run ends."""
@@ -250,9 +251,10 @@ class Run:
         return dict(zip(metrics, self.ranks.average(list(metrics.values())), strict=True))
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
-        mean = self.progress_metrics().get("episode_return_mean")
+        collected = self.session.collector.metrics(last=True)
+        mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
-        workers = describe_workers(self.session.collector.metrics(last=True))
+        workers = describe_workers(collected)
         speed = self._recent.update(self.step, self.train_seconds if self._evaluating else self._trained_seconds())
         self.logger.progress(self.step, speed, mean, losses, workers, "evaluating" if self._evaluating else "")
 
@@ -306,7 +308,9 @@ class Run:
             self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
             self._evaluated_step = self.step
             if not last:
-                self._watch_early_stopping({**self.progress_metrics(), **self.read_latest(), **metrics})
+                collected = self.session.collector.metrics(last=True)
+                known = {**self.progress_metrics(), **collected, **self.read_latest()}
+                self._watch_early_stopping({**known, **metrics})
             if metrics["eval_return_mean"] > self.best_return:
                 self._save_best(metrics["eval_return_mean"])
         self._tell("on_evaluation", metrics)
@@ -432,6 +436,7 @@ class Run:
             self._fail(bad)
 
     def _fail(self, name: str) -> None:
+        self.session.collector.metrics(last=True)  # raises where an environment on the device was not finite before
         bad = self.session.algorithm.first_bad_tensor()
         where = f"the metric {name!r}" if bad is None else f"the tensor {bad!r}"
         raise TrainingFailure(

@@ -16,7 +16,8 @@ SPECS = [
     continuous_spec(
         SAC, MLPSACModel, name="sac", class_name="SAC", year=2018, params=SACParams,
         paper="Haarnoja et al. 2018, Soft Actor-Critic Algorithms and Applications (arXiv:1812.05905)",
-        scope="Tanh-squashed Gaussian actor, twin critics as one batched network, fixed or tuned temperature; vectors.",
+        scope="Tanh-squashed Gaussian actor, twin critics as one batched network, fixed or tuned temperature; "
+        "vectors and images.",
     )
 ]  # fmt: skip
 

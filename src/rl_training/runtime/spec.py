@@ -90,7 +90,7 @@ class AlgorithmSpec:
     build: Callable[[Any, EnvSpaces], Algorithm]
     store: Callable[[StoreContext], Store]
     action_kinds: tuple[str, ...]
-    observation_kinds: tuple[str, ...] = ("vector", "image")
+    observation_kinds: tuple[str, ...] = ("vector", "image", "mixed")
     steps_environments: bool = True  # or learns from recorded data alone
     normalizes_rewards: bool = False  # whether its learner heeds env_kwargs.wrappers.normalize_reward
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of TrainConfig, wherever nobody says anything
@@ -100,7 +100,8 @@ class AlgorithmSpec:
         actions = spaces.action_kind, "actions", self.action_kinds
         for kind, what, supported in (actions, (spaces.obs_kind, "observations", self.observation_kinds)):
             if kind not in supported:
-                refused = f"{self.name} does not support the {kind} {what} of {spaces.env_id}"
+                shown = f"{kind} {what} (images in a Dict or Tuple)" if kind == "mixed" else f"{kind} {what}"
+                refused = f"{self.name} does not support the {shown} of {spaces.env_id}"
                 raise UserError(f"{refused}; it supports {', '.join(supported)}.")
         if learns and spaces.normalize_rewards and not self.normalizes_rewards:
             raise UserError(

@@ -23,7 +23,7 @@ SPECS = [
     continuous_spec(
         TD3, MLPTD3Model, name="td3", class_name="TD3", year=2018, params=TD3Params,
         paper="Fujimoto et al. 2018, Addressing Function Approximation Error in Actor-Critics (arXiv:1802.09477)",
-        scope="Twin critics as one batched network, target smoothing, delayed actor and targets; vectors.",
+        scope="Twin critics as one batched network, target smoothing, delayed actor and targets; vectors and images.",
     )
 ]  # fmt: skip
 

@@ -102,6 +102,8 @@ def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
 class DemonstrationStore(RolloutStore):
     """Rollouts to which the expert's steps are added, and how long ended episodes then stay absorbed."""
 
+    reads_tensors = False  # it looks at the ends of episodes
+
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         params = self.params

@@ -44,7 +44,7 @@ def record_policy(
     env: UserEnv | None = None,
 ) -> TransitionDataset:  # fmt: skip
     """Steps of a checkpoint's policy in an environment as it trained in; the same seed (the run's) records the same."""
-    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
+    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path), env if isinstance(env, tuple) else None)
     dataset = play_policy(algorithm, spaces, config, num_steps, seed=seed, deterministic=deterministic, env=env)
     return replace(dataset, metadata=origin(config, path) | dataset.metadata)
 
@@ -86,7 +86,7 @@ def empty_arrays(num_steps: int, spaces: EnvSpaces) -> dict[str, Array]:
 
 def check_room(num_steps: int, spaces: EnvSpaces) -> None:
     """Refuse, with the arithmetic, what cannot be held in memory."""
-    obs = ArraySpec((num_steps, *spaces.obs_shape), np.dtype(spaces.obs_dtype))
+    obs = ArraySpec((num_steps, *spaces.row_space.shape), np.dtype(spaces.row_space.dtype))
     actions = ArraySpec((num_steps, *spaces.action_shape), np.dtype(np.float32))
     specs = {"obs": obs, "next_obs": obs, "actions": actions}
     free = available_memory()
@@ -99,7 +99,7 @@ def check_room(num_steps: int, spaces: EnvSpaces) -> None:
 def read_replay_buffer(path: PathLike) -> TransitionDataset:
     """The replay buffer inside a checkpoint, its observations and actions as the environment's own."""
     dataset, spaces = read_policy_replay(path)
-    return dataset.map(obs=lambda encoded: decode(encoded, spaces), actions=spaces.map_actions)
+    return dataset.map(obs=spaces.decode, actions=spaces.map_actions)
 
 
 def read_policy_replay(path: PathLike) -> tuple[TransitionDataset, EnvSpaces]:
@@ -125,17 +125,6 @@ def read_policy_replay(path: PathLike) -> tuple[TransitionDataset, EnvSpaces]:
     except Exception as error:  # what an edited file holds can fail in any way
         raise UserError(f"{path}: its replay buffer cannot be read ({describe_error(error)}).") from None
     return dataset, spaces
-
-
-def decode(encoded: Array, spaces: EnvSpaces) -> Array:
-    """The inverse of `EnvSpaces.encode`; what was flattened from a dict stays flat, as `make_env` has it."""
-    if spaces.image_layout == "channels_last":
-        return np.ascontiguousarray(np.moveaxis(encoded, 1, -1))
-    if spaces.image_layout == "plane":
-        return encoded[:, 0]
-    if spaces.obs_kind == "image" or spaces.raw_observation["type"] != "Box":
-        return encoded
-    return encoded.reshape(len(encoded), *(spaces.observation_space.shape or ()))
 
 
 def origin(config: TrainConfig, path: PathLike) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def continuous_spec(
     """The registry entry of a learner of continuous actions from replay, whose `model` is such a network."""
     return AlgorithmSpec(
         lane="replay", learner=learner, build=partial(build_on_model, learner, network), store=store or ReplayStore,
-        action_kinds=("continuous",), observation_kinds=("vector",),
+        action_kinds=("continuous",),
         defaults={"log_interval": 1_000, "total_timesteps": 20_000}, **entry,
     )  # fmt: skip
 

@@ -50,6 +50,8 @@ def rollout_spec(learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:
 class RolloutStore:
     """Keeps one rollout and hands it over as one batch, valued by the learner."""
 
+    reads_tensors = True  # experience may be tensors on the learner's device
+
     def __init__(self, context: StoreContext) -> None:
         self.params, self.spaces, self.rng = context.params, context.spaces, context.rng
         self.device = torch.device(context.device)
@@ -82,7 +84,7 @@ class RolloutStore:
 
         def evaluate(obs: Array) -> Array:
             rows = torch.from_numpy(obs).to(device)
-            if self.spaces.obs_kind != "image":
+            if self.spaces.obs_kind == "vector":
                 return policy.values(rows).cpu().numpy()
             return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)]).cpu().numpy()
 
@@ -101,6 +103,9 @@ class RolloutStore:
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout, once; not when a short one holds nothing but reset rows."""
         experience, device = self.experience, self.device
+        if isinstance(experience.obs, Tensor):
+            yield "policy", self._hand_over(algorithm)
+            return
         if experience.has_resets and not experience.valid.any():
             return
         reads_values = getattr(algorithm, "reads_values", True)
@@ -125,6 +130,19 @@ class RolloutStore:
         if not reads_values and experience.final_obs is not None and experience.truncated.any():
             batch["final_obs"] = torch.from_numpy(experience.final_obs).to(device)
         yield "policy", batch
+
+    @torch.no_grad()
+    def _hand_over(self, algorithm: Algorithm) -> dict[str, Tensor]:
+        """The batch of experience in tensors; the host reads nothing, so final observations are valued in every row."""
+        experience, count = self.experience, self.layout.num_envs
+        policy: Any = algorithm.acting()
+        batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
+        batch["behavior_logprobs"] = batch["logprobs"]
+        batch["truncation_values"] = policy.values(experience.final_obs.flatten(0, 1)).view(-1, count)
+        if not getattr(algorithm, "reads_values", True):
+            return batch | {"bootstrap_obs": experience.obs[-1]}
+        values = policy.values(experience.obs.flatten(0, 1)).view(-1, count)
+        return batch | {"values": values[:-1], "bootstrap_value": values[-1]}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Nothing flows back."""

@@ -25,6 +25,7 @@ from rl_training.tools.worker_cost import WorkerCost, measure_workers
 PARTS = {
     "environment": ("collector.stepper.step", "collector.stepper.start"),
     "act": ("collector.actor.act", "collector.actor.add_logprobs", "store._evaluate"),
+    "rollout on the device": ("collector._roll",),
     "wait for workers": ("collector._wait",),
     "store": ("collector.collect", "store.add", "store.batches", "store.feedback"),
     "learn": ("algorithm.update",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -60,7 +61,7 @@ def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SEC
         return Check("process", FAIL, _without_advice(error), "Fix this first: it would end a run, or this check, too.")
     except (EnvironmentFailure, UserError) as error:
         return Check("process", WARN, _without_advice(error), "See the checks below.")
-    return Check("process", OK, f"lives through {steps:,} steps in a process of its own")
+    return Check("process", OK, f"lives through {counted(steps, 'step')} in a process of its own")
 
 
 def check_environment(
@@ -70,23 +71,30 @@ def check_environment(
     spaces, problems, step = found
     for problem in problems:
         yield Check(problem.name, WARN, problem.detail, f"{problem.fix[0].upper()}{problem.fix[1:]}.")
-    guarded = partial(_guarded, place=step)
-    yield from guarded("observations", lambda: check_spaces(recipe, spaces, seed))
     if spec is not None:
         yield check_support(spec, spaces)
     yield check_action_scaling(spaces)
-    yield from guarded("truncation", lambda: check_truncation(recipe, spaces, seed))
-    yield from guarded("episodes", lambda: check_episodes(recipe, spaces, seed, spec))
-    yield from guarded("determinism", lambda: check_determinism(recipe, spaces, seed))
-    yield from guarded("replay", lambda: check_replay(recipe, spaces, seed))
-    yield from guarded("step cost", lambda: check_step_cost(recipe, spaces, seed))
+    played: dict[str, Callable[..., Check | Iterator[Check]]] = {
+        "observations": check_spaces, "truncation": check_truncation, "episodes": partial(check_episodes, spec=spec),
+        "determinism": check_determinism, "replay": check_replay, "step cost": check_step_cost,
+    }  # fmt: skip
+    said: set[str] = set()
+    for name, check in played.items():
+        for one in _guarded(name, partial(check, recipe, spaces, seed), step):
+            what = re.sub(r" \([^()]+, line \d+\)", "", one.detail)
+            if one.status != FAIL or what not in said:  # what raises in one check raises in the others too
+                yield one
+            said.add(what)
 
 
 def _guarded(name: str, check: Callable[[], Check | Iterator[Check]], place: str = "") -> Iterator[Check]:
     try:
         found = check()
         yield from [found] if isinstance(found, Check) else found
-    except (EnvironmentFailure, UserError) as error:
+    except UserError as error:
+        what, _, advice = str(error).partition("; ")
+        yield Check(name, FAIL, what, f"{advice[:1].upper()}{advice[1:]}" or f"Fix this first{place}.")
+    except EnvironmentFailure as error:
         yield Check(name, FAIL, _without_advice(error), f"Fix this first{place}.")
     except (Exception, SystemExit) as error:
         reason = (str(error).splitlines() or [""])[0]
@@ -103,14 +111,15 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
     rows = [np.array(step.next_obs) for step in play_at_random(recipe, spaces, seed, STEPS)]
     encoded = spaces.encode_rows(rows)
     detail = f"{_shorten(spaces.observation_space)}, read as {spaces.obs_kind} {list(spaces.obs_shape)}"
-    if not np.isfinite(encoded.astype(np.float64)).all():
+    floats = spaces.floats_of(encoded)
+    if not np.isfinite(floats.astype(np.float64)).all():
         yield Check("observations", FAIL, f"{detail}: a NaN or infinity within {STEPS} steps",
                     "Return finite observations only.")  # fmt: skip
         return
     inside = all(spaces.row_space.contains(row) for row in rows)
     fix = "Return observations of the space's dtype, shape and bounds." if not inside else ""
     yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside of it"), fix)
-    largest = float(np.abs(encoded).max()) if spaces.obs_kind == "vector" else 0.0
+    largest = float(np.abs(floats).max(initial=0.0)) if spaces.obs_kind != "image" else 0.0
     if largest > LARGE and not spaces.normalize_observations:
         yield Check("observation size", WARN, f"values up to {largest:.3g} in random play",
                     "--set env_kwargs.wrappers.normalize_observation=true")  # fmt: skip
@@ -192,8 +201,8 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: Algori
     env = make_env(recipe)
     limit = episode_limit(env)
     env.close()
-    sizes = f"reward {min(rewards):.3g}..{max(rewards):.3g}"
-    detail = f"{ends} terminated, {cuts} truncated in {len(rewards):,} steps, time limit {limit or 'none'}, {sizes}"
+    sizes = f"time limit {limit or 'none'}, reward {min(rewards):.3g}..{max(rewards):.3g}"
+    detail = f"{ends} terminated, {cuts} truncated in {counted(len(rewards), 'step')}, {sizes}"
     if not np.isfinite(rewards).all():
         return Check("episodes", FAIL, detail, "Return finite rewards only.")
     if not ends and not cuts and limit is None:

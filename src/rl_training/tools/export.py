@@ -25,7 +25,7 @@ from gymnasium import spaces as gs
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array
-from rl_training.envs.spaces import EnvSpaces, leaf_spaces
+from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
 from rl_training.errors import TrainingFailure, UserError
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
 from rl_training.runtime.workflows import TrainedPolicy
@@ -80,14 +80,15 @@ class ExportedPolicy(nn.Module):
 
     def encode(self, parts: Sequence[Tensor]) -> Tensor:
         """`EnvSpaces.encode` of the observations that the parts make up."""
-        spaces = self.spaces
-        if spaces.obs_kind == "image":
-            image = parts[0].to(torch.uint8)
-            if spaces.image_layout == "channels_last":
-                return image.permute(0, 3, 1, 2)
-            return image.unsqueeze(1) if spaces.image_layout == "plane" else image
-        listed = leaf_spaces(spaces.observation_space, OBS)
-        return torch.cat([flatten(space, part) for (_, space), part in zip(listed, parts, strict=True)], -1)
+        if self.spaces.obs_kind == "image":
+            return channels_first(parts[0].to(torch.uint8), self.spaces.image_layout)
+        pixels, vector = [], []
+        for (_, space), part in zip(leaf_spaces(self.spaces.observation_space, OBS), parts, strict=True):
+            if (layout := image_layout(space)) is not None:
+                pixels.append(channels_first(part, layout).float().flatten(1))
+            else:
+                vector.append(flatten(space, part))
+        return torch.cat([*pixels, *vector], -1)
 
     def scale(self, actions: Tensor) -> Tensor:
         """`EnvSpaces.map_actions`."""
@@ -110,6 +111,13 @@ def name_parts(space: gs.Space[Any], name: str = OBS) -> Any:
     if isinstance(space, gs.Tuple):
         return [name_parts(part, f"{name}.{index}") for index, part in enumerate(space.spaces)]
     return name
+
+
+def channels_first(image: Tensor, layout: str) -> Tensor:
+    """Images [N, ...] of that layout as [N, C, H, W]."""
+    if layout == "channels_last":
+        return image.permute(0, 3, 1, 2)
+    return image.unsqueeze(1) if layout == "plane" else image
 
 
 def flatten(space: gs.Space[Any], part: Tensor) -> Tensor:
@@ -166,7 +174,9 @@ class Export:
     facts: dict[str, Any]
 
 
-def export_policy(checkpoint: PathLike, file_format: str = "onnx", output: PathLike | None = None) -> Export:
+def export_policy(
+    checkpoint: PathLike, file_format: str = "onnx", output: PathLike | None = None, network: Any = None
+) -> Export:
     """Write the deterministic policy of a checkpoint, compare it with `predict`, and say so in a JSON file next to it.
 
     A file that does not act as the checkpoint does is not left behind.
@@ -176,13 +186,13 @@ def export_policy(checkpoint: PathLike, file_format: str = "onnx", output: PathL
     if missing := [name for name in PACKAGES[file_format] if find_spec(name) is None]:
         raise UserError(f"{missing[0]} is not installed; run pip install 'rl-training[export]' for --format onnx.")
     tree = read_checkpoint(checkpoint)
-    policy = TrainedPolicy(*load_algorithm(checkpoint, tree))
+    policy = TrainedPolicy(*load_algorithm(checkpoint, tree, network))
     path = Path(checkpoint).with_suffix(SUFFIXES[file_format]) if output is None else Path(output)
     if not path.parent.is_dir() or path.suffix != SUFFIXES[file_format]:
         wanted = f"end with {SUFFIXES[file_format]}" if path.parent.is_dir() else "lie in a folder that exists"
         raise UserError(f"output is {path}; it must {wanted}.")
     # of a learner of its own, in which tracing may leave what it likes
-    module = ExportedPolicy(TrainedPolicy(*load_algorithm(checkpoint, tree))).eval()
+    module = ExportedPolicy(TrainedPolicy(*load_algorithm(checkpoint, tree, network))).eval()
     facts: dict[str, Any] = {
         "algo": policy.config.algo, "env_id": policy.spaces.env_id, "format": file_format,
         "opset": OPSET if file_format == "onnx" else None, "checkpoint": str(checkpoint), "step": tree["run"]["step"],

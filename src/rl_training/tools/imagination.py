@@ -80,6 +80,8 @@ def play_windows(
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
     if not hasattr(algorithm, "world_model"):
         raise UserError(f"{path} is a checkpoint of {config.algo}, which has no world model to imagine with.")
+    if spaces.obs_kind == "mixed":
+        raise UserError(f"{config.env_id} has images among other parts; only an image or a vector alone can be shown.")
     steps = (count + PLAYED) * length
     dataset = play_policy(algorithm, spaces, config, steps, seed=seed, deterministic=False, env=env)
     starts = window_starts(dataset, length)

@@ -41,7 +41,8 @@ def actor_critic_losses(
         "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
         "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
     }  # fmt: skip
-    on_entropy = torch.full_like(entropy, -ent_coef) * share if ent_coef else None
+    is_used = isinstance(ent_coef, Tensor) or ent_coef  # a captured step does not look at a tensor
+    on_entropy = torch.empty_like(entropy).fill_(-ent_coef) * share if is_used else None
     slopes = gain[1] * -share, error[1] * (vf_coef * share), on_entropy
     return Losses(losses | dict(zip(statistics, others, strict=True)), slopes)
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+COLUMNS = ("obs", "actions", "rewards", "next_obs", "weights", "next_action_masks")
+
 
 def bellman_target(rewards: Tensor, discounts: Tensor, next_values: Tensor) -> Tensor:
     """r + g V(s'), all [B]; termination and n-step length are already in `discounts`."""
@@ -16,6 +18,12 @@ def bellman_target(rewards: Tensor, discounts: Tensor, next_values: Tensor) -> T
 def double_q_values(q_selector: Tensor, q_value: Tensor) -> Tensor:
     """Value under one network of the action that another prefers: [B, A], [B, A] -> [B] (van Hasselt et al. 2016)."""
     return q_value.gather(-1, q_selector.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def transition_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a step reads of a batch of transitions; a captured one copies nothing else."""
+    end = "discounts" if "discounts" in batch else "terminated" if "terminated" in batch else "dones"
+    return {name: batch[name] for name in (*COLUMNS, end) if name in batch}
 
 
 def fold_discounts(batch: Mapping[str, Tensor], gamma: float | Tensor) -> Tensor:

@@ -1,0 +1,152 @@
+"""Collecting on the device: acting, stepping and storing without the host, for learners from rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from rl_training.algorithms.capture import CapturedStep, Numbers
+from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import LocalCollector, Request
+from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
+from rl_training.envs.stepper import Stepper
+from rl_training.errors import EnvironmentFailure
+
+
+class DeviceCollector(LocalCollector):
+    """A `LocalCollector` whose experience is tensors on the learner's device.
+
+    A rollout is a function of noise that is drawn before it, so that on a GPU it is one CUDA graph; with `accelerate`
+    "compile" its steps are compiled. Finished episodes are counted in `sums` on the device: how many, their returns
+    and lengths, and a NaN where something was not finite.
+    """
+
+    def __init__(
+        self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None,
+        accelerate: str = "none",
+    ) -> None:  # fmt: skip
+        engine: Any = stepper.engine
+        self.engine: DeviceEngine = engine
+        device = engine.device
+        dtypes = {"bool": torch.bool, "float32": torch.float32, "int64": torch.int64, "uint8": torch.uint8}
+        arrays: dict[str, Any] = {
+            name: torch.zeros(shape, dtype=dtypes[getattr(dtype, "__name__", dtype)], device=device)
+            for name, (shape, dtype) in layout.arrays().items()
+        }
+        super().__init__(actor, stepper, Experience(layout, arrays), lag)
+        self.returns = torch.zeros(layout.num_envs, dtype=torch.float64, device=device)  # of the episodes under way
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self.means: dict[str, float] = {}
+        self._map = map_actions(stepper.spaces, device)
+        captures = device.type == "cuda" and accelerate != "none"
+        self._roll = CapturedStep(self._roll_out, Numbers()) if captures else self._roll_out
+        self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
+
+    def fill(self, experience: Experience, request: Request) -> None:
+        """One rollout."""
+        layout, actor = experience.layout, self.actor
+        experience.clear()
+        experience.version = actor.version
+        if self.stepper.interruption is not None:
+            raise self.stepper.interruption
+        self.stepper.start()
+        resets, steps = self.engine.draw(layout.max_steps)
+        generator, spaces = actor.algorithm.generator, actor.spaces
+        choices = torch.empty(layout.max_steps, layout.num_envs, spaces.action_dim, device=resets.device)
+        if spaces.action_kind == "continuous":
+            choices.normal_(generator=generator)
+        else:
+            choices.exponential_(generator=generator).log_().neg_()
+        with torch.no_grad():
+            self.sums += self._roll({"choices": choices, "resets": resets, "steps": steps})
+        experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
+
+    def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
+        """Fill the experience; returns what is added to `sums`."""
+        engine, env = self.engine, self.engine.env
+        steps, count = noise["resets"].shape[:2]
+        begun = tree_map(lambda x: x.reshape(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
+        state, ages, obs = engine.state, engine.ages, encode(self.actor.spaces, env.observe(engine.state))
+        rows: dict[str, list[Tensor]] = {name: [] for name in self.experience.arrays if name != "values"}
+        rows["obs"].append(obs)
+        for t in range(steps):
+            fresh = tree_map(itemgetter(t), begun)
+            state, ages, row = self._one_step(state, ages, obs, noise["choices"][t], noise["steps"][t], fresh)
+            obs = row["obs"]
+            for name, column in rows.items():
+                column.append(row[name])
+        for name, column in rows.items():
+            torch.stack(column, out=cast(Tensor, self.experience.arrays[name]))
+        sums = self._sum_episodes(ages)
+        engine.place(state, ages)
+        return sums
+
+    def _step(
+        self, state: Any, ages: Tensor, obs: Tensor, choices: Tensor, noise: Tensor, begun: Any
+    ) -> tuple[Any, Tensor, dict[str, Tensor]]:
+        """Act and step once; returns the state after it, and a row of experience."""
+        spaces, policy = self.actor.spaces, cast(Any, self.actor.algorithm.acting())
+        chosen = policy.distribution(obs)
+        actions = chosen.sample(noise=choices)
+        after = advance(self.engine.env, self.engine.limit, state, ages, self._map(actions), noise, begun)
+        row = {
+            "obs": encode(spaces, after.obs), "final_obs": encode(spaces, after.final_obs), "actions": actions,
+            "logprobs": chosen.log_prob(actions), "rewards": after.rewards, "terminated": after.terminated,
+            "truncated": after.truncated,
+        }  # fmt: skip
+        return after.state, after.ages, row
+
+    def _sum_episodes(self, ages: Tensor) -> Tensor:
+        """Of the episodes that ended: what was under way before and came since, less what is under way now."""
+        rows: Any = self.experience
+        rewards, done = rows.rewards.double(), rows.terminated | rows.truncated
+        seen = rows.obs.sum(dtype=torch.float64) + rows.final_obs.sum(dtype=torch.float64)
+        goes_on = done.flip(0).cumsum(0).flip(0) == 0  # no end in this row or a later one
+        under_way = (rewards * goes_on).sum(0) + self.returns * goes_on[0]
+        returns = self.returns.sum() + rewards.sum() - under_way.sum()
+        lengths = self.engine.ages.sum() + rewards.numel() - ages.sum()
+        self.returns.copy_(under_way)
+        return torch.stack([done.sum().double(), returns, lengths.double(), (rewards.sum() + seen) * 0.0])
+
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
+        """Mean return and length of the episodes that ended since, or the last ones known."""
+        count, returns, lengths, finite = self.sums.tolist()
+        if math.isnan(finite):
+            raise EnvironmentFailure.not_finite(self.stepper.spaces.env_id, "a reward or an observation")
+        means = self.means
+        if count:
+            means = {"episode_return_mean": returns / count, "episode_length_mean": lengths / count}
+        if not last:
+            self.means = means
+            self.sums.zero_()
+        return dict(means)
+
+    def abandon(self) -> None:
+        """Give up the episodes under way: new ones start."""
+        super().abandon()
+        self.returns.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As a stepper's in numpy, which has not seen what happened here, and what was finished."""
+        stepper = self.stepper
+        if stepper.started:
+            stepper.obs, stepper.returns = self.engine.look(), self.returns.cpu().numpy()
+            stepper.lengths = self.engine.ages.cpu().numpy().astype("int64")
+            stepper.is_first = stepper.lengths == 0
+        return super().state_dict() | {"finished": {"sums": self.sums.clone(), "means": dict(self.means)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        sentences = super().load_state_dict(state)
+        if self.stepper.started:
+            self.returns.copy_(torch.from_numpy(self.stepper.returns))
+            self.sums.copy_(state["finished"]["sums"])
+            self.means = dict(state["finished"]["means"])
+        return sentences

@@ -1,0 +1,264 @@
+"""Environments as functions of tensors: many of them at once, on a CPU or a GPU, and the engine that steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces as gs
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from rl_training.envs.engines import Step
+from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
+from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.errors import EnvironmentFailure, UserError
+
+State = Any  # a tensor [N, ...], or a tuple, list or dict of them
+NO_LIMIT = 2**31 - 1
+PLAIN_WRAPPERS = (  # the time limit and the flattening are done here
+    gym.wrappers.TimeLimit, gym.wrappers.FlattenObservation, gym.wrappers.OrderEnforcing,
+    gym.wrappers.PassiveEnvChecker,
+)  # fmt: skip
+
+
+class DeviceEnvironment:
+    """N environments as three functions of tensors, for `vectorization: device`.
+
+    The functions keep nothing and draw nothing, and they do the same to every row: no row decides what Python runs.
+    `noise` is uniform in [0, 1): `reset_noise` or `step_noise` numbers for each environment. Make a tensor like a given
+    one (`torch.zeros_like`, `state.new_tensor`), so that it is on the right device.
+    """
+
+    observation_space: gs.Space[Any]
+    action_space: gs.Space[Any]
+    max_episode_steps: int | None = None
+    reset_noise: int = 1
+    step_noise: int = 0
+
+    def reset(self, noise: Tensor) -> State:
+        """The first state of N episodes, from noise [N, reset_noise]."""
+        raise NotImplementedError
+
+    def step(self, state: State, actions: Tensor, noise: Tensor) -> tuple[State, Tensor, Tensor]:
+        """The next state, rewards [N] and whether each episode ended by itself [N]; noise is [N, step_noise].
+
+        Actions are those of the action space, with N in front. The time limit is not looked at here.
+        """
+        raise NotImplementedError
+
+    def observe(self, state: State) -> Tensor:
+        """Observations [N, ...] of the observation space."""
+        raise NotImplementedError
+
+
+class OneEnvironment(gym.Env[Any, Any]):
+    """One row of a `DeviceEnvironment` as a Gymnasium environment, on the CPU: for evaluation, and everywhere else."""
+
+    def __init__(self, device_environment: DeviceEnvironment) -> None:
+        self.device_environment = device_environment
+        self.observation_space = device_environment.observation_space
+        self.action_space = device_environment.action_space
+        self._state: State = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self._state = self.device_environment.reset(self._draw(self.device_environment.reset_noise))
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """One step; the time limit is a wrapper's."""
+        actions, noise = torch.as_tensor(np.asarray(action))[None], self._draw(self.device_environment.step_noise)
+        self._state, rewards, terminated = self.device_environment.step(self._state, actions, noise)
+        return self._observe(), float(rewards[0]), bool(terminated[0]), False, {}
+
+    def _draw(self, count: int) -> Tensor:
+        return torch.from_numpy(self.np_random.random((1, count), dtype=np.float32))
+
+    def _observe(self) -> Array:
+        return self.device_environment.observe(self._state)[0].numpy().astype(self.observation_space.dtype)
+
+
+class Advance(NamedTuple):
+    """One step of N environments: the state after it and what was seen; `final_obs` are those from before a reset."""
+
+    state: State
+    ages: Tensor
+    obs: Tensor
+    final_obs: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+
+
+def advance(
+    env: DeviceEnvironment, limit: int, state: State, ages: Tensor, actions: Tensor, noise: Tensor, begun: State
+) -> Advance:
+    """Step every row and count it in `ages` [N]; one that ends, by itself or by the limit, is at `begun` at once."""
+    moved, rewards, terminated = env.step(state, actions, noise)
+    ages = ages + 1
+    truncated = ages >= limit
+    done = terminated | truncated
+
+    def renew(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(done.view(-1, *[1] * (old.dim() - 1)), new, old)
+
+    state = tree_map(renew, begun, moved)
+    final_obs = env.observe(moved)
+    return Advance(state, ages.masked_fill(done, 0), env.observe(state), final_obs, rewards, terminated, truncated)
+
+
+class DeviceEngine:
+    """Steps a `DeviceEnvironment` for whoever speaks numpy; same-step autoreset.
+
+    `DeviceCollector` uses its state, noise and functions without leaving the device.
+    """
+
+    resets_next_step = False
+    state_format = "device"
+
+    def __init__(
+        self, env: DeviceEnvironment, limit: int | None, spaces: EnvSpaces, num_envs: int, seed: int, device: str
+    ) -> None:
+        self.env, self.spaces, self.num_envs, self.limit = env, spaces, num_envs, limit or NO_LIMIT
+        self.device = torch.device(device)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.state: State = None
+        self.ages = torch.zeros(num_envs, dtype=torch.int32, device=self.device)
+
+    def draw(self, steps: int) -> tuple[Tensor, Tensor]:
+        """The noise of `steps` steps, [steps, N, ...]: for resets, and for the steps themselves."""
+        sizes = self.env.reset_noise, self.env.step_noise
+        drawn = (
+            torch.rand(steps, self.num_envs, size, generator=self.generator, device=self.device) for size in sizes
+        )
+        return next(drawn), next(drawn)
+
+    def place(self, state: State, ages: Tensor) -> None:
+        """Put a state where the last one is, which a captured graph reads and writes."""
+        if self.state is None:
+            self.state = tree_map(torch.clone, state)
+        else:
+            tree_map(Tensor.copy_, self.state, state)
+        self.ages.copy_(ages)
+
+    def reset(self) -> tuple[Array, Array | None]:
+        """The first observations."""
+        self.place(self.env.reset(self.draw(1)[0][0]), torch.zeros_like(self.ages))
+        return self.look(), None
+
+    def look(self) -> Array:
+        """The observations now."""
+        return self._encode(self.env.observe(self.state)).copy()
+
+    def step(self, actions: Array) -> Step:
+        """Step every environment; those that end are reset at once."""
+        for_reset, for_step = self.draw(1)
+        given, begun = torch.from_numpy(actions).to(self.device), self.env.reset(for_reset[0])
+        after = advance(self.env, self.limit, self.state, self.ages, given, for_step[0], begun)
+        self.state, self.ages = after.state, after.ages
+        rewards, terminated, truncated = (part.cpu().numpy() for part in after[4:])
+        final_obs = self._encode(after.final_obs) if (terminated | truncated).any() else None
+        return Step(self._encode(after.obs), rewards.astype(np.float32), terminated, truncated, final_obs)
+
+    def _encode(self, obs: Tensor) -> Array:
+        return self.spaces.encode(obs.cpu().numpy())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The environments' tensors, the steps of the episodes under way, and the generator."""
+        return {
+            "state": [part.clone() for part in tree_flatten(self.state)[0]], "ages": self.ages.clone(),
+            "generator": self.generator.get_state().numpy(), "device": self.device.type,
+        }  # fmt: skip
+
+    brief_state = state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
+        """Put them back; a generator of another kind of device stays as it is."""
+        self.reset()
+        parts, tree = tree_flatten(self.state)
+        stored = state["state"]
+        if [(part.shape, part.dtype) for part in stored] != [(part.shape, part.dtype) for part in parts]:
+            raise UserError(f"the checkpoint's state of {self.spaces.env_id} has other tensors than the environment.")
+        self.place(tree_unflatten(stored, tree), state["ages"])
+        if state["device"] == self.device.type:
+            self.generator.set_state(torch.from_numpy(np.array(state["generator"])))
+        return self.look(), None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:
+    """`spaces.encode` for tensors."""
+    if spaces.obs_kind == "vector":
+        return obs.reshape(len(obs), -1).float()
+    if spaces.image_layout == "channels_last":
+        return obs.movedim(-1, 1)
+    return obs.unsqueeze(1) if spaces.image_layout == "plane" else obs
+
+
+def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """`spaces.map_actions` for tensors on a device."""
+    space: Any = spaces.action_space
+    if isinstance(space, gs.Box):
+        low, high = (torch.from_numpy(bound).to(device) for bound in spaces._action_bounds)
+        half = 0.5 * (high - low)
+        return lambda actions: ((actions + 1.0) * half + low).clamp(low, high).view(-1, *space.shape)
+    if isinstance(space, gs.Discrete):
+        start = int(space.start)
+        return (lambda actions: actions + start) if start else (lambda actions: actions)
+    first = torch.as_tensor(getattr(space, "start", np.zeros(space.shape, np.int64)), device=device)
+    return lambda actions: actions.view(-1, *space.shape) + first
+
+
+def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int | None]:
+    """The environment of a recipe as functions of tensors, and its time limit; a UserError says why there is none."""
+    from rl_training.envs.classic_control import KNOWN
+
+    where = "vectorization is 'device', but"
+    options = recipe.wrappers
+    if options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward:
+        raise UserError(f"{where} of env_kwargs.wrappers only normalize_observation and normalize_reward exist there.")
+    env = make_env(recipe)
+    limit, layer, plain = episode_limit(env), env, env.unwrapped
+    env.close()
+    while isinstance(layer, PLAIN_WRAPPERS):
+        layer = layer.env
+    if layer is not plain:
+        name = type(layer).__name__
+        raise UserError(f"{where} {recipe.env_id} is wrapped in {name}, which is no function of tensors; use auto.")
+    found = getattr(plain, "device_environment", None)
+    if found is None and (make := KNOWN.get(f"{type(plain).__module__}:{type(plain).__name__}")) is not None:
+        found = make(plain)
+    if found is None:
+        raise UserError(f"{where} {recipe.env_id} is not a DeviceEnvironment (docs/device_environments.md); use auto.")
+    if not isinstance(found.observation_space, gs.Box):
+        raise UserError(f"{where} the observation space of {recipe.env_id} is not a Box, which it must be there.")
+    check_functions(found, recipe.env_id)
+    return found, limit
+
+
+def check_functions(env: DeviceEnvironment, env_id: str) -> None:
+    """Try them on two rows, and refuse in one sentence what does not fit."""
+    actions = torch.from_numpy(np.stack([env.action_space.sample()] * 2))
+    try:
+        state = env.reset(torch.full((2, env.reset_noise), 0.5))
+        moved, rewards, terminated = env.step(state, actions, torch.full((2, env.step_noise), 0.5))
+        obs = env.observe(moved)
+    except Exception as error:
+        raise EnvironmentFailure.from_error(env_id, error) from error
+    kinds = [[(tuple(part.shape), part.dtype) for part in tree_flatten(tree)[0]] for tree in (state, moved)]
+    if kinds[0] != kinds[1]:
+        raise UserError(f"{env_id}: the state of two environments is {kinds[0]} after reset and {kinds[1]} after step.")
+    seen = {"rewards": (rewards, ()), "terminated": (terminated, ()), "observe": (obs, env.observation_space.shape)}
+    for name, (given, shape) in seen.items():
+        wanted = (2, *(shape or ()))
+        if given.shape != wanted:
+            raise UserError(f"{env_id}: {name} of two environments has the shape {tuple(given.shape)}, not {wanted}.")
+    if terminated.dtype != torch.bool:
+        raise UserError(f"{env_id}: terminated is of {terminated.dtype}; it must be of torch.bool.")

@@ -1,0 +1,158 @@
+"""`accelerate`: what it is where nobody says, what is refused, and that every learner learns the same with it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from resume_cases import SPECS, assert_same, stop_and_resume, take_steps, tiny
+from rl_training.algorithms import capture
+from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.capture import BY_VALUE, OUTSIDE
+from rl_training.errors import UserError
+from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime.session import choose_acceleration, fit_ranks, open_session
+from rl_training.runtime.workflows import train
+from test_capture import Recorded
+
+BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
+UPDATES = 9
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on the CPU are captured, in Python."""
+    monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
+    monkeypatch.setattr(capture, "CapturedStep", Recorded)
+
+
+def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> Algorithm:
+    """A learner after some updates, in which a schedule moves every number that it may."""
+    kwargs = {"gradient_penalty": 1.0} if algo == "gail" else {}
+    session = open_session(tiny(algo, Path("unused"), threads=1, device=device, accelerate="none", kwargs=kwargs))
+    algorithm, store = session.algorithm, session.store
+    if accelerates:
+        algorithm.accelerate("graph")
+    start = dict(algorithm.numbers)
+    step = updates = 0
+    while updates < UPDATES:
+        step += take_steps(session, step)
+        for phase, batch in store.batches(algorithm, step):
+            for name, value in start.items():
+                if moves and value and name not in BY_VALUE | OUTSIDE:
+                    setattr(algorithm, name, value * (1.0 - 0.05 * updates))
+            store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step, sync=False))
+            updates += phase == "policy"
+    session.close()
+    return algorithm
+
+
+def tensors_of(algorithm: Algorithm) -> dict[str, Tensor]:
+    return dict([*algorithm.named_parameters(), *algorithm.named_buffers()])
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_captured_steps_learn_what_plain_ones_learn(algo: str) -> None:
+    plain, captured = (learn(algo, moves=False, accelerates=accelerates) for accelerates in (False, True))
+    for name, tensor in tensors_of(plain).items():
+        assert torch.equal(tensor, tensors_of(captured)[name]), name
+    learners: list[Any] = [module for module in captured.modules() if isinstance(module, Algorithm)]
+    steps = [getattr(learner, name) for learner in learners for name in learner.steps]
+    assert steps
+    assert all(sum(step.replays) for step in steps)
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_captured_steps_read_numbers_that_move(algo: str) -> None:
+    plain, captured = (learn(algo, moves=True, accelerates=accelerates) for accelerates in (False, True))
+    for name, tensor in tensors_of(plain).items():
+        torch.testing.assert_close(tensors_of(captured)[name], tensor, rtol=1e-3, atol=1e-5)
+    assert all(sum(getattr(captured, name).replays) for name in captured.steps)  # they make no other signature
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_graphs_learn_what_plain_calls_learn_on_a_gpu(algo: str) -> None:
+    plain, captured = (learn(algo, moves=True, accelerates=on, device="cuda") for on in (False, True))
+    for name, tensor in tensors_of(plain).items():
+        torch.testing.assert_close(tensors_of(captured)[name], tensor, rtol=1e-2, atol=1e-4)
+
+
+# what it is -----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    ("auto", "cpu", "none"), ("auto", "cuda", "graph"), ("auto", "cuda:1", "graph"), ("none", "cuda", "none"),
+    ("graph", "cuda", "graph"), ("compile", "cpu", "compile"), ("compile", "cuda", "compile"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "device", "found"), CASES)
+def test_graphs_are_for_a_gpu_and_compiling_for_whoever_asks(
+    asked: str, device: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    config = tiny("ppo", Path("unused"), accelerate=asked)
+    assert choose_acceleration(config, SPECS["ppo"].params(), device) == found
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+    def refusal(asked: str, algo: str = "ppo", device: str = "cpu", **kwargs: Any) -> str:
+        config = tiny(algo, Path("unused"), accelerate=asked)
+        with pytest.raises(UserError) as refused:
+            choose_acceleration(config, SPECS[algo].params(**kwargs), device)
+        return str(refused.value)
+
+    assert refusal("graph") == "accelerate is 'graph', but device is 'cpu'; there it must be auto, none or compile."
+    wanted = "accelerate is 'compile', which needs a C++ compiler such as g++; it must be auto or none."
+    assert refusal("compile") == wanted
+    without = "accelerate is 'graph', but dreamer has no steps for it; it must be auto or none."
+    assert refusal("graph", "dreamer", "cuda", capture=False) == without
+
+
+def test_several_learners_run_plainly() -> None:
+    assert fit_ranks(tiny("ppo", Path("unused")), "rollout").accelerate == "none"
+    several = r"accelerate is 'graph'; with several learners \(torchrun\) it must be auto or none."
+    with pytest.raises(UserError, match=several):
+        fit_ranks(tiny("ppo", Path("unused"), accelerate="graph"), "rollout")
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_a_run_keeps_and_says_what_was_chosen_and_its_resume_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_training.runtime.session.choose_acceleration", lambda config, *_: {"auto": "graph"}.get(
+        config.accelerate, config.accelerate))  # fmt: skip
+    settings: dict[str, Any] = {"eval_episodes": 0}
+    settings["kwargs"] = {"learning_rate_schedule": {"type": "linear", "start": 1e-3, "end": 0.0}}
+    whole = train(tiny("trpo", tmp_path / "whole", eval_episodes=0), console=False)
+    assert yaml.safe_load((whole.run_dir / "config.yaml").read_text())["accelerate"] == "graph"
+    said = "accelerate auto is graph: each gradient step is captured once as a CUDA graph and replayed; the policy's"
+    assert said in (whole.run_dir / "manifest.json").read_text()
+    whole = train(tiny("sac", tmp_path / "one", **settings), console=False)
+    resumed = stop_and_resume(tiny("sac", tmp_path / "two", **settings), 60)
+    assert yaml.safe_load((resumed.run_dir / "config.yaml").read_text())["accelerate"] == "graph"
+    assert_same(*(load_checkpoint(result.checkpoint_path)["algorithm"] for result in (whole, resumed)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("algo", ["ppo", "dqn", "sac"])
+def test_compiled_steps_learn_what_plain_ones_learn(algo: str, tmp_path: Path) -> None:
+    runs = [train(tiny(algo, tmp_path / how, eval_episodes=0, accelerate=how), console=False)
+            for how in ("none", "compile")]  # fmt: skip
+    plain, compiled = (load_checkpoint(run.checkpoint_path)["algorithm"] for run in runs)
+    for name, value in plain.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,89 @@
+"""Actors and critics on images: an encoder each, trained by its own loss, and in the targets too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from env_zoo import DotToTarget
+from registry_contract import kind_config
+from resume_cases import assert_same_run, stop_and_resume, tiny
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.play import play
+from rl_training.runtime.session import build_algorithm
+from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.runtime.workflows import train
+
+ALGORITHMS = ("sac", "td3", "ddpg", "d4pg", "rlpd")
+SPACES = EnvSpaces.from_gym("Dot-v0", DotToTarget.observation_space, DotToTarget.action_space)
+BATCH = {
+    "obs": torch.randint(256, (4, 2, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)),
+    "next_obs": torch.randint(256, (4, 2, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)),
+    "actions": torch.zeros(4, 1), "rewards": torch.ones(4), "dones": torch.zeros(4),
+}  # fmt: skip
+
+
+def make(algo: str, **kwargs: Any) -> Any:
+    spec = get_algorithm_spec(algo)
+    params = spec.params(hidden_sizes=(8,), **kwargs)
+    return build_algorithm(spec, params, SPACES, seed=0, device="cpu")
+
+
+def snapshot(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_each_loss_trains_its_own_encoder(algo: str) -> None:
+    """One optimizer stands still, so that whatever moves was moved by the other."""
+    for moving, still in (("actor", "critics"), ("critics", "actor")):
+        rates = {"actor_learning_rate": 0.0, "critic_learning_rate": 0.0}
+        learner = make(algo, **{**rates, f"{moving.removesuffix('s')}_learning_rate": 0.1})
+        parts = {name: getattr(learner.model, name).encoder for name in (moving, still)}
+        before = {name: snapshot(part) for name, part in parts.items()}
+        for _ in range(40):  # an actor step may come after several critic steps
+            learner.update(BATCH)
+        assert not torch.equal(snapshot(parts[moving]), before[moving])
+        assert torch.equal(snapshot(parts[still]), before[still])
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_targets_have_an_encoder_that_follows(algo: str) -> None:
+    learner = make(algo, tau=1.0, learning_rate=0.1)
+    target = learner.target_critics if hasattr(learner, "target_critics") else learner.target_network.critics
+    before = snapshot(target.encoder)
+    for _ in range(2):  # TD3's targets move with its actor
+        learner.update(BATCH)
+    online = snapshot(learner.model.critics.encoder)
+    assert not torch.equal(before, online)
+    assert torch.equal(snapshot(target.encoder), online)
+    assert not any(p.requires_grad for p in target.encoder.parameters())
+
+
+def test_without_images_there_is_no_encoder() -> None:
+    spec = get_algorithm_spec("sac")
+    spaces = EnvSpaces.from_gym("X-v0", *(DotToTarget.action_space,) * 2)
+    model: Any = build_algorithm(spec, spec.params(), spaces, seed=0, device="cpu").model
+    assert model.actor.encoder is model.critics.encoder is None
+
+
+@pytest.mark.parametrize(("algo", "observation"), [("sac", "image"), ("td3", "mixed"), ("naf", "image")])
+def test_a_resumed_run_is_the_run_that_never_stopped(algo: str, observation: str, tmp_path: Path) -> None:
+    config = kind_config(algo, tmp_path, "continuous", observation)
+    assert_same_run(train(config, console=False), stop_and_resume(config, 32))
+
+
+@pytest.mark.slow
+def test_sac_learns_to_move_a_dot_that_it_sees(tmp_path: Path) -> None:
+    kwargs = {"learning_starts": 300, "batch_size": 64, "hidden_sizes": [64], "buffer_capacity": 5000, "gamma": 0.9}
+    kwargs |= {"train_frequency": 2, "learning_rate": 1e-3, "eval_interval": 1000}
+    config = tiny("sac", tmp_path, env_id="env_zoo:DotToTarget", total_timesteps=2000, eval_episodes=20, kwargs=kwargs)
+    learned = train(config, console=False).metrics["eval_return_mean"]
+    env = DotToTarget()
+    env.action_space.seed(0)
+    steps = play([env], lambda *_: [env.action_space.sample()], lambda episode: episode, "Dot", episodes=50)
+    assert sum(step.reward for step in steps) / 50 < -4.0  # -4.8 at random
+    assert learned > -2.2  # -1.3 with two seeds
