@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rl_training.cli.screen import make_console
+from rl_training.cli.screen import TABLE_STYLE, make_console
 from rl_training.errors import UserError
 
 COLORS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
@@ -42,7 +42,7 @@ def list_runs(
     found = find_runs(Path(folder))
     if not found:
         raise UserError(f"{folder} holds no run; give a folder of runs, or train one: rl-training train ppo/cartpole.")
-    table = Table(header_style="bold")
+    table = Table(**TABLE_STYLE)
     table.add_column("run", overflow="fold")
     for name in ("state", "algorithm", "environment"):
         table.add_column(name, no_wrap=name == "state", overflow="fold")
