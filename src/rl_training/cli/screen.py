@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ REASONS = {
 def make_console() -> Console:
     """The console on stdout; other ranks than the first print nothing."""
     console = Console(highlight=False, quiet=not is_first_rank())
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
 
