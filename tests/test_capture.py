@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -139,6 +140,35 @@ def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None
     assert step.plain == PLAIN_CALLS + 1
     numbers["rate"] = None
     assert numbers["rate"] is None
+
+
+def test_a_number_of_one_that_begins_to_move_is_not_replayed_as_a_constant() -> None:
+    numbers = Numbers()
+    numbers.update(rate=1.0)
+    numbers.device = torch.device("cpu")
+    step = Recorded(lambda x: x * numbers["rate"], numbers)
+    for _ in range(PLAIN_CALLS + 1):
+        step(torch.ones(1))
+    numbers["rate"] = 0.5
+    step(torch.ones(1))
+    assert (step.plain, step.replays) == (PLAIN_CALLS + 1, [1])
+
+
+def test_a_step_is_recorded_on_the_device_of_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, recorded = [torch.device("cuda:0")], []
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        current.append(where)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(capture, "Recording", lambda *_: recorded.append(current[-1]))
+    numbers = Numbers()
+    numbers.device = torch.device("cuda:1")
+    CapturedStep(lambda: None, numbers)._record(())
+    assert recorded == [numbers.device]
 
 
 def test_a_table_without_a_device_holds_floats() -> None:

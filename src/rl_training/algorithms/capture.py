@@ -23,7 +23,7 @@ class Numbers(dict[str, Any]):
     """A learner's table of numbers: floats, or None where one is not set.
 
     With a `device`, one that moves becomes a 0-dim tensor there, which later values fill, so that a captured step reads
-    them. `constants` are what a step does not read in place: floats, and whether a number is set.
+    them. `constants` are what a step does not read in place: floats, None, and the type of those that it does.
     """
 
     device: torch.device | None = None
@@ -37,7 +37,7 @@ class Numbers(dict[str, Any]):
         if self.device is not None and value not in (None, held) and name not in BY_VALUE | OUTSIDE:
             value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
-        self.constants = tuple(isinstance(x, Tensor) or x for key, x in self.items() if key not in OUTSIDE)
+        self.constants = tuple(Tensor if isinstance(x, Tensor) else x for key, x in self.items() if key not in OUTSIDE)
 
     def update(self, *others: Any, **values: float | None) -> None:
         """As `dict.update`, one by one."""
@@ -90,15 +90,17 @@ class CapturedStep:
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
         """On a side stream, as capturing asks of the calls before it."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            outputs = self.function(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.device(self.numbers.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                outputs = self.function(*inputs)
+            torch.cuda.current_stream().wait_stream(stream)
         return outputs
 
     def _record(self, inputs: tuple[Any, ...]) -> Recording:
-        return Recording(self.function, inputs)
+        with torch.cuda.device(self.numbers.device):  # a graph is of the current device, and records no other's kernels
+            return Recording(self.function, inputs)
 
 
 class Recording:

@@ -45,8 +45,9 @@ class DeviceCollector(LocalCollector):
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.means: dict[str, float] = {}
         self._map = map_actions(stepper.spaces, device)
-        captures = device.type == "cuda" and accelerate != "none"
-        self._roll = CapturedStep(self._roll_out, Numbers()) if captures else self._roll_out
+        captures, numbers = device.type == "cuda" and accelerate != "none", Numbers()
+        numbers.device = device
+        self._roll = CapturedStep(self._roll_out, numbers) if captures else self._roll_out
         self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
     def fill(self, experience: Experience, request: Request) -> None:
