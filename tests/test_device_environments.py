@@ -227,7 +227,7 @@ def test_the_state_comes_back_with_everything_in_it() -> None:
     "space",
     [
         gs.Box(np.array([-2.0, 0.0], np.float32), np.array([3.0, 0.1], np.float32)), gs.Discrete(3),
-        gs.Discrete(3, start=2), gs.MultiDiscrete([2, 3]), gs.MultiBinary(3),
+        gs.Discrete(3, start=2), gs.MultiDiscrete([2, 3]), gs.MultiBinary(3), gs.Box(-3, 9, (2, 2), np.int32),
     ],
 )  # fmt: skip
 def test_tensors_of_actions_are_mapped_as_arrays_are(space: Any) -> None:

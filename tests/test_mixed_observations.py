@@ -83,6 +83,13 @@ def test_the_network_reads_images_over_their_scale_and_the_vector_as_it_is() -> 
         np.testing.assert_allclose(got, np.concatenate([np.ravel(piece) for piece in pieces]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("lead", [(4,), (2, 2), (0,)])
+def test_images_without_a_vector_are_read(lead: tuple[int, ...]) -> None:
+    spaces = spaces_of(ONLY_IMAGES)
+    rows = torch.randint(255, (*lead, 32), dtype=torch.uint8)
+    torch.testing.assert_close(make_input(spaces)(rows), rows / 255.0)
+
+
 def test_a_row_of_any_place_in_memory_is_read() -> None:
     """Floats that begin at an odd byte, as those of a row in the middle of a buffer do."""
     spaces = spaces_of(gs.Dict(grid=gs.Box(0, 255, (3, 3), np.uint8), speed=gs.Box(-1, 1, (2,))))

@@ -207,8 +207,15 @@ def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], T
     space: Any = spaces.action_space
     if isinstance(space, gs.Box):
         low, high = (torch.from_numpy(bound).to(device) for bound in spaces._action_bounds)
-        half = 0.5 * (high - low)
-        return lambda actions: ((actions + 1.0) * half + low).clamp(low, high).view(-1, *space.shape)
+        half, is_whole = 0.5 * (high - low), space.dtype.kind != "f"
+        dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
+
+        def scale(actions: Tensor) -> Tensor:
+            scaled = (actions + 1.0) * half + low
+            inside = (scaled.round() if is_whole else scaled).clamp(low, high)
+            return inside.view(-1, *space.shape).to(dtype)
+
+        return scale
     if isinstance(space, gs.Discrete):
         start = int(space.start)
         return (lambda actions: actions + start) if start else (lambda actions: actions)
