@@ -19,7 +19,14 @@ import resume_cases
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
 from rl_training.algorithms.capture import PLAIN_CALLS, Numbers
 from rl_training.collect.device import DeviceCollector
-from rl_training.envs.device import DeviceEngine, DeviceEnvironment, OneEnvironment, advance, map_actions
+from rl_training.envs.device import (
+    DeviceEngine,
+    DeviceEnvironment,
+    OneEnvironment,
+    advance,
+    find_device_environment,
+    map_actions,
+)
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
@@ -457,18 +464,48 @@ def gives(**parts: Any) -> type[Walk]:
     return Odd
 
 
+class Pictured(Walk):
+    """Floats where the space says pixels."""
+
+    observation_space = gs.Box(0, 255, (4, 4), np.uint8)  # type: ignore[assignment]
+
+    def observe(self, state: Any) -> Tensor:
+        return state["place"].view(-1, 1, 1).expand(-1, 4, 4)
+
+
 @pytest.mark.parametrize(
     ("maker", "sentence"),
     [
         (gives(rewards=lambda x: x[:, None]), r"rewards of two environments has the shape \(2, 1\), not \(2,\)"),
         (gives(terminated=lambda x: x.float()), "terminated is of torch.float32; it must be of torch.bool"),
         (gives(state=lambda x: {**x, "place": x["place"].double()}), "the state of two environments is .*float64"),
+        (Pictured, "observe gives an image of torch.float32; it must be of torch.uint8"),
         (type("Wide", (Walk,), {"observation_space": gs.Box(-1.0, 1.0, (4,))}), r"observation of shape \(3,\); its"),
     ],
 )
 def test_functions_that_do_not_fit_are_told_in_a_sentence(maker: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         open_engine(maker, 2)
+
+
+class Elsewhere(Walk):
+    """A part of the state that is always on the CPU."""
+
+    def reset(self, noise: Tensor) -> Any:
+        return super().reset(noise) | {"count": torch.zeros(len(noise))}
+
+    def step(self, state: Any, actions: Tensor, noise: Tensor) -> Any:
+        after, *others = super().step(state, actions, noise)
+        return after | {"count": state["count"] + 1}, *others
+
+
+@pytest.mark.parametrize(
+    ("maker", "name"), [(gives(rewards=lambda x: torch.ones(len(x))), "rewards"), (Elsewhere, "the state")]
+)
+def test_a_tensor_of_another_device_is_told_before_the_run(maker: Any, name: str) -> None:
+    with pytest.raises(UserError, match=f"^mine: {name} is on cpu, but the device is meta; make it like a given"):
+        find_device_environment(read_recipe("mine", {}, maker), "meta")
+    find_device_environment(read_recipe("mine", {}, Walk), "meta")
 
 
 def test_what_the_functions_raise_is_told_in_a_sentence() -> None:
