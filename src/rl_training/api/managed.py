@@ -136,8 +136,10 @@ class ManagedAlgorithm:
         wanted = dict(changes.pop("changes", None) or {})
         if self._moves_to is not None:
             wanted.setdefault("env_id", self._moves_to)
-        functions = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
-        wanted["algo_kwargs"] = {**functions, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
+        own = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
+        if self._own_network is not None:
+            own["network"] = self._own_network
+        wanted["algo_kwargs"] = {**own, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
         return self._adopt(resume_training(path, env=self.env, changes=wanted, **changes))
 
     def evaluate(
@@ -146,8 +148,15 @@ class ManagedAlgorithm:
         """Metrics of whole episodes in environments of its own, the same ones for the same seed."""
         seed = None if seed is None else _whole_number("seed", seed, least=0)
         return evaluate_checkpoint(
-            self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic
-        )
+            self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic,
+            network=self._own_network,
+        )  # fmt: skip
+
+    @property
+    def _own_network(self) -> Any:
+        """What the user gave or named as the network."""
+        network = self._asked.algo_kwargs.get("network")
+        return network if not isinstance(network, str) or network in self._asked.named else None
 
     def __getattr__(self, name: str) -> NoReturn:
         hint = f"; {REMARKS[name]}" if name in REMARKS else ""
@@ -181,15 +190,18 @@ class ManagedAlgorithm:
         return save_checkpoint(path, tree)
 
     @classmethod
-    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None) -> Self:
-        """The algorithm in a file that `save` or a run wrote.
+    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None, network: Any = None) -> Self:
+        """The algorithm in a file that `save` or a run wrote; `network` is your own, where it was trained with one.
 
         `env` may be another environment of the same spaces: `learn` then goes on there, with new episodes and an empty
         replay buffer. One of the same name is taken for the same, and so is any for a policy of a nameless function.
         """
         tree, env = read_checkpoint(path), read_env(env)
-        policy = TrainedPolicy(*load_algorithm(path, tree))
+        policy = TrainedPolicy(*load_algorithm(path, tree, network))
         config = policy.config
+        if network is not None:
+            config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "network": network}})
+            config = config.naming(*config.callables[1:])
         if config.algo != cls.algo:
             other = get_algorithm_spec(config.algo).class_name
             raise UserError(f"{path} is a checkpoint of {config.algo}, not of {cls.algo}; use {other}.load.")

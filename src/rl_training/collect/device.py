@@ -45,9 +45,8 @@ class DeviceCollector(LocalCollector):
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.means: dict[str, float] = {}
         self._map = map_actions(stepper.spaces, device)
-        captures, numbers = device.type == "cuda" and accelerate != "none", Numbers()
-        numbers.device = device
-        self._roll = CapturedStep(self._roll_out, numbers) if captures else self._roll_out
+        captures = device.type == "cuda" and accelerate != "none"
+        self._roll = CapturedStep(self._roll_out, Numbers()) if captures else self._roll_out
         self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
     def fill(self, experience: Experience, request: Request) -> None:
@@ -73,7 +72,7 @@ class DeviceCollector(LocalCollector):
         """Fill the experience; returns what is added to `sums`."""
         engine, env = self.engine, self.engine.env
         steps, count = noise["resets"].shape[:2]
-        begun = tree_map(lambda x: x.view(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
+        begun = tree_map(lambda x: x.reshape(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
         state, ages, obs = engine.state, engine.ages, encode(self.actor.spaces, env.observe(engine.state))
         rows: dict[str, list[Tensor]] = {name: [] for name in self.experience.arrays if name != "values"}
         rows["obs"].append(obs)

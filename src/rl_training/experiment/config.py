@@ -120,8 +120,15 @@ class TrainConfig(StrictModel):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Modules and environments that the user named, so that their functions may be called; a file names none."""
-        return (self.env_id,) if self._named is None else self._named
+        """Modules, environments and networks that the user named, so that their functions may be called; a file names
+        none."""
+        return self.callables if self._named is None else self._named
+
+    @property
+    def callables(self) -> tuple[str, ...]:
+        """What it says that may be the name of a function: the environment, and a network of the user's own."""
+        network = self.algo_kwargs.get("network")
+        return (self.env_id, network) if isinstance(network, str) else (self.env_id,)
 
     def naming(self, *names: str) -> TrainConfig:
         """The same config, in which the user named these modules or environments too."""
@@ -172,7 +179,7 @@ def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainCo
         return source
     if isinstance(source, Mapping):
         config = validate(TrainConfig, source, "config")
-        return config.naming(config.env_id)  # a mapping is the user's own code
+        return config.naming(*config.callables)  # a mapping is the user's own code
     return validate(TrainConfig, read_yaml(source), str(source))
 
 
