@@ -30,7 +30,8 @@ class DeviceEnvironment:
 
     The functions keep nothing and draw nothing, and they do the same to every row: no row decides what Python runs.
     `noise` is uniform in [0, 1): `reset_noise` or `step_noise` numbers for each environment. Make a tensor like a given
-    one (`torch.zeros_like`, `state.new_tensor`), so that it is on the right device.
+    one (`torch.zeros_like`, `state.new_full`), so that it is on the right device. One made of a list (`new_tensor`) is
+    copied from the host, which a CUDA graph cannot do: the rollout would run without one.
     """
 
     observation_space: gs.Space[Any]
