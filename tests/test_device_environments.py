@@ -38,6 +38,7 @@ from rl_training.runtime.run import Callback
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.workflows import train
+from rl_training.stores import rollouts
 from test_capture import Recorded
 
 CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")
@@ -399,6 +400,28 @@ def test_truncated_episodes_are_worth_what_their_last_observation_is(algo: str) 
     wanted = torch.where(rows["truncated"], finals, values[1:])
     assert rows["terminated"].any()
     torch.testing.assert_close(successors, wanted)
+
+
+class Seen(Walk):
+    """The place as an image."""
+
+    observation_space = gs.Box(0, 255, (4, 4), np.uint8)  # type: ignore[assignment]
+
+    def observe(self, state: Any) -> Tensor:
+        return (10 * state["place"]).byte().view(-1, 1, 1).expand(-1, 4, 4)
+
+
+def test_images_are_valued_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_rollouts(Seen)
+    policy: Any = session.algorithm.acting()
+    rows, valued, sizes = take_rollout(session), policy.values, []
+    monkeypatch.setattr(rollouts, "MOST_IMAGES", 16)
+    monkeypatch.setattr(policy, "values", lambda obs: (sizes.append(len(obs)), valued(obs))[1])
+    ((_, batch),) = session.store.batches(session.algorithm, 0)
+    assert max(sizes) == 16
+    with torch.no_grad():
+        finals = valued(rows["final_obs"].flatten(0, 1)).view(8, 5)
+    torch.testing.assert_close(batch["truncation_values"], finals)
 
 
 class Breaks(Walk):
