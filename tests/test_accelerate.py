@@ -21,6 +21,7 @@ from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime.restoring import change_config
 from rl_training.runtime.session import choose_acceleration, fit_ranks, open_session
 from rl_training.runtime.workflows import train
 from test_capture import Recorded
@@ -193,6 +194,13 @@ def test_a_run_keeps_and_says_what_was_chosen_and_its_resume_takes_it(
     resumed = stop_and_resume(tiny("sac", tmp_path / "two", **settings), 60)
     assert yaml.safe_load((resumed.run_dir / "config.yaml").read_text())["accelerate"] == "graph"
     assert_same(*(load_checkpoint(result.checkpoint_path)["algorithm"] for result in (whole, resumed)))
+
+
+def test_a_run_that_goes_on_on_another_device_chooses_again() -> None:
+    stored = tiny("ppo", Path("unused"), device="cuda", accelerate="graph")
+    for wanted, found in (({"device": "cpu"}, "auto"), ({"device": "cuda"}, "graph"), ({}, "graph")):
+        assert change_config(stored, wanted, force=True)[0].accelerate == found
+    assert change_config(stored, {"device": "cpu", "accelerate": "none"}, force=True)[0].accelerate == "none"
 
 
 @pytest.mark.slow

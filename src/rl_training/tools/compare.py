@@ -28,7 +28,9 @@ from rl_training.tools.statistics import (
 )
 
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
-NEVER_COMPARED = ("seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "ray", "worker_timeout")
+NEVER_COMPARED = (
+    "seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "accelerate", "ray", "worker_timeout",
+)  # fmt: skip
 POINTS = 60  # of a curve
 LARGEST = 1e100  # of numbers in files
 FEW_RUNS = 5  # below that many a bootstrap interval is too narrow
