@@ -106,10 +106,10 @@ def render_text(gates: Mapping[str, Gate], verdicts: Verdicts) -> str:
         f"Each return is the mean of {episodes} deterministic evaluation episodes with the final weights of one seed.\n"
         "A gate passes if the median over seeds reaches the bar, the worst seed is within 10 % of it, and no run took\n"
         "more steps than the budget. Other rules:\n\n"
-        "- `best, 4 of 5`: the best checkpoint must reach the bar in four of five seeds, on new episodes; the returns of\n"
-        "  the final weights are in parentheses.\n"
+        "- `best, 4 of 5`: the best checkpoint must reach the bar in four of five seeds, on new episodes; the returns\n"
+        "  of the final weights are in parentheses.\n"
         "- `training`: the mean of the last 10 training episodes counts.\n"
-        "- `steps to it`: the number is the environment steps until the first of two successive evaluations at the bar.\n\n"
+        "- `steps to it`: a number is the environment steps to the first of two successive evaluations at the bar.\n\n"
         "Steps is the maximum over seeds, Train s the median training time in seconds.\n",
         table(["Preset", "Environment", "Budget", "Bar", *numbers], (gate_row(g, verdicts[g.name]) for g in bars)),
     ]
@@ -132,7 +132,7 @@ def provenance(verdicts: Verdicts) -> str:
     machines = sorted({record["machine"].partition("; jobs")[0] for record in records})
     return (
         f"Machines: {'; '.join(machines)}. Versions: {'; '.join(versions)}.\n"
-        "Commands: `python scripts/run_gates.py` (to repeat a run, remove its file, then `--only <gate> --seeds <n>`),\n"
+        "Commands: `python scripts/run_gates.py` (to repeat one: remove its file, then `--only <gate> --seeds <n>`),\n"
         "`python scripts/run_gates.py --check`, `python scripts/render_results.py`. Each file in `results/` holds one\n"
         "run: every evaluation return, the learning curve, the hash of the config, versions, machine and command.\n"
     )
