@@ -7,7 +7,7 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 DEMO = runs/demo
 JOBS ?= 2
 
-.PHONY: help demo test test-slow lint types docs site results results-defaults bench clean
+.PHONY: help demo test test-slow lint types docs site recording results results-defaults bench clean
 
 help:
 	@echo "make demo       train IMPALA on CartPole-v1 until it is solved, evaluate it, draw its curve"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint       ruff                make types      mypy"
 	@echo "make docs       write the generated pages and type stubs"
 	@echo "make site       the documentation as pages to open: build/site/index.html"
+	@echo "make recording  a terminal session as an animated picture: docs/images/session.svg"
 	@echo "make results    run the learning gates that are not recorded, then draw docs/results.md"
 	@echo "make results-defaults  our defaults next to Stable-Baselines3's, where nothing was tuned (hours)"
 	@echo "make bench      every benchmark in benchmarks/, next to Stable-Baselines3 where it has the same;"
@@ -70,6 +71,10 @@ types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	$(BIN)/python scripts/generate_docs.py
 	$(BIN)/python scripts/render_results.py
+
+recording: $(VENV)/.installed
+	$(INSTALL) -e '.[export,tune]'
+	$(BIN)/python scripts/record_session.py
 
 site: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

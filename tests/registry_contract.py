@@ -40,6 +40,10 @@ OBSERVATIONS: dict[str, gs.Space[Any]] = {
 }
 
 
+KINDS = [(action, kind) for kind in ("vector", "image") for action in ACTIONS]
+KINDS += [("discrete", "mixed"), ("continuous", "mixed")]  # which is read as an image is, whatever the actions are
+
+
 class AnyKind(env_zoo.Walk):
     """A walk with any kind of action, seen as a vector, an image or both; it refuses an action outside its space."""
 
@@ -103,8 +107,7 @@ class TrainerSmoke:
 
     algo: ClassVar[str]
 
-    @pytest.mark.parametrize("observation", OBSERVATIONS)
-    @pytest.mark.parametrize("action", ACTIONS)
+    @pytest.mark.parametrize(("action", "observation"), KINDS)
     def test_trains_on_what_it_supports_and_refuses_the_rest(
         self, action: str, observation: str, tmp_path: Path
     ) -> None:

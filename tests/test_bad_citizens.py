@@ -42,7 +42,7 @@ WRONG = {  # what the run says, in every command that learns of it
     "wrong shape": r"returned an observation of shape \(1, 2\)",
     "wrong dtype": "returned an observation of dtype complex64",
     "scalar": r"returned an observation of shape \(\)",
-    "None": "gave None as an observation",
+    "None": "returned None as an observation",
     "changing spaces": r"returned an observation of shape \(3,\)",
     "NaN": "NaN or an? infinity",
     "NaN reward": r"NaN or an infinity|reward .*nan",

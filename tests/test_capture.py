@@ -125,20 +125,33 @@ def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None
     numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, epsilon=1.0, unset=None)
     numbers.device = torch.device("cpu")
     step = Recorded(lambda x: x * numbers["rate"] * numbers["fixed"] + numbers["optimizer_eps"], numbers)
+    assert isinstance(numbers["rate"], float)  # no schedule has set it
     numbers["rate"] = 0.5
-    assert isinstance(numbers["rate"], float)  # it has not moved
+    assert isinstance(numbers["rate"], Tensor)
     for turn in range(PLAIN_CALLS + 4):
         numbers["rate"], numbers["epsilon"] = 1.0 + turn, 1.0 / (1 + turn)
         assert step(torch.ones(1)).item() == pytest.approx(2.0 * (1 + turn))
-    assert isinstance(numbers["rate"], Tensor)
     assert isinstance(numbers["epsilon"], float)
     assert (step.plain, step.replays) == (PLAIN_CALLS, [4])
-    numbers.update({"optimizer_eps": 1.0}, fixed=2.0)
+    numbers.update({"optimizer_eps": 1.0})
     assert isinstance(numbers["optimizer_eps"], float)
     assert step(torch.ones(1)).item() == pytest.approx(2.0 * (PLAIN_CALLS + 4) + 1.0)  # not what the graph holds
     assert step.plain == PLAIN_CALLS + 1
     numbers["rate"] = None
     assert numbers["rate"] is None
+
+
+def test_a_graph_of_a_constant_is_not_one_of_a_number_that_is_set() -> None:
+    numbers = Numbers(rate=1.0)  # which is equal to True
+    numbers.device = torch.device("cpu")
+    step = Recorded(lambda x: x * numbers["rate"], numbers)
+    function, frozen = step.function, {"rate": 1.0}
+    step.function = lambda x: x * frozen["rate"]  # what the graph holds
+    for _ in range(PLAIN_CALLS + 1):
+        step(torch.ones(1))
+    step.function = function
+    numbers["rate"] = 3.0
+    assert step(torch.ones(1)).item() == 3.0
 
 
 def test_a_table_without_a_device_holds_floats() -> None:

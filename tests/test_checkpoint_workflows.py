@@ -104,7 +104,7 @@ def test_a_policy_predicts_what_the_run_would_do(tmp_path: Path) -> None:
     [
         ([0.0, 0.0, 0.0], "shape"), ([[0.0] * 5], "shape"), ([[[0.0] * 4]], "shape"), (0.5, "shape"), ([], "shape"),
         ("left", "numbers"), (None, "numbers"), ({"x": 1}, "numbers"), ([0.0, 0.0, 0.0, np.nan], "NaN"),
-        ([0.0, 0.0, 0.0, np.inf], "infinity"), ([[0.0] * 4, [0.0] * 3], "regular"), (np.zeros((0, 4)), "empty"),
+        ([0.0, 0.0, 0.0, np.inf], "infinity"), ([[0.0] * 4, [0.0] * 3], "rows of one length"), (np.zeros((0, 4)), "empty"),
         ([0, 0, 0, "x"], "numbers"), ([0, 0, 0, None], "numbers"),
     ],
 )  # fmt: skip
@@ -161,7 +161,7 @@ def masked_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([1, 0, 1], r"action_mask of env_zoo:Masked has 3 entries; its action space needs 5\.$"), ([], "has 0 entries"),
         ([[1, 0, 1, 1, 1]] * 2, "has 10 entries"), (1, "has 1 entries"), ([0] * 5, "forbids every action;"),
         ([0, 2, 3, 1, 1], "something else than 0 and 1"), ("10111", "numbers"), ({"a": 1}, "numbers"),
-        ([1, 0, None, 1, 1], "numbers"), ([1, 0, np.nan, 1, 1], "NaN"), ([[1, [0]], [1, 1, 1]], "regular"),
+        ([1, 0, None, 1, 1], "numbers"), ([1, 0, np.nan, 1, 1], "NaN"), ([[1, [0]], [1, 1, 1]], "rows of one length"),
     ],
 )  # fmt: skip
 def test_a_wrong_mask_is_one_sentence(masked_path: Path, mask: Any, words: str) -> None:

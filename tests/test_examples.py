@@ -13,6 +13,7 @@ SMALL: dict[str, dict[str, int]] = {
     "own_environment": {"total_timesteps": 600},
     "callback": {"total_timesteps": 4_000},
     "device_environment": {"total_timesteps": 2_048, "num_envs": 16},
+    "custom_network": {"total_timesteps": 120, "learning_starts": 100},
     "offline_to_online": {"first_timesteps": 300, "more_timesteps": 260},
     "deployment": {"total_timesteps": 1_000},
     "workers": {"total_timesteps": 600},

@@ -146,7 +146,7 @@ def test_the_card_says_how_it_plays_and_how_to_train_it_again(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--env", "CartPole-v1"], "--env and --import are for --card"),
+        (["--env", "CartPole-v1"], "--env is for --card"),
         (["--num-episodes", "1"], "--num-episodes is '1'; it must be a whole number of at least 2"),
         (["--format", "tflite"], "format is 'tflite'; it must be onnx or torch"),
     ],

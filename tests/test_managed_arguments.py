@@ -317,7 +317,8 @@ def test_every_name_of_ours_in_the_table_exists() -> None:
         (lambda: PPO("CartPole-v1", verbose=1),
          "PPO has no setting 'verbose'; learn(progress=True) shows how a run goes."),
         (lambda: PPO("CartPole-v1", policy_kwargs={}),
-         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation and optimizer shape the networks."),
+         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation and optimizer shape the networks; "
+         "network is a features extractor."),
         (lambda: PPO("CartPole-v1", tensorboard_log="logs"), "PPO has no setting 'tensorboard_log'; every run writes "
          "TensorBoard events into its folder, which is made in output_dir."),
         (lambda: PPO("CartPole-v1", 3),

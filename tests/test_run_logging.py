@@ -378,6 +378,17 @@ def test_a_message_stands_above_the_live_line(tmp_path: Path) -> None:
     assert plain(stream.getvalue()).endswith(f"\r{live}\rsaved to [run]\n{live}")
 
 
+def test_the_live_line_of_a_run_that_ended_does_nothing_any_more(tmp_path: Path) -> None:
+    stream = Terminal()
+    logger = make(tmp_path, console=True, stream=stream)
+    logger.progress(1000, 1.0, 0.0, doing="evaluating")
+    assert "evaluating" in plain(stream.getvalue())
+    logger.close()
+    last = plain(stream.getvalue()).split("\r")[-1]
+    assert "1,000/1,000  1 steps/s" in last
+    assert "evaluating" not in last
+
+
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_without_a_terminal_there_is_a_plain_line_every_five_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Any

@@ -135,11 +135,12 @@ def test_a_killed_study_goes_on_with_what_it_had_begun(tmp_path: Path) -> None:
     assert list(study(tmp_path).jobs(4)) == []
 
 
-def test_a_trial_that_falls_behind_is_pruned(tmp_path: Path) -> None:
+def test_a_trial_that_falls_behind_is_pruned_in_its_second_half(tmp_path: Path) -> None:
     opened = study(tmp_path)
-    ends = [finish(job, lambda _: 100.0) for job in opened.jobs(6)]
+    ends = [finish(job, lambda _: 100.0, evaluations=10) for job in opened.jobs(6)]
     assert ends == ["complete"] * 6
-    assert [finish(job, lambda _: 1.0) for job in opened.jobs(7)] == ["pruned"]
+    assert [finish(job, lambda _: 1.0, evaluations=4) for job in opened.jobs(7)] == ["complete"]
+    assert [finish(job, lambda _: 1.0, evaluations=10) for job in opened.jobs(8)] == ["pruned"]
     assert opened.best().value == 100.0
 
 

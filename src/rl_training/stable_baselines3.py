@@ -26,7 +26,7 @@ RL_ZOO = {
 }  # fmt: skip
 REMARKS = {
     "policy": "networks follow from the environment's spaces, and hidden_sizes and activation shape them.",
-    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks.",
+    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks; network is a features extractor.",
     "reset_num_timesteps": "learn continues where it was; learn(reset=True) starts over.",
     "verbose": "learn(progress=True) shows how a run goes.",
     "tensorboard_log": "every run writes TensorBoard events into its folder, which is made in output_dir.",

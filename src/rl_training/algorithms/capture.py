@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,15 +16,17 @@ Step = Callable[..., Any]
 CAPTURING = ("cuda",)  # devices whose kernels can be captured
 PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselves up in the first of them
 MOST_GRAPHS = 16  # of one step; each keeps its own memory
-BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})  # a kernel or a branch does
+# What a kernel takes by value, or Python branches on.
+BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
 OUTSIDE = frozenset({"epsilon", "exploration_noise", "target_kl", "penalty_coef"})  # no step reads them
 
 
 class Numbers(dict[str, Any]):
     """A learner's table of numbers: floats, or None where one is not set.
 
-    With a `device`, one that moves becomes a 0-dim tensor there, which later values fill, so that a captured step reads
-    them. `constants` are what a step does not read in place: floats, and whether a number is set.
+    With a `device`, one that is set becomes a 0-dim tensor there, which later values fill, so that a captured step
+    reads them: also one that does not move yet, or else a resumed run, which may begin anywhere, would round otherwise.
+    `constants` are what a step does not read in place: floats, and whether a number is set.
     """
 
     device: torch.device | None = None
@@ -34,10 +37,10 @@ class Numbers(dict[str, Any]):
         if isinstance(held, Tensor) and value is not None:
             held.fill_(value)
             return
-        if self.device is not None and value not in (None, held) and name not in BY_VALUE | OUTSIDE:
+        if self.device is not None and value is not None and name not in BY_VALUE | OUTSIDE:
             value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
-        self.constants = tuple(isinstance(x, Tensor) or x for key, x in self.items() if key not in OUTSIDE)
+        self.constants = tuple("set" if isinstance(x, Tensor) else x for key, x in self.items() if key not in OUTSIDE)
 
     def update(self, *others: Any, **values: float | None) -> None:
         """As `dict.update`, one by one."""
@@ -90,15 +93,22 @@ class CapturedStep:
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
         """On a side stream, as capturing asks of the calls before it."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            outputs = self.function(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.device(_device_of(inputs)):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                outputs = self.function(*inputs)
+            torch.cuda.current_stream().wait_stream(stream)
         return outputs
 
     def _record(self, inputs: tuple[Any, ...]) -> Recording:
         return Recording(self.function, inputs)
+
+
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures on a device: each stream has a workspace of cuBLAS."""
+    return torch.cuda.Stream(device)
 
 
 class Recording:
@@ -117,12 +127,15 @@ class Recording:
 
     def record(self, function: Callable[[], None]) -> None:
         """Capture the kernels of a function."""
-        torch.cuda.synchronize()
-        self.graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()  # to free an old graph, of a run that is over, would end the capture
         try:
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                function()
+            with torch.cuda.device(_device_of(self.inputs)):  # another one's kernels would run and not be captured
+                torch.cuda.synchronize()
+                self.graph = torch.cuda.CUDAGraph()
+                stream = capture_stream(torch.cuda.current_device())
+                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                    function()
         finally:
             if collects:
                 gc.enable()
@@ -155,6 +168,13 @@ def _sign(tree: Any, tensors: list[Tensor]) -> Any:
     if isinstance(tree, (tuple, list)):
         return tuple([_sign(value, tensors) for value in tree])
     return tree
+
+
+def _device_of(tree: Any) -> torch.device | None:
+    """Of its first tensor."""
+    tensors: list[Tensor] = []
+    _sign(tree, tensors)
+    return tensors[0].device if tensors else None
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

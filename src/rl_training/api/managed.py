@@ -136,8 +136,10 @@ class ManagedAlgorithm:
         wanted = dict(changes.pop("changes", None) or {})
         if self._moves_to is not None:
             wanted.setdefault("env_id", self._moves_to)
-        functions = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
-        wanted["algo_kwargs"] = {**functions, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
+        own = {name: value for name, value in self._asked.algo_kwargs.items() if callable(value)}
+        if self._own_network is not None:
+            own["network"] = self._own_network
+        wanted["algo_kwargs"] = {**own, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
         return self._adopt(resume_training(path, env=self.env, changes=wanted, **changes))
 
     def evaluate(
@@ -146,8 +148,15 @@ class ManagedAlgorithm:
         """Play whole episodes in new environments and return metrics; the same seed gives the same episodes."""
         seed = None if seed is None else _whole_number("seed", seed, least=0)
         return evaluate_checkpoint(
-            self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic
-        )
+            self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic,
+            network=self._own_network,
+        )  # fmt: skip
+
+    @property
+    def _own_network(self) -> Any:
+        """The network that the user gave or named."""
+        network = self._asked.algo_kwargs.get("network")
+        return network if not isinstance(network, str) or network in self._asked.named else None
 
     def __getattr__(self, name: str) -> NoReturn:
         hint = f"; {REMARKS[name]}" if name in REMARKS else ""
@@ -180,16 +189,19 @@ class ManagedAlgorithm:
         return save_checkpoint(path, tree)
 
     @classmethod
-    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None) -> Self:
-        """Load the algorithm from a file that `save` or a run wrote.
+    def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None, network: Any = None) -> Self:
+        """Load the algorithm from a file that `save` or a run wrote; give `network` if it was trained with your own.
 
         `env` may be another environment with the same spaces: `learn` then continues there, with new episodes and an
         empty replay buffer. An environment with the same name counts as the same one; so does any environment if the
         policy was trained on a function without a name.
         """
         tree, env = read_checkpoint(path), read_env(env)
-        policy = TrainedPolicy(*load_algorithm(path, tree))
+        policy = TrainedPolicy(*load_algorithm(path, tree, network))
         config = policy.config
+        if network is not None:
+            config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "network": network}})
+            config = config.naming(*config.callables[1:])
         if config.algo != cls.algo:
             other = get_algorithm_spec(config.algo).class_name
             raise UserError(f"{path} is a checkpoint of {config.algo}, not of {cls.algo}; use {other}.load.")

@@ -52,7 +52,7 @@ def evaluate(
         pictures = draw_imagination(path, Path(path).resolve().parent, seed=first, env=named)
     metrics = evaluate_checkpoint(
         path, num_episodes=episodes, deterministic=not stochastic, seed=first, record_video_dir=record_video,
-        render=render, env=named,
+        render=render, env=named, network=tuple(modules or ()),
     )  # fmt: skip
     kind = "sampled" if stochastic else "deterministic"
     print_evaluation(make_console(), path, metrics, kind, record_video, pictures)

@@ -36,19 +36,20 @@ def export(
     It takes the environment's observations and gives its actions: normalizer, scaling and masks are inside.
     """
     episodes = whole_number("--num-episodes", num_episodes, least=2)
-    if not card and (env is not None or modules):
-        raise UserError("--env and --import are for --card, which was not given; without it no environment is made.")
+    if not card and env is not None:
+        raise UserError("--env is for --card, which was not given; without it no environment is made.")
     named = name_environment(env, modules)
     from rl_training.runtime.restoring import load_algorithm, read_checkpoint
     from rl_training.runtime.workflows import evaluate_checkpoint
     from rl_training.tools.export import export_policy
 
-    path = find_checkpoint(checkpoint)
+    path, names = find_checkpoint(checkpoint), tuple(modules or ())
     scores: dict[str, Any] = {}
     if card:  # first, so that a missing environment leaves nothing half done
-        *_, config = load_algorithm(path, read_checkpoint(path))
-        scores = evaluate_checkpoint(path, num_episodes=episodes, seed=config.seed + FRESH_SEED, env=named)
-    made = export_policy(path, file_format, output)
+        *_, config = load_algorithm(path, read_checkpoint(path), names)
+        seed = config.seed + FRESH_SEED
+        scores = evaluate_checkpoint(path, num_episodes=episodes, seed=seed, env=named, network=names)
+    made = export_policy(path, file_format, output, names)
     facts, parity = made.facts, made.facts["parity"]
     if card:
         from rl_training.tools.card import render_card

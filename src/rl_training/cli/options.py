@@ -46,7 +46,7 @@ AlgoOption = Annotated[
 ]
 EnvOption = Annotated[Text, option("Gymnasium id, or module:name of a class or function.", "--env", metavar="ID")]
 OwnEnvOption = Annotated[Text, option("Your own name for the checkpoint's environment.", "--env", metavar="ID")]
-ImportOption = Annotated[Texts, option("Import a module that registers environments.", "--import", metavar="MODULE")]
+ImportOption = Annotated[Texts, option("Import a module of environments or networks.", "--import", metavar="MODULE")]
 SetOption = Annotated[
     Texts, option("Set a config field or a hyper-parameter: learning_rate=1e-3.", "--set", metavar="KEY=VALUE")
 ]

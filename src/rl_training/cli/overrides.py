@@ -35,10 +35,13 @@ def build_config(
     changed.update(given)
     where = config or f"{algo} on {env}"
     built = validate(TrainConfig, changed, where if changed == data else f"{where}, with the options given")
-    says = config is None or any(setting.partition("=")[0].strip() == "env_id" for setting in settings or ())
-    named = built.env_id if says else None
-    name_environment(named, modules)
-    return built.naming(*(modules or ()), *([] if named is None else [named]))
+    keys = {setting.partition("=")[0].strip().removeprefix("algo_kwargs.") for setting in settings or ()}
+    named = [built.env_id] if config is None or "env_id" in keys else []
+    named += built.callables[1:] if "network" in keys else ()
+    for name in named:
+        name_environment(name, None)
+    name_environment(None, modules)
+    return built.naming(*(modules or ()), *named)
 
 
 def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:

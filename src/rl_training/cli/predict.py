@@ -9,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from rl_training.cli.options import CheckpointOption, StochasticOption, Text, find_checkpoint, option
+from rl_training.cli.options import (
+    CheckpointOption,
+    ImportOption,
+    StochasticOption,
+    Text,
+    find_checkpoint,
+    name_environment,
+    option,
+)
 from rl_training.errors import UserError
 
 
@@ -20,6 +28,7 @@ def predict(
         Text, option("1 for each action that is allowed, else 0; a batch has a row for each.", metavar="JSON|FILE|-")
     ] = None,
     stochastic: StochasticOption = False,
+    modules: ImportOption = None,
 ) -> None:
     """Print the action for an observation as JSON; a batch gives a batch.
 
@@ -29,7 +38,7 @@ def predict(
     mask = None if action_mask is None else read_values("--action-mask", action_mask, "a mask looks like [1, 0, 1]")
     from rl_training.runtime.workflows import load_policy
 
-    policy = load_policy(find_checkpoint(checkpoint))
+    policy = load_policy(find_checkpoint(checkpoint), name_environment(None, modules))
     action = policy.predict(observation, not stochastic, action_mask=mask)
     typer.echo(json.dumps(action if isinstance(action, int) else action.tolist()))
 

@@ -38,6 +38,10 @@ def resume(
     changes = read_changes(path, settings)
     if env is None and isinstance(changes.get("env_id"), str):
         env = changes["env_id"]  # which --set names, and so does the user
+    network = changes.get("algo_kwargs", {}).get("network")
+    networks = [network] if isinstance(network, str) else []
+    for name in networks:
+        name_environment(name, None)
     named = name_environment(env, modules)
     from rl_training.runtime.run import Callback, Run
     from rl_training.runtime.workflows import resume_training
@@ -57,7 +61,7 @@ def resume(
     )  # fmt: skip
     trained = result.metrics["global_step"] - watch.first_step
     title = f"{watch.title}, resumed at step {watch.first_step:,}"
-    print_run(make_console(), result, title, repeat_names(env, modules), trained=trained)
+    print_run(make_console(), result, title, repeat_names(env, modules, networks), trained=trained)
 
 
 def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:

@@ -92,10 +92,11 @@ def print_run(
     console.print(f"  {resume_command(join_ranks().count)} {given} {larger_budget(metrics)}".rstrip(), soft_wrap=True)
 
 
-def repeat_names(env: str | None, modules: Iterable[str] | None) -> str:
+def repeat_names(env: str | None, modules: Iterable[str] | None, networks: Iterable[str] = ()) -> str:
     """The `--env` and `--import` that the next command needs, since a file alone calls no function of the user's."""
     named = "" if env is None else f" --env {shlex.quote(env)}"
-    return named + "".join(f" --import {shlex.quote(name)}" for name in modules or ())
+    names = dict.fromkeys([*(modules or ()), *(network.partition(":")[0] for network in networks)])
+    return named + "".join(f" --import {shlex.quote(name)}" for name in names)
 
 
 def larger_budget(metrics: dict[str, Any]) -> str:

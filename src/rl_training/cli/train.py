@@ -104,7 +104,8 @@ def run_all(configs: list[TrainConfig], *, several: bool, jobs: int = 1, modules
         runs.append((config.seed, result))
         if not several:
             named = config.env_id if ":" in config.env_id and config.env_id in config.named else None
-            print_run(console, result, title, repeat_names(named, modules))
+            networks = [name for name in config.callables[1:] if name in config.named]
+            print_run(console, result, title, repeat_names(named, modules, networks))
         if result.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
             break
     if several:

@@ -72,7 +72,7 @@ class DeviceCollector(LocalCollector):
         """Fill the experience; returns what is added to `sums`."""
         engine, env = self.engine, self.engine.env
         steps, count = noise["resets"].shape[:2]
-        begun = tree_map(lambda x: x.view(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
+        begun = tree_map(lambda x: x.reshape(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
         state, ages, obs = engine.state, engine.ages, encode(self.actor.spaces, env.observe(engine.state))
         rows: dict[str, list[Tensor]] = {name: [] for name in self.experience.arrays if name != "values"}
         rows["obs"].append(obs)

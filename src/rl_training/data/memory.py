@@ -141,7 +141,7 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
     fits = int(float(f"{0.9 * rows * envs * free / need:.0e}"))
     raise UserError(
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
-        f"lower buffer_capacity to about {fits}, or set replay_folder to a folder on a disk with more room."
+        f"lower buffer_capacity to about {fits}, or set replay_folder to a folder on a larger disk."
     )
 
 

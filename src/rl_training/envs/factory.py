@@ -215,7 +215,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
     maker = recipe.maker
     try:
         if maker is None and _looks_like_entry_point(recipe.env_id):
-            maker = _import_entry_point(recipe.env_id, recipe.named_by_user)
+            maker = import_entry_point("env_id", recipe.env_id, gym.Env, recipe.named_by_user, "--env ", "env")
         if maker is None:
             register_on_demand(recipe.env_id)
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
@@ -292,24 +292,29 @@ def _looks_like_entry_point(env_id: str) -> bool:
     return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
 
 
-def _import_entry_point(env_id: str, named_by_user: bool) -> Callable[..., Env]:
-    module_name, _, name = env_id.partition(":")
+def import_entry_point(
+    field: str, value: str, kind: type, named_by_user: bool, option: str, argument: str | None = None
+) -> Callable[..., Any]:
+    """What `module:name` in a field means; where no user named it, only a class of that kind."""
+    module_name, _, name = value.partition(":")
     hint = "" if named_by_user else f"; to use a module in this folder, add --import {module_name}"
     if module_name.endswith(".py"):
         hint = f"; a module is named without .py: {module_name[:-3]}:{name}"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"env_id {env_id!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
+        raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
     maker = getattr(module, name, None)
     if not callable(maker):
-        own = [one for one, value in vars(module).items() if isinstance(value, type) and issubclass(value, gym.Env)]
-        near = did_you_mean(name, own) if own else "it defines no environment."
-        raise UserError(f"env_id {env_id!r}: {module_name} has no class or function {name!r}; {near}")
-    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, gym.Env)):
+        own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kind)]
+        noun = "environment" if kind is gym.Env else "network"
+        near = did_you_mean(name, own) if own else f"it defines no {noun}."
+        raise UserError(f"{field} {value!r}: {module_name} has no class or function {name!r}; {near}")
+    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, kind)):
+        wanted = "gymnasium.Env" if kind is gym.Env else "torch.nn.Module"
         raise UserError(
-            f"env_id {env_id!r} comes from a file and is not a gymnasium.Env class, so it is not called; if you trust "
-            f"it, name it yourself: --env {env_id} or --import {module_name}, in Python env={env_id!r}."
+            f"{field} {value!r} comes from a file and is not a {wanted} class, so it is not called; if you trust "
+            f"it, name it yourself: {option}{value} or --import {module_name}, in Python {argument or field}={value!r}."
         )
     return maker
 

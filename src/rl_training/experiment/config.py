@@ -120,8 +120,14 @@ class TrainConfig(StrictModel):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Modules and environments that the user named, whose functions may be called; a file names none."""
-        return (self.env_id,) if self._named is None else self._named
+        """Modules, environments and networks that the user named, so they may be called; a file names none."""
+        return self.callables if self._named is None else self._named
+
+    @property
+    def callables(self) -> tuple[str, ...]:
+        """The values that may name a function: the environment, and the user's own network."""
+        network = self.algo_kwargs.get("network")
+        return (self.env_id, network) if isinstance(network, str) else (self.env_id,)
 
     def naming(self, *names: str) -> TrainConfig:
         """A copy in which the user also named these modules or environments."""
@@ -172,7 +178,7 @@ def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainCo
         return source
     if isinstance(source, Mapping):
         config = validate(TrainConfig, source, "config")
-        return config.naming(config.env_id)  # a mapping comes from the user's code
+        return config.naming(*config.callables)  # a mapping comes from the user's code
     return validate(TrainConfig, read_yaml(source), str(source))
 
 

@@ -54,6 +54,7 @@ class RunLogger:
         dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
         self._live = self._stream is not None and self._stream.isatty() and not dumb
         self._line: Progress | None = None
+        self._doing = ""
         self._total, self._due = total_steps, -math.inf if self._stream else math.inf
         self._warned: set[str] = set()
         self._rows = _Appender(self.path, self._warn, fresh=not append)
@@ -105,7 +106,7 @@ class RunLogger:
         now = self._clock()
         if now < self._due or self._stream is None:
             return
-        self._due = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS)
+        self._due, self._doing = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS), doing
         self._print(self._describe(step, steps_per_second, return_mean, losses or {}, workers, doing), step)
 
     def message(self, text: str) -> None:
@@ -121,6 +122,8 @@ class RunLogger:
             sink.close()
         if self._line is not None:
             with suppress(OSError, ValueError):
+                ended = self._line.tasks[0].description.replace(f"  {self._doing}  ", "  ") if self._doing else None
+                self._line.update(self._line.task_ids[0], description=ended)  # it does nothing any more
                 self._line.stop()
         self._line, self._stream, self._due = None, None, math.inf
 

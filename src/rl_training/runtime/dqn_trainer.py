@@ -111,7 +111,7 @@ def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLe
     """
     _, network, outputs = HEADS[learner]
     others: dict[str, Any] = {"num_outputs": getattr(params, outputs)} if outputs else {}
-    if spaces.obs_kind == "image":
+    if spaces.obs_kind == "image" and params.network is None:
         encoder = ImageEncoder(spaces.obs_shape, out_dim=0)
         sizes = (encoder.width,) if params.head_hidden_sizes is None else params.head_hidden_sizes
         others |= {"encoder": encoder, "hidden_sizes": sizes}

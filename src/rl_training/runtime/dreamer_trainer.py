@@ -67,6 +67,8 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
     """The learner with fresh networks."""
     if spaces.has_action_mask:
         raise UserError(f"dreamer does not support the action masks of {spaces.env_id}; ppo and dqn do.")
+    if params.network is not None:
+        raise UserError(f"dreamer has a world model in place of a network; leave network {params.network.name} out.")
     size = SIZES[params.size]
     layers: dict[str, Any] = {
         "hidden_sizes": params.hidden_sizes or (size.units,) * size.layers, "activation": params.activation,

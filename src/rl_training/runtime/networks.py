@@ -10,6 +10,7 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder, MixedEncoder, MixedInput, ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.runtime.own_network import OwnEncoder
 from rl_training.runtime.params import Params
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -32,7 +33,7 @@ def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **other
     """A network of the spaces' sizes, with the hyper-parameters that its constructor names; `others` go before them."""
     common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
     if "encoder" not in others:
-        common["encoder"] = make_encoder(spaces)
+        common["encoder"] = make_encoder(params, spaces)
     return kind(**common | params.arguments_of(kind) | others)
 
 
@@ -41,8 +42,10 @@ def any_kind(spaces: EnvSpaces) -> dict[str, Any]:
     return {"action_kind": spaces.action_kind, "action_sizes": spaces.action_sizes}
 
 
-def make_encoder(spaces: EnvSpaces) -> nn.Module | None:
-    """What stands before the layers that read these observations: convolutions for images, nothing for a vector."""
+def make_encoder(params: Params, spaces: EnvSpaces) -> nn.Module | None:
+    """What stands before the hidden layers: the user's own network, convolutions for images, nothing for a vector."""
+    if params.network is not None:
+        return OwnEncoder(params.network, spaces)
     if spaces.obs_kind == "mixed":
         return MixedEncoder([part.shape for part in spaces.image_parts], len(spaces.vector_columns))
     return ImageEncoder(spaces.obs_shape) if spaces.obs_kind == "image" else None
@@ -50,7 +53,7 @@ def make_encoder(spaces: EnvSpaces) -> nn.Module | None:
 
 def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
     """Actor and critic for these spaces: MLPs of `hidden_sizes`, on images alone linear heads on a shared CNN."""
-    sizes = () if spaces.obs_kind == "image" else params.hidden_sizes
+    sizes = () if spaces.obs_kind == "image" and params.network is None else params.hidden_sizes
     return make_network(MLPActorCritic, params, spaces, hidden_sizes=sizes, **any_kind(spaces))
 
 

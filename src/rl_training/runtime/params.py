@@ -7,14 +7,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
 
 from rl_training.errors import UserError, did_you_mean
+from rl_training.runtime.own_network import UserNetwork
 from rl_training.validation import StrictModel, validate
 
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
 # the widths of hidden layers: two of the widest hold a gigabyte of weights between them
 Widths = Annotated[tuple[Annotated[int, Field(ge=1, le=16384)], ...], Field(max_length=16)]
+OwnNetwork = Annotated[
+    Any,
+    PlainValidator(UserNetwork.read),
+    PlainSerializer(lambda network: None if network is None else network.name),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
+]
 OptimizerKind = Literal["adam", "rmsprop", "rmsprop_tf", "sgd"]
 SCHEDULE = "_schedule"  # how the key of a schedule ends
 
@@ -101,6 +108,11 @@ class Params(StrictModel):
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
     hidden_sizes: Widths = Field((64, 64), description="Widths of the hidden layers.")
     activation: Activation = Field("tanh", description="Activation of the hidden layers.")
+    network: OwnNetwork = Field(
+        None,
+        description="Your own torch.nn.Module before the hidden layers, or module:name of a class or function that "
+        "makes one.",
+    )
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null does not clip.")

@@ -16,6 +16,7 @@ from rl_training.envs.stepper import MOST_NAMED
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.own_network import give_network
 from rl_training.runtime.params import change_params, dump_params, read_params
 from rl_training.runtime.random_play import compare_restored
 from rl_training.runtime.ranks import Ranks, resume_command
@@ -54,11 +55,16 @@ def read_checkpoint(path: PathLike) -> dict[str, Any]:
     return tree
 
 
-def load_algorithm(path: PathLike, tree: dict[str, Any]) -> tuple[Algorithm, EnvSpaces, TrainConfig]:
-    """The learner in a checkpoint, with its weights; the config's `auto`s are decided."""
+def load_algorithm(
+    path: PathLike, tree: dict[str, Any], network: Any = None
+) -> tuple[Algorithm, EnvSpaces, TrainConfig]:
+    """The learner in a checkpoint, with its weights; the config's `auto`s are decided.
+
+    `network` is the user's own, given again, or a tuple of names that the user trusts.
+    """
     config = validate(TrainConfig, tree["config"], str(path))
     spec = get_algorithm_spec(config.algo)
-    params = read_params(spec.params, config.algo_kwargs)
+    params = give_network(read_params(spec.params, config.algo_kwargs), network, path)
     spaces = read_spaces(path, tree["spaces"])
     spec.check_support(spaces, learns=False)
     algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device="cpu", stored=tree["algorithm"])
@@ -273,7 +279,9 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     if isinstance(wanted.get("algo_kwargs"), Mapping):
         model = get_algorithm_spec(stored.algo).params
         merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
-    config = validate(TrainConfig, merged, "resume").naming(*([wanted["env_id"]] if "env_id" in wanted else ()))
+    config = validate(TrainConfig, merged, "resume")
+    said = wanted.get("env_id"), (wanted.get("algo_kwargs") or {}).get("network")
+    config = config.naming(*(name for name in said if isinstance(name, str)))
     old, new = ({**c.model_dump(mode="json", exclude={"algo_kwargs"}), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     free = FREE_KEYS | moved.keys()

@@ -33,6 +33,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.own_network import resolve_network
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
 from rl_training.runtime.ranks import Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
@@ -97,8 +98,9 @@ def open_session(
     if ranks.count > 1:
         config = fit_ranks(config, spec.lane)
     params = read_params(spec.params, config.algo_kwargs)
-    named = (*config.named, *(env or ())) if env is None or isinstance(env, tuple) else env
-    recipe = read_recipe(config.env_id, config.env_kwargs, named)
+    names = (*config.named, *(env if isinstance(env, tuple) else ()))
+    params = resolve_network(params, names)
+    recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_made_environment(config, recipe)
     spaces, problems, _ = probe(recipe)
     spec.check_support(spaces)

@@ -48,8 +48,10 @@ def read_config(
         data.setdefault("num_envs", 1)
     data = with_defaults(data)
     read = validate(TrainConfig, data, str(config) if isinstance(config, str | Path) else "config")
-    says = names is None or isinstance(env, str) or "env_id" in settings
-    return read.naming(*(names or ()), *([read.env_id] if says else []))
+    if names is None:  # the user's own code
+        return read.naming(*read.callables)
+    said = [read.env_id] if isinstance(env, str) or "env_id" in settings else []
+    return read.naming(*names, *said, *(read.callables[1:] if "network" in settings else ()))
 
 
 def with_defaults(data: dict[str, Any]) -> dict[str, Any]:

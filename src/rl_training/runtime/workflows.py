@@ -22,6 +22,7 @@ from rl_training.runtime.acting import ActingSession, acting_lock
 from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.known_keys import keys_located
 from rl_training.runtime.loop import run_loop
+from rl_training.runtime.own_network import network_of
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
 from rl_training.runtime.run import Callback, Run, RunState
@@ -78,11 +79,11 @@ class TrainedPolicy:
         with acting_lock(self.algorithm):
             state = dict(self.algorithm.state_dict())
         parts = {"config": self.config.model_dump(mode="json"), "spaces": self.spaces.to_dict(), "algorithm": state}
-        return _unpickle_policy, (pack_tree(parts),)
+        return _unpickle_policy, (pack_tree(parts), network_of(self.algorithm))
 
 
-def _unpickle_policy(data: bytes) -> TrainedPolicy:
-    return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data)))
+def _unpickle_policy(data: bytes, network: Any = None) -> TrainedPolicy:
+    return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data), network))
 
 
 def plain_action(action: Any) -> Any:
@@ -180,27 +181,30 @@ def execute(
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy)
 
 
-def load_policy(path: PathLike) -> TrainedPolicy:
-    """The policy in a checkpoint, on the CPU, ready to predict."""
-    return TrainedPolicy(*load_algorithm(path, read_checkpoint(path)))
+def load_policy(path: PathLike, network: Any = None) -> TrainedPolicy:
+    """The policy in a checkpoint, on the CPU, ready to predict; `network` is your own, where it has one."""
+    return TrainedPolicy(*load_algorithm(path, read_checkpoint(path), network))
 
 
-def predict_checkpoint(path: PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None) -> Any:
+def predict_checkpoint(
+    path: PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None, network: Any = None
+) -> Any:
     """The action of a checkpoint's policy for one observation or a batch; `action_mask` as `predict` takes it."""
-    return load_policy(path).predict(obs, deterministic, action_mask=action_mask)
+    return load_policy(path, network).predict(obs, deterministic, action_mask=action_mask)
 
 
 @threads_restored()
 def evaluate_checkpoint(
     path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
     env: UserEnv | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
-    render: bool = False,
+    render: bool = False, network: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of whole episodes with a checkpoint's policy, per-episode returns and lengths among them."""
     whole = isinstance(num_episodes, (int, np.integer)) and not isinstance(num_episodes, bool)
     if num_episodes is not None and (not whole or num_episodes < 1):
         raise UserError(f"num_episodes is {num_episodes!r}; it must be a whole number of at least 1.")
-    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
+    network = env if network is None and isinstance(env, tuple) else network
+    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path), network)
     episodes = int(num_episodes) if num_episodes is not None else max(config.eval_episodes, 1)
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     check_same_spaces(spaces, probe_spaces(recipe))

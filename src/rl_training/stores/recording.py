@@ -44,7 +44,7 @@ def record_policy(
     env: UserEnv | None = None,
 ) -> TransitionDataset:  # fmt: skip
     """Steps of a checkpoint's policy in an environment as it trained in; the same seed (the run's) records the same."""
-    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
+    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path), env if isinstance(env, tuple) else None)
     dataset = play_policy(algorithm, spaces, config, num_steps, seed=seed, deterministic=deterministic, env=env)
     return replace(dataset, metadata=origin(config, path) | dataset.metadata)
 

@@ -174,7 +174,9 @@ class Export:
     facts: dict[str, Any]
 
 
-def export_policy(checkpoint: PathLike, file_format: str = "onnx", output: PathLike | None = None) -> Export:
+def export_policy(
+    checkpoint: PathLike, file_format: str = "onnx", output: PathLike | None = None, network: Any = None
+) -> Export:
     """Write the deterministic policy of a checkpoint, compare it with `predict`, and say so in a JSON file next to it.
 
     A file that does not act as the checkpoint does is not left behind.
@@ -184,13 +186,13 @@ def export_policy(checkpoint: PathLike, file_format: str = "onnx", output: PathL
     if missing := [name for name in PACKAGES[file_format] if find_spec(name) is None]:
         raise UserError(f"{missing[0]} is not installed; run pip install 'rl-training[export]' for --format onnx.")
     tree = read_checkpoint(checkpoint)
-    policy = TrainedPolicy(*load_algorithm(checkpoint, tree))
+    policy = TrainedPolicy(*load_algorithm(checkpoint, tree, network))
     path = Path(checkpoint).with_suffix(SUFFIXES[file_format]) if output is None else Path(output)
     if not path.parent.is_dir() or path.suffix != SUFFIXES[file_format]:
         wanted = f"end with {SUFFIXES[file_format]}" if path.parent.is_dir() else "lie in a folder that exists"
         raise UserError(f"output is {path}; it must {wanted}.")
     # of a learner of its own, in which tracing may leave what it likes
-    module = ExportedPolicy(TrainedPolicy(*load_algorithm(checkpoint, tree))).eval()
+    module = ExportedPolicy(TrainedPolicy(*load_algorithm(checkpoint, tree, network))).eval()
     facts: dict[str, Any] = {
         "algo": policy.config.algo, "env_id": policy.spaces.env_id, "format": file_format,
         "opset": OPSET if file_format == "onnx" else None, "checkpoint": str(checkpoint), "step": tree["run"]["step"],

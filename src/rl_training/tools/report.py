@@ -383,7 +383,8 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
     from rl_training.runtime.restoring import load_algorithm, read_checkpoint
     from rl_training.runtime.session import check_same_spaces
 
-    algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint))
+    names = env if isinstance(env, tuple) else None
+    algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint), names)
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     check_same_spaces(spaces, probe_spaces(recipe))
     played = make_env(recipe, evaluation=True, render_mode="rgb_array")

@@ -304,7 +304,7 @@ class Study:
         evaluations = max(1, config.total_timesteps // self.config.algo_kwargs["eval_interval"])
         self.study = optuna.create_study(
             storage=f"sqlite:///{folder.resolve() / 'study.db'}", study_name="tune", direction="maximize",
-            load_if_exists=True, pruner=optuna.pruners.MedianPruner(5, n_warmup_steps=evaluations // 3),
+            load_if_exists=True, pruner=optuna.pruners.MedianPruner(5, n_warmup_steps=evaluations // 2),
         )  # fmt: skip
         # another seed every time that it goes on, or random trials would be drawn twice
         seed = config.seed + len(self.study.get_trials(deepcopy=False))

@@ -1,0 +1,129 @@
+"""`network`: an encoder of the user's own in place of the package's, and the name by which a file knows it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.envs.factory import import_entry_point
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
+
+AnyParams = TypeVar("AnyParams", bound=Any)
+UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+
+
+@dataclass(frozen=True)
+class UserNetwork:
+    """A module, or a class or function that makes one for an `EnvSpaces`.
+
+    A file holds its `name` alone: `module:name` can be imported again, anything else has to be given again.
+    """
+
+    name: str
+    given: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def read(cls, value: Any) -> UserNetwork | None:
+        """What `network` may be."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        if isinstance(value, nn.Module):
+            return cls(type(value).__name__, value)
+        if not callable(value):
+            known = "a torch.nn.Module, a class or function of the spaces that makes one, or module:name"
+            raise ValueError(f"a {type(value).__name__} is no network; give {known}")
+        module, name = (getattr(value, key, "") for key in ("__module__", "__qualname__"))
+        importable = module not in ("", "__main__") and name.isidentifier()
+        return cls(f"{module}:{name}" if importable else name.rpartition(".")[2] or type(value).__name__, value)
+
+    def resolve(self, named: Sequence[str]) -> UserNetwork:
+        """With the module or its maker, imported where a file says its name; a function only if the user named it."""
+        if self.given is not None:
+            return self
+        module, _, name = self.name.partition(":")
+        if not name:
+            again = "give the module, class or function itself, as in load(path, network=...)"
+            raise UserError(f"network is {self.name!r}, which cannot be imported by that name; {again}.")
+        trusted = self.name in named or module in named
+        return replace(self, given=import_entry_point("network", self.name, nn.Module, trusted, "--set network="))
+
+    def make(self, spaces: EnvSpaces) -> nn.Module:
+        """A module of its own for whoever asks: a new one, or a copy of the one that was given."""
+        if isinstance(self.given, nn.Module):
+            return copy.deepcopy(self.given)
+        try:
+            made = self.given(spaces)
+        except Exception as error:
+            raise UserError(f"network {self.name} cannot be made for {spaces.env_id}: {_in_words(error)}.") from error
+        if not isinstance(made, nn.Module):
+            raise UserError(f"network {self.name} made a {type(made).__name__}; it must make a torch.nn.Module.")
+        return made
+
+    def __deepcopy__(self, memo: Any) -> UserNetwork:
+        """The same: nobody changes it, and a given module may be large."""
+        return self
+
+
+class OwnEncoder(nn.Module):
+    """The user's module where the package's encoders stand: observations as floats [B, ...] -> features [B, out_dim].
+
+    It is tried on two rows of zeros, so that what does not fit is told before a run starts.
+    """
+
+    def __init__(self, source: UserNetwork, spaces: EnvSpaces) -> None:
+        super().__init__()
+        self.source = source
+        rows = torch.zeros(2, *((spaces.obs_dim,) if spaces.obs_kind == "mixed" else spaces.obs_shape))
+        self.network = source.make(spaces).to(rows.device)
+        for part in self.network.modules():
+            if isinstance(part, UNSTEADY):
+                kind = type(part).__name__
+                why = "a policy has to act as it was trained, and a resume to go on exactly"
+                raise UserError(f"network {source.name} has a {kind}; {why}, so leave it out (LayerNorm is fine).")
+        try:
+            with torch.no_grad():
+                features = self.network(rows)
+        except Exception as error:
+            shape = f"{list(rows.shape)} of {spaces.env_id}"
+            raise UserError(f"network {source.name} fails on observations {shape}: {_in_words(error)}.") from error
+        if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != 2 or not features.shape[1]:
+            found = list(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
+            raise UserError(f"network {source.name} gave {found} for 2 observations; it must give features [2, F].")
+        self.out_dim = features.shape[1]
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[B, ...] -> [B, out_dim]."""
+        return self.network(obs)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+
+
+def resolve_network(params: AnyParams, named: Sequence[str]) -> AnyParams:
+    """The hyper-parameters with the user's network at hand, where they have one."""
+    return params if params.network is None else params.model_copy(update={"network": params.network.resolve(named)})
+
+
+def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
+    """The hyper-parameters in a file, with the network that the user gives again, or names that may be called."""
+    if network is None or isinstance(network, tuple):
+        return resolve_network(params, network or ())
+    if params.network is None:
+        raise UserError(f"network is given, but {where} was trained without one of your own; leave it out.")
+    given = UserNetwork.read(network)
+    assert given is not None
+    return params.model_copy(update={"network": given.resolve((given.name,))})
+
+
+def network_of(algorithm: nn.Module) -> Any:
+    """What the user gave as the network of a learner; None where it has none."""
+    return next((part.source.given for part in algorithm.modules() if isinstance(part, OwnEncoder)), None)
