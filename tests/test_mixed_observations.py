@@ -20,6 +20,7 @@ from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.models.blocks import MixedEncoder
 from rl_training.models.dreamer import Decoder, Encoder, PartsDecoder, PartsEncoder
 from rl_training.runtime.networks import make_encoder, make_input
+from rl_training.runtime.params import Params
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import load_policy, train
 from rl_training.stores.recording import read_replay_buffer
@@ -108,7 +109,7 @@ def test_only_the_vector_is_normalized() -> None:
 
 
 def test_every_image_goes_through_convolutions_of_its_own_and_the_vector_around_them() -> None:
-    encoder = make_encoder(spaces_of(NESTED))
+    encoder = make_encoder(Params(), spaces_of(NESTED))
     assert isinstance(encoder, MixedEncoder)
     x = torch.rand(2, PIXELS + 5, generator=torch.Generator().manual_seed(0))
     features = encoder(x)
