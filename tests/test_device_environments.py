@@ -543,6 +543,17 @@ def test_a_tensor_of_another_device_is_told_before_the_run(maker: Any, name: str
     find_device_environment(read_recipe("mine", {}, Walk), "meta")
 
 
+def test_a_file_may_name_a_class_of_ones_own() -> None:
+    """As it may name a gymnasium.Env class; a function has to be named by the user."""
+    recipe = EnvRecipe(f"{__name__}:Walk")
+    assert not recipe.named_by_user
+    assert isinstance(make_env(recipe).unwrapped, OneEnvironment)
+    with pytest.raises(UserError, match="did you mean 'Walk'"):
+        make_env(EnvRecipe(f"{__name__}:Walks"))
+    with pytest.raises(UserError, match="comes from a file"):
+        make_env(EnvRecipe(f"{__name__}:gives"))
+
+
 def test_what_the_functions_raise_is_told_in_a_sentence() -> None:
     with pytest.raises(EnvironmentFailure, match=r"mine .*ZeroDivisionError"):
         open_engine(gives(rewards=lambda x: x / (1 // 0)), 2)
