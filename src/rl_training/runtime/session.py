@@ -158,7 +158,7 @@ def open_session(
     if asked.device == "auto" and torch.cuda.is_available():
         notes.append(choose_device(asked, params, spaces)[1])
     if config.accelerate != "none":
-        left_out = f"; {algorithm.eager_part} run as they are written" if algorithm.eager_part else ""
+        left_out = f", but not {algorithm.eager_part}" if algorithm.eager_part else ""
         auto = " auto is" if asked.accelerate == "auto" else ""
         notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
     if times:
