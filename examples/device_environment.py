@@ -1,4 +1,4 @@
-"""An environment of your own as functions of tensors: thousands of drifting boats, stepped and learned on one device.
+"""Your own environment as functions of tensors: thousands of drifting boats that step and train on one device.
 
     python examples/device_environment.py
 """
@@ -15,40 +15,40 @@ from rl_training.envs.device import DeviceEnvironment
 
 
 class Harbor(DeviceEnvironment):
-    """Steer a boat [N, 4], place and speed, to the middle of the harbor against a current that changes by chance."""
+    """Steer a boat to the middle of the harbor against a random wind; the state [N, 4] is position and velocity."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
     max_episode_steps = 100
-    reset_noise, step_noise = 2, 2  # numbers in [0, 1) that each boat gets
+    reset_noise, step_noise = 2, 2  # random numbers per boat for reset and step
 
     def __init__(self, wind: float = 0.1) -> None:
         self.wind = wind
 
     def reset(self, noise: Tensor) -> Tensor:
-        """Anywhere, at rest."""
+        """Start anywhere, at rest."""
         return torch.cat([2.0 * noise - 1.0, torch.zeros_like(noise)], -1)
 
     def step(self, state: Tensor, actions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The next state, the rewards, and which boats are lost at sea."""
-        place, speed = state[:, :2], state[:, 2:]
-        speed = 0.9 * speed + 0.1 * actions + self.wind * (noise - 0.5)
-        place = place + 0.1 * speed
-        distance = place.norm(dim=-1)
+        """Return the next state, the rewards, and which boats are lost at sea."""
+        position, velocity = state[:, :2], state[:, 2:]
+        velocity = 0.9 * velocity + 0.1 * actions + self.wind * (noise - 0.5)
+        position = position + 0.1 * velocity
+        distance = position.norm(dim=-1)
         lost = distance > 2.0
-        return torch.cat([place, speed], -1), -distance - 10.0 * lost, lost
+        return torch.cat([position, velocity], -1), -distance - 10.0 * lost, lost
 
     def observe(self, state: Tensor) -> Tensor:
-        """All of it."""
+        """Return the whole state."""
         return state
 
 
 def main(total_timesteps: int = 500_000, num_envs: int = 256) -> float:
-    """Train, and evaluate on one boat after another."""
+    """Train, then evaluate one boat at a time."""
     ppo = PPO(Harbor, vectorization="device", num_envs=num_envs, num_steps=32, minibatch_size=num_envs * 8)
     ppo.learn(total_timesteps)
     mean: float = ppo.evaluate(20)["eval_return_mean"]
-    print(f"return {mean:.1f}; a boat that does nothing has about -80")
+    print(f"return {mean:.1f}; a boat that does nothing scores about -80")
     return mean
 
 

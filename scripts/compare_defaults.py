@@ -300,7 +300,7 @@ def run_jobs(settings: Settings, jobs: Sequence[Job], path: Path, processes: int
 # tables --------------------------------------------------------------------------------------------------------------
 
 
-def normalised(settings: Settings, record: Record) -> float:
+def normalized(settings: Settings, record: Record) -> float:
     """0 for random actions, 1 for the reference of defaults.yaml."""
     where = settings["environments"][record["env"]]
     score: float = (record["final"] - where["random"]) / (where["reference"] - where["random"])
@@ -308,18 +308,18 @@ def normalised(settings: Settings, record: Record) -> float:
 
 
 def render_table(settings: Settings, records: Iterable[Record], half: str) -> str:
-    """Mean final returns by algorithm and label, an environment per column; normalised, their mean and the worst."""
+    """Mean final returns by algorithm and label, one environment per column, and their normalized mean and worst."""
     envs = [env for env, where in settings["environments"].items() if where["half"] == half]
     rows: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         if record["env"] in envs and record["algo"] in settings["before"]:
             rows.setdefault((record["algo"], record["side"], record["label"]), []).append(record)
-    lines = [["Algorithm", "Settings", "Seeds", "Normalised mean", "Worst", *envs], ["---"] * (5 + len(envs))]
+    lines = [["Algorithm", "Settings", "Seeds", "Normalized mean", "Worst", *envs], ["---"] * (5 + len(envs))]
     order = list(settings["algorithms"])
     for (algo, side, label), found in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
         by_env = {env: [record for record in found if record["env"] == env] for env in envs}
         covered = [mine for mine in by_env.values() if mine]
-        scores = [statistics.fmean(normalised(settings, r) for r in mine) for mine in covered]
+        scores = [statistics.fmean(normalized(settings, r) for r in mine) for mine in covered]
         kinds = settings["algorithms"][algo]["actions"]
         possible = sum(settings["environments"][env]["actions"] in kinds for env in envs)
         part = f" ({len(scores)} of {possible})" if len(scores) < possible else ""

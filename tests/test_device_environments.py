@@ -434,7 +434,7 @@ class Breaks(Walk):
 
 def test_a_reward_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     config = tiny("ppo", tmp_path, vectorization="device", num_envs=4, env_id="breaks")
-    with pytest.raises(EnvironmentFailure, match="breaks gave a reward or an observation"):
+    with pytest.raises(EnvironmentFailure, match="breaks returned a reward or an observation"):
         train(config, env=Breaks, console=False)
 
 

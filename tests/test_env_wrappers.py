@@ -85,7 +85,7 @@ def test_max_episode_steps_is_the_time_limit(env_id: str) -> None:
         ("env_zoo:Walk", {"unknown": 1}, "unknown key .unknown.; env_zoo:Walk does not take it"),
         ("CartPole-v1", {"unknown": 1}, "unknown key .unknown.; CartPole-v1 does not take it"),
         ("env_zoo:FailsInReset", {}, "fails in reset: the simulator is not there"),
-        ("env_zoo:WrongShape", {}, r"gave an observation of shape \(3,\)"),
+        ("env_zoo:WrongShape", {}, r"returned an observation of shape \(3,\)"),
         ("env_zoo:InfiniteActions", {}, "infinite bounds"),
         ("env_zoo:TextObservation", {}, "is not supported"),
         ("CartPole-v1", {"max_episode_steps": 0}, "at least 1"),
@@ -168,7 +168,7 @@ def test_a_number_that_is_not_finite_is_the_environments_and_not_the_learning_ra
             return obs, value if fault == "reward" and self.t == 3 else reward, terminated, truncated, info
 
     what = "a reward" if fault == "reward" else "an observation"
-    sentence = f"the environment mine gave {what} with a NaN or an infinity in it"
+    sentence = f"the environment mine returned {what} with a NaN or an infinity in it"
     with pytest.raises(EnvironmentFailure, match=sentence):
         train(config("mine", output_dir=str(tmp_path)), env=lambda: Faulty(length=4))
 

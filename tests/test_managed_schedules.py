@@ -106,7 +106,7 @@ def test_a_function_that_breaks_on_the_way_says_where(tmp_path: Path) -> None:
 
 
 def test_a_function_in_place_of_a_number_gets_one_sentence() -> None:
-    said = "clip_coef is a function; give it as clip_coef_schedule, a function of the share of the budget that is spent"
+    said = "clip_coef is a function; give it as clip_coef_schedule, a function of the progress from 0 to 1"
     with pytest.raises(UserError, match=said):
         PPO("X-v0", clip_coef=lambda left: 0.2 * left)
 

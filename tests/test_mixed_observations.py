@@ -196,7 +196,7 @@ def test_a_nan_among_the_floats_is_refused_although_bytes_have_none(tmp_path: Pa
             return parts | {"speed": parts["speed"] * (np.nan if self.t == 3 else 1.0)}
 
     config = kind_config("ppo", tmp_path, "discrete", "mixed", num_envs=1)
-    with pytest.raises(EnvironmentFailure, match="gave an observation with a NaN"):
+    with pytest.raises(EnvironmentFailure, match="returned an observation with a NaN"):
         train(config, env=Broken, console=False)
 
 

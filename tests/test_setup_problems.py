@@ -75,7 +75,7 @@ WRONG = {
     ),
     "shape": (
         "return np.zeros(2, np.float32), {}", "return np.zeros(3, np.float32), {}",
-        f"gave an observation of shape (3,) (mine.py, line {RESET}); its observation space says (2,).",
+        f"returned an observation of shape (3,) (mine.py, line {RESET}); its observation space says (2,).",
     ),
     "four values": (
         "self.t > 9, False, {}", "self.t > 9, {}",

@@ -112,8 +112,8 @@ def merges(levels: int) -> str:
         (merges(9).replace("<<: ", "parts: "), "more than 10000 values"),
         ("a: &a [*a]", "more than 10000 values|cannot be read|recursive"),
         ("env_kwargs: &a {b: *a}", "more than 10000 values|recursive"),
-        ("seed: 1\nalgo: ppo\nseed: 2", r"\(line 1\): the key 'seed' stands twice"),
-        ("env_kwargs: {a: 1, a: 2}", "the key 'a' stands twice"),
+        ("seed: 1\nalgo: ppo\nseed: 2", r"\(line 1\): the key 'seed' occurs twice"),
+        ("env_kwargs: {a: 1, a: 2}", "the key 'a' occurs twice"),
         ("a: 1\n" * 50_000, "larger than 200,000 bytes"),
     ],
 )

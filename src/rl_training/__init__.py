@@ -1,7 +1,7 @@
 """Reinforcement learning for Gymnasium environments: one loop, many algorithms.
 
 `from rl_training import PPO` is the managed class (train, evaluate, predict, save, load, resume);
-`rl_training.PPOAlgorithm` is its learner. Names are loaded when they are first used: importing this package is cheap.
+`rl_training.PPOAlgorithm` is its learner. Names are loaded on first use, so importing this package is cheap.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    """The public names, out of the type stub, which is made from the registry: that would import torch."""
+    """The public names, read from the generated type stub, because the registry would import torch."""
     import re
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The one exception that means "the input was wrong": its message is one sentence for the person who gave it."""
+"""Exceptions for users: each message is one sentence that says what is wrong and what would be right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from rl_training.stable_baselines3 import translate
 
 LONGEST = 380  # characters of a sentence
-FOUR_VALUES = "not enough values to unpack (expected 5, got 4)"  # what Python says of an old `step`
+FOUR_VALUES = "not enough values to unpack (expected 5, got 4)"  # Python's message for an old `step`
 NAMES_LENGTH = 250  # characters of the names that are listed when none is near
 ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
 
@@ -22,7 +22,7 @@ ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
 class UserError(ValueError):
     """A wrong command, config, file or environment; the command line prints the message and exits with 2.
 
-    Whatever went into the message (a path, a value, the text of another error), it is one line and not long.
+    The message is always one short line, whatever went into it (a path, a value, the text of another error).
     """
 
     def __init__(self, message: str) -> None:
@@ -30,19 +30,19 @@ class UserError(ValueError):
 
 
 class UnknownKey(UserError):
-    """A key that means nothing where it stands; `data` is the mapping in which it was found, from the top."""
+    """An unknown key; `data` is the whole mapping in which it was found."""
 
     def __init__(self, where: str, field: str, hint: str, data: Mapping[str, Any] | None = None) -> None:
         super().__init__(f"{where}: unknown key {field[:60]!r}; {hint}")
         self.where, self.field, self.data, self.is_near = where, field, data or {}, not hint.startswith("known")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process it is only its sentence."""
+        """A pickled error is only its message."""
         return UserError, (str(self),)
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment broke during a run: one line again, and the command line exits with 1."""
+    """An environment failed during a run: a one-line message, and the command line exits with 1."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
@@ -55,7 +55,7 @@ class EnvironmentFailure(RuntimeError):
 
     @classmethod
     def raised(cls, env_id: str, kind: str, message: str, place: str = "") -> EnvironmentFailure:
-        """The environment raised an exception of that kind, at a place as `user_line` tells it."""
+        """The environment raised an exception of that kind, at a place from `user_line`."""
         reason = (message.strip().splitlines() or ["no message"])[0].rstrip(".")
         if kind == "ValueError" and FOUR_VALUES in reason:
             wanted = "it must return observation, reward, terminated, truncated and info"
@@ -65,20 +65,20 @@ class EnvironmentFailure(RuntimeError):
 
     @classmethod
     def from_error(cls, env_id: str, error: BaseException, place: str = "") -> EnvironmentFailure:
-        """The environment raised this, at `place` where no line of the user's own did."""
+        """The environment raised this error; `place` is used if no line of the user's code is in the traceback."""
         line = user_line(traceback.format_exception(error))
-        if not line and (given := re.fullmatch(r".* for \+=: 'float' and '(\w+)'", str(error))):  # added up by us
+        if not line and (given := re.fullmatch(r".* for \+=: 'float' and '(\w+)'", str(error))):  # our sum of rewards
             return cls.of(env_id, f"returned a reward of type {given[1]} from step{place}, but it must be a number")
         return cls.raised(env_id, type(error).__name__, str(error), line or place)
 
     @classmethod
     def not_finite(cls, env_id: str, what: str) -> EnvironmentFailure:
-        """The environment gave `what` with a NaN or an infinity in it."""
-        return cls.of(env_id, f"gave {what} with a NaN or an infinity in it")
+        """The environment returned `what` with a NaN or an infinity in it."""
+        return cls.of(env_id, f"returned {what} with a NaN or an infinity in it")
 
 
 class TrainingFailure(RuntimeError):
-    """The run cannot go on (a NaN, for example); the last good checkpoint is kept."""
+    """The run cannot continue (because of a NaN, for example); the last good checkpoint is kept."""
 
 
 def _one_line(message: str) -> str:
@@ -87,7 +87,7 @@ def _one_line(message: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The tail of an "unknown name" sentence: the nearest known name, or what there is when none is near."""
+    """The end of an "unknown name" sentence: the nearest known name, or a list of names if none is near."""
     names = sorted(known)
     if (ours := translate(name, names)) is not None:
         return ours
@@ -100,26 +100,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known name that is most like this one, in capitals or not, if any is."""
+    """The most similar known name, ignoring case, or None."""
     names = {one.lower(): one for one in known}
     near = difflib.get_close_matches(ALSO_CALLED.get(name, name)[:100].lower(), names, n=1, cutoff=likeness)
     return names[near[0]] if near else None
 
 
 def user_line(trace: Iterable[str]) -> str:
-    """Such as ` (my_envs.py, line 12)`: the innermost line of a printed traceback that is the user's own, if any is."""
+    """Such as ` (my_envs.py, line 12)`: the innermost line of the user's code in a printed traceback, or nothing."""
     frames = re.findall(r'^  File "(.+)", line (\d+), in ', "".join(trace), re.MULTILINE)
     return next((show_line(file, line) for file, line in reversed(frames) if is_users_file(file)), "")
 
 
 def is_users_file(file: str) -> bool:
-    """Whether a source file belongs neither to Python, nor to an installed package, nor to this one."""
+    """Whether a source file is the user's own: not part of Python, an installed package or this one."""
     others = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
     return os.path.isfile(file) and "site-packages" not in file and not file.startswith(others)
 
 
 def show_line(file: str, line: int | str) -> str:
-    """A place in a file, which is named from here where it is below."""
+    """A place in a file; the path is relative if the file is below the working directory."""
     here = os.path.join(os.getcwd(), "")
     return f" ({file.removeprefix(here)}, line {line})"
 

@@ -1,4 +1,4 @@
-"""Managed classes: `PPO("CartPole-v1").learn()`, made from the registry, one per algorithm, and what they take."""
+"""Managed classes such as `PPO("CartPole-v1").learn()`: one per algorithm, made from the registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Callback", "ManagedAlgorithm", "Schedule", "TrainResult", "find_publ
 
 
 def find_public_name(name: str) -> Any:
-    """A managed class (`PPO`), a learner (`PPOAlgorithm`) or one of the classes that go with all of them."""
+    """A managed class (`PPO`), a learner (`PPOAlgorithm`) or a class that all of them share (`Callback`)."""
     if name in __all__:
         return globals()[name]
     from rl_training.api.algorithms import managed_class

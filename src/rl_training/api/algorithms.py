@@ -22,7 +22,7 @@ def managed_class(class_name: str) -> type[ManagedAlgorithm]:
 
 
 def constructor_signature(spec: AlgorithmSpec) -> Signature:
-    """What the constructor of a managed class takes: fields of the config and hyper-parameters, with their defaults."""
+    """The signature of a managed class: config fields and hyper-parameters, with their defaults."""
     own = signature(ManagedAlgorithm.__init__).parameters
     kept = [own["config_or_env"], own["env"]]
     for name, field in {**TrainConfig.model_fields, **spec.params.model_fields}.items():

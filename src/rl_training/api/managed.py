@@ -38,7 +38,7 @@ ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset")
 
 
 class Actor:
-    """Acts in one environment and remembers: `reset()` at the start of an episode, then `act(obs)`."""
+    """A policy that remembers its episode: call `reset()` when an episode starts, then `act(obs)` at every step."""
 
     def __init__(self, policy: TrainedPolicy, deterministic: bool) -> None:
         self._spaces = policy.spaces
@@ -46,12 +46,12 @@ class Actor:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the episode so far; a stochastic policy goes on drawing, so that episodes differ."""
+        """Forget the episode so far; the random generator of a stochastic policy continues, so episodes differ."""
         self._session.forget()
         self._is_first = True
 
     def act(self, obs: Any, *, action_mask: Any = None) -> Any:
-        """The action for the next observation of the episode, among those that `action_mask` allows."""
+        """Return the action for the next observation of the episode; `action_mask` says which actions are legal."""
         spaces = self._spaces
         encoded, is_batch = spaces.encode_for_prediction(obs)
         if is_batch:
@@ -65,10 +65,10 @@ class Actor:
 class ManagedAlgorithm:
     """An algorithm and its config: learn, evaluate, predict, save, load.
 
-    The first argument is an environment (a Gymnasium id, a function or class that makes one, or one that is made) or a
-    config (a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`). A string that names a file or a preset
-    is a config, any other an environment. Keywords are fields of TrainConfig and hyper-parameters of the algorithm:
-    `PPO("CartPole-v1", num_envs=8, learning_rate=3e-4)`. `env` is the environment of a config that is for another one.
+    The first argument is an environment (a Gymnasium id, a class, a function, or an instance) or a config (a
+    TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`). A string is a config if it names a file or a
+    preset, otherwise an environment. Keywords are fields of TrainConfig and hyper-parameters of the algorithm:
+    `PPO("CartPole-v1", num_envs=8, learning_rate=3e-4)`. `env` replaces the environment of a config.
     """
 
     algo: ClassVar[str] = ""
@@ -93,7 +93,7 @@ class ManagedAlgorithm:
         self._begin(read_config(config, env, self.algo, settings), env)
 
     def _begin(self, config: TrainConfig, env: UserEnv | None) -> None:
-        read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)  # which refuses what is out of bounds
+        read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)  # refuses values out of bounds
         self.config = self._asked = config
         self.env: UserEnv = config.named if env is None else env
         self._checkpoint: Path | None = None
@@ -105,11 +105,11 @@ class ManagedAlgorithm:
         self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | Callback | None = None,
         progress: bool | None = None, reset: bool = False, **unknown: Any,
     ) -> TrainResult:  # fmt: skip
-        """Train for `total_timesteps` steps, or as many as the config says.
+        """Train for `total_timesteps` steps; the default is the config's budget.
 
-        Called again, or after `load`, it continues: for that many steps more or, without a number, to the end of a
-        budget that is not spent. Schedules stretch to the new end. `reset` starts over, as a new run. `progress` shows
-        how it goes; None does so in a terminal and in a notebook.
+        Called again, or after `load`, it continues for that many more steps; without a number, to the end of an
+        unfinished budget. Schedules stretch to the new end. `reset=True` starts a new run. `progress` shows a progress
+        line; None shows it in a terminal or notebook only.
         """
         for name in unknown:
             hint, setting = did_you_mean(name, ARGUMENTS_OF_LEARN), f"{type(self).__name__}(env, {name}=...)"
@@ -131,7 +131,7 @@ class ManagedAlgorithm:
         return self.resume(total_timesteps=self._step + steps, callbacks=callbacks, console=shown)
 
     def resume(self, **changes: Any) -> TrainResult:
-        """Go on from the newest checkpoint; arguments as `resume_training` takes them, e.g. `total_timesteps`."""
+        """Continue from the newest checkpoint; takes the arguments of `resume_training`, such as `total_timesteps`."""
         path = self._path("resume")
         wanted = dict(changes.pop("changes", None) or {})
         if self._moves_to is not None:
@@ -145,7 +145,7 @@ class ManagedAlgorithm:
     def evaluate(
         self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True
     ) -> dict[str, Any]:
-        """Metrics of whole episodes in environments of its own, the same ones for the same seed."""
+        """Play whole episodes in new environments and return metrics; the same seed gives the same episodes."""
         seed = None if seed is None else _whole_number("seed", seed, least=0)
         return evaluate_checkpoint(
             self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic,
@@ -154,7 +154,7 @@ class ManagedAlgorithm:
 
     @property
     def _own_network(self) -> Any:
-        """What the user gave or named as the network."""
+        """The network that the user gave or named."""
         network = self._asked.algo_kwargs.get("network")
         return network if not isinstance(network, str) or network in self._asked.named else None
 
@@ -164,24 +164,23 @@ class ManagedAlgorithm:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Every hyper-parameter with its value, and schedules; after `learn` also what was decided at its start."""
+        """All hyper-parameters and schedules with their values; after `learn`, `auto` values are resolved."""
         return dump_params(read_params(get_algorithm_spec(self.algo).params, self.config.algo_kwargs))
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
-        """The environment's action for an observation, or actions for a batch.
+        """Return the action for an observation, or the actions for a batch.
 
-        Every call is treated as the first step of an episode; to play episodes with a policy that has memory
-        (Dreamer) use `actor()`. `action_mask` is as the environment's `info` has it, for a batch one per
-        observation; None allows every action.
+        Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
+        `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
         return self._loaded().predict(obs, deterministic, action_mask=action_mask)
 
     def actor(self, deterministic: bool = True) -> Actor:
-        """An actor with memory of its episode."""
+        """Return an actor that remembers its episode."""
         return Actor(self._loaded(), deterministic)
 
     def save(self, path: str | Path, include_replay: bool = False) -> Path:
-        """One file with everything: config, spaces, learner, normalizers, and the replay buffer on request."""
+        """Write one file with the config, spaces, learner, normalizers and, on request, the replay buffer."""
         tree = read_checkpoint(self._path("save"))
         if include_replay and not tree["config"]["replay_in_checkpoint"]:
             raise UserError("include_replay is True, but the run kept no replay buffer: replay_in_checkpoint is false.")
@@ -191,10 +190,11 @@ class ManagedAlgorithm:
 
     @classmethod
     def load(cls: type[Self], path: str | Path, *, env: UserEnv | None = None, network: Any = None) -> Self:
-        """The algorithm in a file that `save` or a run wrote; `network` is your own, where it was trained with one.
+        """Load the algorithm from a file that `save` or a run wrote; give `network` if it was trained with your own.
 
-        `env` may be another environment of the same spaces: `learn` then goes on there, with new episodes and an empty
-        replay buffer. One of the same name is taken for the same, and so is any for a policy of a nameless function.
+        `env` may be another environment with the same spaces: `learn` then continues there, with new episodes and an
+        empty replay buffer. An environment with the same name counts as the same one; so does any environment if the
+        policy was trained on a function without a name.
         """
         tree, env = read_checkpoint(path), read_env(env)
         policy = TrainedPolicy(*load_algorithm(path, tree, network))
@@ -247,5 +247,5 @@ def _whole_number(name: str, value: Any, *, least: int) -> int:
 
 
 def _is_watched() -> bool:
-    """Whether somebody sees what is printed: in a terminal, or in a notebook."""
+    """Whether the output goes to a terminal or a notebook."""
     return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"

@@ -403,7 +403,7 @@ def probe(recipe: EnvRecipe) -> Probe:
         )
     if isinstance(env.observation_space, gs.Box) and np.shape(observation) != env.observation_space.shape:
         raise UserError(
-            f"{recipe.env_id} gave an observation of shape {np.shape(observation)}{reset}; "
+            f"{recipe.env_id} returned an observation of shape {np.shape(observation)}{reset}; "
             f"its observation space says {env.observation_space.shape}."
         )
     return Probe(spaces, problems, step)

@@ -193,12 +193,12 @@ class EnvSpaces:
         if array.shape == space.shape and self._reads(array.dtype):
             return array
         if array.shape == space.shape:
-            what = f"gave an observation of dtype {array.dtype}; its space says {space.dtype}"
+            what = f"returned an observation of dtype {array.dtype}; its space says {space.dtype}"
         elif array.dtype.kind in "biuf":
-            what = f"gave an observation of shape {array.shape}; its space says {space.shape}"
+            what = f"returned an observation of shape {array.shape}; its space says {space.shape}"
         else:
             found = "None" if array.ndim == 0 and array.item() is None else f"a {type(row).__name__}"
-            what = f"gave {found} as an observation; its space says numbers of shape {space.shape}"
+            what = f"returned {found} as an observation; its space says numbers of shape {space.shape}"
         raise EnvironmentFailure.of(self.env_id, what)
 
     def _reads(self, dtype: np.dtype[Any]) -> bool:

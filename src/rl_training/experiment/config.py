@@ -1,4 +1,4 @@
-"""`TrainConfig`: what one run is, validated before anything starts; presets that resolve from any directory."""
+"""`TrainConfig`, the validated description of one run, and presets, which can be named from any directory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rl_training.errors import UserError, near_name
 from rl_training.validation import LARGEST_TREE, READ, StrictModel, check_plain, validate
 
 MOST_PROCESSES = 1024
-WORKER_BACKENDS = ("local_async", "ray")  # the same run to the bit
+WORKER_BACKENDS = ("local_async", "ray")  # the run is bit-identical
 LARGEST_TEXT = 200_000  # characters of a config
 Presets = files("rl_training").joinpath("assets/configs")
 
 
 class RayResources(StrictModel):
-    """What each worker of a Ray cluster reserves there."""
+    """The resources that each worker reserves on a Ray cluster."""
 
     cpus: float = Field(1.0, ge=0, le=1e6, description="CPUs that each worker reserves.")
-    gpus: float = Field(0.0, ge=0, le=1e6, description="GPUs that each worker reserves: for environments only.")
+    gpus: float = Field(0.0, ge=0, le=1e6, description="GPUs that each worker reserves, for its environments only.")
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom resources that each worker reserves, such as {rtx: 1}."
     )
@@ -48,14 +48,14 @@ class RayResources(StrictModel):
 class TrainConfig(StrictModel):
     """One training run. The YAML keys of a preset are these fields.
 
-    An algorithm recommends values for some (`AlgorithmSpec.defaults`): a run takes those where a config says nothing.
+    An algorithm has its own defaults for some fields (`AlgorithmSpec.defaults`), used where a config does not set them.
     """
 
     algo: str = Field(min_length=1, description="Registry name of the algorithm, e.g. ppo.")
-    env_id: str = Field(min_length=1, description="Gymnasium id, or module:Class for an environment of your own.")
-    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of every random draw of the run.")
+    env_id: str = Field(min_length=1, description="Gymnasium id, or module:Class for your own environment.")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of all random numbers of the run.")
     total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
-    output_dir: str = Field("runs", min_length=1, description="Folder in which the run's own folder is made.")
+    output_dir: str = Field("runs", min_length=1, description="Folder in which the folder of the run is created.")
     execution_backend: str = Field(
         "local_sync",
         description="Where environments are stepped: local_sync in this process, local_async in worker processes, "
@@ -66,72 +66,71 @@ class TrainConfig(StrictModel):
         description="Workers of local_async and ray, which share the environments; auto is all cores but one.",
     )
     worker_order: Literal["fixed", "first"] = Field(
-        "fixed", description="Whose answers a turn takes: fixed, one of every worker; first, whichever come first."
+        "fixed", description="Which results a turn uses: fixed, one from every worker; first, those that arrive first."
     )
     max_policy_lag: int | None = Field(
-        None, ge=0, description="Drop experience of workers whose weights are more updates old than this; null: never."
+        None, ge=0, description="Drop workers' experience from weights more than this many updates old; null: never."
     )
-    max_worker_restarts: int = Field(100, ge=0, description="How often workers that ended or stalled may be restarted.")
-    ray: RayResources = Field(default_factory=RayResources, description="What each worker of ray reserves on its node.")
-    device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU where there is one and it pays).")
+    max_worker_restarts: int = Field(100, ge=0, description="How often workers that died or stalled are restarted.")
+    ray: RayResources = Field(default_factory=RayResources, description="Resources that each Ray worker reserves.")
+    device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU if there is one and it is faster).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
     eval_episodes: int = Field(5, ge=0, le=100_000, description="Episodes per evaluation; 0 switches evaluation off.")
     eval_max_steps: int | None = Field(
-        None, ge=1, description="Most steps of an evaluation episode; null: the environment's own limit, else 10,000."
+        None, ge=1, description="Maximum steps of an evaluation episode; null: the environment's limit, or 10,000."
     )
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
     checkpoint_interval: int = Field(
-        0, ge=0, description="Environment steps between checkpoints; 0 is every 60 seconds and at the end."
+        0, ge=0, description="Environment steps between checkpoints; 0: every 60 seconds and at the end."
     )
     checkpoint_keep: int = Field(3, ge=0, description="How many step_<n> checkpoints to keep.")
-    replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint holds the replay buffer.")
-    threads: int | Literal["auto"] = Field("auto", description="Threads that torch may use, or auto.")
+    replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint includes the replay buffer.")
+    threads: int | Literal["auto"] = Field("auto", description="Number of torch threads, or auto.")
     vectorization: Literal["auto", "native", "sync", "async", "device"] = Field(
         "auto",
         description="How environments are stepped: native by their own vector code, sync in turn, async in processes, "
         "device as functions of tensors.",
     )
     worker_timeout: float = Field(
-        300.0, gt=0, le=1e6, description="Seconds that an environment's process may take for a step, start or reset."
+        300.0, gt=0, le=1e6, description="Maximum seconds for a step, start or reset of an environment's process."
     )
     accelerate: Literal["auto", "none", "graph", "compile"] = Field(
         "auto",
-        description="How gradient steps run: none as they are written, graph captured as CUDA graphs, compile by "
-        "torch.compile (on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
+        description="How gradient steps run: none as plain code, graph as CUDA graphs, compile with torch.compile "
+        "(on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
     )
     max_seconds: float | None = Field(
-        None, gt=0, description="Stop after this many seconds of training, evaluations apart, counted across resumes."
+        None, gt=0, description="Stop after this many seconds of training, without evaluations, counted across resumes."
     )
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
-        ("tensorboard",), description="Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow."
+        ("tensorboard",), description="Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow."
     )
-    name: str | None = Field(None, description="Name of the run's own folder; null makes one of algorithm and time.")
-    tags: tuple[str, ...] = Field((), description="Free words stored with the run.")
-    benchmark: dict[str, Any] = Field(default_factory=dict, description="Free notes for benchmark scripts; not read.")
+    name: str | None = Field(None, description="Name of the run's folder; null: algorithm, environment and time.")
+    tags: tuple[str, ...] = Field((), description="Tags stored with the run.")
+    benchmark: dict[str, Any] = Field(default_factory=dict, description="Notes for benchmark scripts; not used.")
     algo_kwargs: dict[str, Any] = Field(default_factory=dict, description="Hyper-parameters of the algorithm.")
     env_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the environment, plus max_episode_steps and wrappers."
+        default_factory=dict, description="Arguments of the environment, and max_episode_steps and wrappers."
     )
     _named: tuple[str, ...] | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        """What was read is not named by the user, until `naming` says so; what Python code makes is."""
+        """Record that the user named everything in a config made in Python; a config from a file needs `naming`."""
         self._named = () if context is READ else None
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Modules, environments and networks that the user named, so that their functions may be called; a file names
-        none."""
+        """Modules, environments and networks that the user named, so they may be called; a file names none."""
         return self.callables if self._named is None else self._named
 
     @property
     def callables(self) -> tuple[str, ...]:
-        """What it says that may be the name of a function: the environment, and a network of the user's own."""
+        """The values that may name a function: the environment, and the user's own network."""
         network = self.algo_kwargs.get("network")
         return (self.env_id, network) if isinstance(network, str) else (self.env_id,)
 
     def naming(self, *names: str) -> TrainConfig:
-        """The same config, in which the user named these modules or environments too."""
+        """A copy in which the user also named these modules or environments."""
         config = self.model_copy()
         config._named = (*self.named, *names)
         return config
@@ -142,7 +141,7 @@ class TrainConfig(StrictModel):
         return self.execution_backend in WORKER_BACKENDS
 
     def __eq__(self, other: object) -> bool:
-        """Configs are equal whoever wrote them."""
+        """Compare fields only, not who named the environment."""
         return isinstance(other, TrainConfig) and self.model_dump() == other.model_dump()
 
     @model_validator(mode="after")
@@ -179,7 +178,7 @@ def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainCo
         return source
     if isinstance(source, Mapping):
         config = validate(TrainConfig, source, "config")
-        return config.naming(*config.callables)  # a mapping is the user's own code
+        return config.naming(*config.callables)  # a mapping comes from the user's code
     return validate(TrainConfig, read_yaml(source), str(source))
 
 
@@ -201,16 +200,16 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
         raise UserError(f"{source} is not valid YAML{place}: {reason}.") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply; a config is a flat YAML mapping.") from None
-    except Exception as error:  # a value that is not what its tag says can fail in any way
+    except Exception as error:  # a value that does not match its tag can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{source} cannot be read: {reason}.") from None
     if not isinstance(data, dict):
-        raise UserError(f"{source} holds a {type(data).__name__}; a config is a mapping of names to values.")
+        raise UserError(f"{source} contains a {type(data).__name__}; a config is a mapping of names to values.")
     return data
 
 
 def parse_yaml(text: str) -> Any:
-    """The plain data in a YAML text; a key that stands twice and aliases that stand for too much are errors."""
+    """The plain data in a YAML text; duplicate keys and aliases that expand to too many values are errors."""
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -221,15 +220,15 @@ def parse_yaml(text: str) -> Any:
 
 
 def _count_values(node: Any, counted: dict[int, int]) -> int:
-    """Values under a node with every alias and merge written out, which is what reading it would cost."""
+    """Count the values under a node with all aliases and merges expanded: the cost of reading it."""
     if id(node) in counted:
         return counted[id(node)]
-    counted[id(node)] = LARGEST_TREE  # until it is known; an alias inside itself is endless
+    counted[id(node)] = LARGEST_TREE  # until it is known; an alias inside itself never ends
     parts = node.value if isinstance(node, yaml.CollectionNode) else []
     if isinstance(node, yaml.MappingNode):
         names = Counter(key.value for key, _ in parts if isinstance(key, yaml.ScalarNode) and key.value != "<<")
         if twice := [name for name, count in names.items() if count > 1]:
-            raise yaml.MarkedYAMLError(problem=f"the key {twice[0][:60]!r} stands twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"the key {twice[0][:60]!r} occurs twice", problem_mark=node.start_mark)
         parts = [part for pair in parts for part in pair]
     counted[id(node)] = 1 + sum(_count_values(part, counted) for part in parts)
     if counted[id(node)] > LARGEST_TREE:
@@ -249,14 +248,14 @@ def list_presets() -> list[str]:
 
 
 def read_reached() -> dict[str, dict[str, float]]:
-    """By preset, what it reached in recorded runs: median `score` over `seeds`, and in how many `steps` at most."""
+    """Results of recorded runs by preset: median `score` over `seeds`, and the maximum number of `steps`."""
     text = files("rl_training").joinpath("assets/reached.yaml").read_text(encoding="utf-8")
     reached: dict[str, dict[str, float]] = yaml.safe_load(text)
     return reached
 
 
 def names_config(text: str) -> bool:
-    """Whether a text means a config rather than an environment: a file, or a path of YAML or of presets."""
+    """Whether a text names a config (a file, a YAML path or a preset) rather than an environment."""
     folder, slash, _ = _preset_name(text).partition("/")
     in_presets = bool(slash) and Presets.joinpath(folder).is_dir()
     return in_presets or text.endswith((".yaml", ".yml")) or os.path.isfile(text)
@@ -279,5 +278,5 @@ def _preset_text(name: str) -> str:
 
 
 def dump_yaml(data: Mapping[str, Any]) -> str:
-    """Plain data as YAML in the order given."""
+    """Plain data as YAML, in the given order."""
     return yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)

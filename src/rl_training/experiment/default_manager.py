@@ -23,16 +23,16 @@ class Experiment:
     env: UserEnv | None = None
 
     def train(self, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None) -> TrainResult:
-        """A run from the start."""
+        """Start a new run."""
         return train(self.config, env=self.env, run_suffix=run_suffix, callbacks=callbacks)
 
     def resume(self, checkpoint: str | Path, **changes: Any) -> TrainResult:
-        """Go on from a checkpoint; arguments as `resume_training` takes them."""
+        """Continue from a checkpoint; takes the arguments of `resume_training`."""
         return resume_training(checkpoint, env=self.config.named if self.env is None else self.env, **changes)
 
 
 class DefaultExperimentManager:
-    """Checks a config against the registry and hands out the experiment."""
+    """Checks a config against the registry and makes the experiment."""
 
     def setup(self, config: AnyConfig, *, env: UserEnv | None = None) -> Experiment:
         """The experiment of a config, a mapping, a file or a preset; wrong names and bounds are refused here."""

@@ -1,4 +1,4 @@
-"""From what a user writes to a `TrainConfig`: a config, an environment, and settings by name."""
+"""Build a `TrainConfig` from what a user gives: a config, an environment, and settings by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_training.runtime.params import SCHEDULE, change_params, parameter_names
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.validation import validate
 
-# Of a config that says all: one that a checkpoint holds does not follow what its algorithm recommends today.
+# For the config of a checkpoint, which must not follow defaults that its algorithm got later.
 UNSAID: dict[str, Any] = {
     "num_envs": 1, "log_interval": 1,
     "env_kwargs": {"wrappers": {"normalize_observation": False, "normalize_reward": False}},
@@ -25,12 +25,12 @@ AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 def read_config(
     config: AnyConfig | None, env: UserEnv | None, algo: str = "", settings: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """The config of a run: of the environment that the user gives, of the algorithm `algo`, and with these settings.
+    """The config of a run of the algorithm `algo` on the user's environment, with these settings.
 
-    A setting is a field of `TrainConfig` or a hyper-parameter. What nobody says is as the algorithm recommends.
+    A setting is a field of `TrainConfig` or a hyper-parameter. Everything else has the algorithm's default.
     """
     settings, env = settings or {}, None if isinstance(env, tuple) else env
-    names: tuple[str, ...] | None = None  # what the user named: all, where it is the user's own code
+    names: tuple[str, ...] | None = None  # what the user named; None is all of it, as in the user's own code
     if isinstance(config, TrainConfig):
         data, names = config.model_dump(exclude_unset=True), config.named
     elif isinstance(config, str | Path):
@@ -55,26 +55,26 @@ def read_config(
 
 
 def with_defaults(data: dict[str, Any]) -> dict[str, Any]:
-    """A config's mapping with what its algorithm recommends (`AlgorithmSpec.defaults`) wherever it says nothing."""
+    """A config's mapping, with the defaults of its algorithm (`AlgorithmSpec.defaults`) for all missing fields."""
     algo = data.get("algo")
     return fill_defaults(data, get_algorithm_spec(algo).defaults) if isinstance(algo, str) and algo else data
 
 
 def fill_defaults(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping with defaults wherever it says nothing, in the mappings inside it too."""
+    """A mapping with defaults for all missing keys, also in nested mappings."""
     parts = {name: said.get(name) for name, value in defaults.items() if isinstance(value, Mapping)}
     inner = {name: fill_defaults(part, defaults[name]) for name, part in parts.items() if isinstance(part, Mapping)}
     return {**defaults, **said, **inner}
 
 
 def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's mapping with settings put where they belong; a mapping goes into the one that is there."""
+    """A config's mapping with each setting in its place; a mapping is merged into the existing one."""
     known, fields = parameter_names(spec.params), TrainConfig.model_fields
     for name in settings:
         if name not in fields and name not in known:
             raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec.name)}")
         if callable(settings[name]) and f"{name}{SCHEDULE}" in known:
-            what = "a function of the share of the budget that is spent, from 0 to 1"
+            what = "a function of the progress from 0 to 1"
             raise UserError(f"{name} is a function; give it as {name}{SCHEDULE}, {what}.")
     inner = "algo_kwargs", "env_kwargs"
     for name, value in [(name, part[name]) for part in (data, settings) for name in inner if name in part]:

@@ -24,36 +24,36 @@ ENTRY_POINT_GROUP = "rl_training.algorithms"
 
 
 class Store(Protocol):
-    """What is kept of experience, and how it becomes batches."""
+    """Keeps experience and turns it into batches."""
 
-    layout: ExperienceLayout  # of what it is given
-    metrics: dict[str, float]  # of its own, for the log
+    layout: ExperienceLayout  # of the experience that it accepts
+    metrics: dict[str, float]  # for the log
 
     def describe(self) -> str:
-        """What it keeps in memory, in one line for the start of a run; each line after it is `warning: ...`."""
+        """One line on what it keeps in memory, printed when a run starts; further lines are `warning: ...`."""
 
     def request(self, step: int) -> Request:
-        """What the turn that begins at `step` needs."""
+        """The experience needed for the turn that begins at `step`."""
 
     def add(self, experience: Experience, step: int) -> int:
-        """Keep what was collected from `step` on; returns the timesteps that it counts as: real transitions."""
+        """Keep the experience collected from `step` on; returns the number of real transitions in it."""
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """The updates due now, each with its phase."""
+        """The batches for the updates that are due now, each with its phase."""
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Go on from a saved state; returns sentences on what could not be brought back exactly."""
+        """Restore a saved state; returns a sentence for everything that could not be restored exactly."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class StoreContext:
-    """What a store is made from."""
+    """The arguments of a store."""
 
     params: Any
     spaces: EnvSpaces
@@ -61,11 +61,11 @@ class StoreContext:
     seed: int
     device: str
     recipe: EnvRecipe
-    rng: np.random.Generator  # in one process acting draws from it too
+    rng: np.random.Generator  # shared with acting in one process
     holds_resets: bool = False  # whether the engine resets in the step after an end
 
     def layout(self, max_steps: int, *, masks: bool = True, logprobs: bool = False) -> ExperienceLayout:
-        """Of experience of these environments."""
+        """The layout of experience from these environments."""
         spaces = self.spaces
         return ExperienceLayout(
             max_steps, self.num_envs, tuple(spaces.obs_shape), spaces.obs_dtype, tuple(spaces.action_shape),
@@ -91,12 +91,12 @@ class AlgorithmSpec:
     store: Callable[[StoreContext], Store]
     action_kinds: tuple[str, ...]
     observation_kinds: tuple[str, ...] = ("vector", "image", "mixed")
-    steps_environments: bool = True  # or learns from recorded data alone
-    normalizes_rewards: bool = False  # whether its learner heeds env_kwargs.wrappers.normalize_reward
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of TrainConfig, wherever nobody says anything
+    steps_environments: bool = True  # False: learns from recorded data only
+    normalizes_rewards: bool = False  # whether its learner supports env_kwargs.wrappers.normalize_reward
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for fields of TrainConfig that are not set
 
     def check_support(self, spaces: EnvSpaces, *, learns: bool = True) -> None:
-        """Refuse, in one sentence, an environment that this algorithm does not support, or not to learn in."""
+        """Raise a UserError if this algorithm does not support the environment, or cannot learn in it."""
         actions = spaces.action_kind, "actions", self.action_kinds
         for kind, what, supported in (actions, (spaces.obs_kind, "observations", self.observation_kinds)):
             if kind not in supported:
