@@ -244,8 +244,8 @@ def test_tensors_of_actions_are_mapped_as_arrays_are(space: Any) -> None:
     actions = spaces.random_actions(rng, 50)
     if spaces.action_kind == "continuous":
         actions = actions * 1.5  # a Gaussian policy leaves [-1, 1]
-    mapped = map_actions(spaces, torch.device("cpu"))(torch.from_numpy(actions))
-    np.testing.assert_array_equal(mapped.numpy(), spaces.map_actions(actions))
+    mapped, wanted = map_actions(spaces, torch.device("cpu"))(torch.from_numpy(actions)), spaces.map_actions(actions)
+    np.testing.assert_array_equal(mapped.numpy(), wanted, strict=True)
 
 
 # ---- rollouts that stay on the device --------------------------------------------------------------------------------
@@ -541,6 +541,17 @@ def test_a_tensor_of_another_device_is_told_before_the_run(maker: Any, name: str
     with pytest.raises(UserError, match=f"^mine: {name} is on cpu, but the device is meta; make it like a given"):
         find_device_environment(read_recipe("mine", {}, maker), "meta")
     find_device_environment(read_recipe("mine", {}, Walk), "meta")
+
+
+def test_a_file_may_name_a_class_of_ones_own() -> None:
+    """As it may name a gymnasium.Env class; a function has to be named by the user."""
+    recipe = EnvRecipe(f"{__name__}:Walk")
+    assert not recipe.named_by_user
+    assert isinstance(make_env(recipe).unwrapped, OneEnvironment)
+    with pytest.raises(UserError, match="did you mean 'Walk'"):
+        make_env(EnvRecipe(f"{__name__}:Walks"))
+    with pytest.raises(UserError, match="comes from a file"):
+        make_env(EnvRecipe(f"{__name__}:gives"))
 
 
 def test_what_the_functions_raise_is_told_in_a_sentence() -> None:

@@ -206,14 +206,14 @@ def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:
 def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], Tensor]:
     """`spaces.map_actions` for tensors on a device."""
     space: Any = spaces.action_space
+    dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
     if isinstance(space, gs.Box):
         low, high = (torch.from_numpy(bound).to(device) for bound in spaces._action_bounds)
-        half, is_whole = 0.5 * (high - low), space.dtype.kind != "f"
-        dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
+        half = 0.5 * (high - low)
 
         def scale(actions: Tensor) -> Tensor:
             scaled = (actions + 1.0) * half + low
-            inside = (scaled.round() if is_whole else scaled).clamp(low, high)
+            inside = (scaled if dtype.is_floating_point else scaled.round()).clamp(low, high)
             return inside.view(-1, *space.shape).to(dtype)
 
         return scale
@@ -221,7 +221,7 @@ def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], T
         start = int(space.start)
         return (lambda actions: actions + start) if start else (lambda actions: actions)
     first = torch.as_tensor(getattr(space, "start", np.zeros(space.shape, np.int64)), device=device)
-    return lambda actions: actions.view(-1, *space.shape) + first
+    return lambda actions: (actions.view(-1, *space.shape) + first).to(dtype)
 
 
 def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[DeviceEnvironment, int | None]:
