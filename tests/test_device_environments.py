@@ -396,7 +396,9 @@ def test_truncated_episodes_are_worth_what_their_last_observation_is(algo: str) 
     with torch.no_grad():
         values = learner.policy.values(rows["obs"].flatten(0, 1)).view(25, 5)
         finals = learner.policy.values(rows["final_obs"].flatten(0, 1)).view(24, 5)
-        successors = learner.successor_values(values[:-1], batch)
+        successors = learner.successor_values(values[:-1], learner.value_finals(batch))
+    # IMPALA and APPO value them at every gradient step, with the weights that learn
+    assert ("truncation_values" in batch) == getattr(learner, "reads_values", True)
     wanted = torch.where(rows["truncated"], finals, values[1:])
     assert rows["terminated"].any()
     torch.testing.assert_close(successors, wanted)

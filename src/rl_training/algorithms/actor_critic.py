@@ -109,6 +109,9 @@ class ActorCriticAlgorithm(PolicyActing):
         if "final_obs" not in batch:
             return others
         truncated = batch["truncated"]
+        if batch["final_obs"].dim() == 3 and not truncated.is_cpu:  # to find the few rows, the host would have to wait
+            values = self.policy.values(batch["final_obs"].flatten(0, 1))
+            return others | {"truncation_values": values.view_as(truncated)}
         rows = truncated.flatten().nonzero().squeeze(-1)
         finals = self.policy.values(batch["final_obs"].flatten(0, 1).index_select(0, rows))
         values = finals.new_zeros(truncated.numel()).index_copy_(0, rows, finals)

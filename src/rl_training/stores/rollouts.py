@@ -136,14 +136,14 @@ class RolloutStore:
 
     @torch.no_grad()
     def _hand_over(self, algorithm: Algorithm) -> dict[str, Tensor]:
-        """The batch of experience in tensors; the host reads nothing, so final observations are valued in every row."""
+        """The batch of experience in tensors; the host reads nothing, so final observations of every row are in it."""
         experience, count = self.experience, self.layout.num_envs
         policy: Any = algorithm.acting()
         batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
         batch["behavior_logprobs"] = batch["logprobs"]
-        batch["truncation_values"] = self._value(policy, experience.final_obs.flatten(0, 1)).view(-1, count)
         if not getattr(algorithm, "reads_values", True):
-            return batch | {"bootstrap_obs": experience.obs[-1]}
+            return batch | {"bootstrap_obs": experience.obs[-1], "final_obs": experience.final_obs}
+        batch["truncation_values"] = self._value(policy, experience.final_obs.flatten(0, 1)).view(-1, count)
         values = self._value(policy, experience.obs.flatten(0, 1)).view(-1, count)
         return batch | {"values": values[:-1], "bootstrap_value": values[-1]}
 
