@@ -34,6 +34,7 @@ from rl_training.runtime.threads import choose_threads
 from rl_training.validation import validate
 
 PathLike = str | Path
+DEVICES = ("cpu", "cuda")  # kinds that a learner is made on
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
     "output_dir", "name", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
@@ -100,6 +101,9 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
     state = with_own_generator(state, algorithm)
     if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
         raise UserError(f"{path} does not fit its own config: {problem}.")
+    for name, extra in state.items():  # a device is a word like any other to the comparison
+        if isinstance(extra, Mapping) and extra.get("device", "cpu") not in DEVICES:
+            raise UserError(f"{path} does not fit its own config: algorithm.{name}.device is {extra['device']!r}.")
     try:
         algorithm.load_state_dict(state)
     except Exception as error:  # such as a generator's state of the right size that is none
@@ -115,7 +119,7 @@ def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str,
         extra = state.get(name)
         if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
             continue
-        if isinstance(extra.get("device"), str) and extra["device"] != own["device"]:
+        if extra.get("device") in DEVICES and extra["device"] != own["device"]:
             changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
     return {**state, **changed}
 
