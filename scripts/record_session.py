@@ -15,7 +15,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -141,10 +141,10 @@ def play(words: str, folder: Path) -> Iterator[tuple[float, str]]:
         raise SystemExit(f"{words} failed")
 
 
-def record(folder: Path) -> list[tuple[float, tuple[str, ...]]]:
+def record(folder: Path, commands: Sequence[str]) -> list[tuple[float, tuple[str, ...]]]:
     """Frames with the seconds that each is shown."""
     screen, frames = Screen(), []
-    for words in COMMANDS:
+    for words in commands:
         screen.write("\x1b[1;32m$\x1b[0m ")
         for start in range(0, len(words), 6):
             screen.write(words[start : start + 6])
@@ -195,10 +195,15 @@ def main() -> None:
     """Record and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("docs/images/session.svg"))
-    output = parser.parse_args().output
+    parser.add_argument("--still", metavar="COMMAND", help="draw what one command leaves on the screen, run here")
+    given = parser.parse_args()
+    output = given.output
+    if given.still:
+        output.write_text(draw(record(Path.cwd(), [given.still])[-1:]), encoding="utf-8")
+        return
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "first.py").write_text(SCRIPT)
-        frames = record(Path(folder))
+        frames = record(Path(folder), COMMANDS)
     output.write_text(draw(frames), encoding="utf-8")
     print(f"{output}: {len(frames)} frames, {sum(s for s, _ in frames):.0f} s, {output.stat().st_size / 1000:.0f} kB")
 

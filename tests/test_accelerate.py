@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from torch import Tensor
 from resume_cases import SPECS, assert_same, stop_and_resume, take_steps, tiny
 from rl_training.algorithms import capture
 from rl_training.algorithms.base import Algorithm
-from rl_training.algorithms.capture import BY_VALUE, OUTSIDE
+from rl_training.algorithms.capture import BY_VALUE, OUTSIDE, map_tensors
+from rl_training.algorithms.dreamer import Dreamer
+from rl_training.algorithms.optimization import Optimizer
+from rl_training.algorithms.target import TargetNetwork
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime.restoring import change_config
 from rl_training.runtime.session import choose_acceleration, fit_ranks, open_session
 from rl_training.runtime.workflows import train
 from test_capture import Recorded
@@ -79,6 +84,51 @@ def test_captured_steps_read_numbers_that_move(algo: str) -> None:
     assert all(sum(getattr(captured, name).replays) for name in captured.steps)  # they make no other signature
 
 
+def record_inputs(algo: str) -> tuple[Algorithm, dict[tuple[Algorithm, str], tuple[Any, ...]]]:
+    """A learner that has learned until each of its steps was called, and what each was first called with."""
+    kwargs = {"gradient_penalty": 1.0} if algo == "gail" else {}
+    session = open_session(tiny(algo, Path("unused"), threads=1, kwargs=kwargs))
+    algorithm, store, step = session.algorithm, session.store, 0
+    calls: dict[tuple[Algorithm, str], tuple[Any, ...]] = {}
+    learners = [module for module in algorithm.modules() if isinstance(module, Algorithm)]
+    steps = [(learner, name) for learner in learners for name in learner.steps]
+    for key in steps:
+
+        def record(*inputs: Any, key: Any = key, function: Any = getattr(*key)) -> Any:
+            calls.setdefault(key, inputs)
+            return function(*inputs)
+
+        setattr(*key, record)
+    while len(calls) < len(steps):
+        step += take_steps(session, step)
+        for phase, batch in store.batches(algorithm, step):
+            store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step, sync=False))
+    session.close()
+    for key in steps:
+        delattr(*key)
+    return algorithm, calls
+
+
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_no_step_looks_at_a_tensor(algo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, where tensors hold nothing to look at; a GPU would wait, and end a capture."""
+    algorithm, calls = record_inputs(algo)
+    monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    algorithm.to("meta")
+    monkeypatch.setattr(Optimizer, "_move", lambda self, grad: None)  # fused kernels have no meta form
+    monkeypatch.setattr(TargetNetwork, "polyak_", lambda self, tau: None)
+    monkeypatch.setattr(Dreamer, "_autocast", lambda self: nullcontext())
+    for module in algorithm.modules():
+        if isinstance(module, Optimizer):
+            module.flat, module._one = module.flat.to("meta"), module._one.to("meta")
+        if isinstance(module, Algorithm):
+            module.numbers.device = torch.device("meta")
+            module.numbers.update({name: value for name, value in module.numbers.items() if value is not None})
+    for (learner, name), inputs in calls.items():
+        getattr(learner, name)(*map_tensors(lambda tensor: tensor.detach().to("meta"), inputs))
+    assert calls
+
+
 @NEEDS_GPU
 @pytest.mark.parametrize("algo", BY_LEARNER)
 def test_graphs_learn_what_plain_calls_learn_on_a_gpu(algo: str) -> None:
@@ -138,12 +188,19 @@ def test_a_run_keeps_and_says_what_was_chosen_and_its_resume_takes_it(
     settings["kwargs"] = {"learning_rate_schedule": {"type": "linear", "start": 1e-3, "end": 0.0}}
     whole = train(tiny("trpo", tmp_path / "whole", eval_episodes=0), console=False)
     assert yaml.safe_load((whole.run_dir / "config.yaml").read_text())["accelerate"] == "graph"
-    said = "accelerate auto is graph: each gradient step is captured once as a CUDA graph and replayed; the policy's"
+    said = "accelerate auto is graph: each gradient step is captured once as a CUDA graph and replayed, but not the"
     assert said in (whole.run_dir / "manifest.json").read_text()
     whole = train(tiny("sac", tmp_path / "one", **settings), console=False)
     resumed = stop_and_resume(tiny("sac", tmp_path / "two", **settings), 60)
     assert yaml.safe_load((resumed.run_dir / "config.yaml").read_text())["accelerate"] == "graph"
     assert_same(*(load_checkpoint(result.checkpoint_path)["algorithm"] for result in (whole, resumed)))
+
+
+def test_a_run_that_goes_on_on_another_device_chooses_again() -> None:
+    stored = tiny("ppo", Path("unused"), device="cuda", accelerate="graph")
+    for wanted, found in (({"device": "cpu"}, "auto"), ({"device": "cuda"}, "graph"), ({}, "graph")):
+        assert change_config(stored, wanted, force=True)[0].accelerate == found
+    assert change_config(stored, {"device": "cpu", "accelerate": "none"}, force=True)[0].accelerate == "none"
 
 
 @pytest.mark.slow

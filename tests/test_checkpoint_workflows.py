@@ -104,7 +104,7 @@ def test_a_policy_predicts_what_the_run_would_do(tmp_path: Path) -> None:
     [
         ([0.0, 0.0, 0.0], "shape"), ([[0.0] * 5], "shape"), ([[[0.0] * 4]], "shape"), (0.5, "shape"), ([], "shape"),
         ("left", "numbers"), (None, "numbers"), ({"x": 1}, "numbers"), ([0.0, 0.0, 0.0, np.nan], "NaN"),
-        ([0.0, 0.0, 0.0, np.inf], "infinity"), ([[0.0] * 4, [0.0] * 3], "rows of one length"), (np.zeros((0, 4)), "empty"),
+        ([0.0, 0.0, 0.0, np.inf], "infinity"), ([[0.0] * 4, [0.0] * 3], "one length"), (np.zeros((0, 4)), "empty"),
         ([0, 0, 0, "x"], "numbers"), ([0, 0, 0, None], "numbers"),
     ],
 )  # fmt: skip

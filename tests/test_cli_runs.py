@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from resume_cases import StopAt, rows_of, tiny
 from rl_training.cli.main import app
-from rl_training.cli.runs import find_runs, format_age
+from rl_training.cli.runs import format_age, summarize_runs
 from rl_training.runtime.run_folder import locked
 from rl_training.runtime.workflows import resume_training, train
 
@@ -111,14 +111,14 @@ def test_a_signal_stops_every_run_and_starts_no_other() -> None:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert out.count("stopped at step") == 2
-    assert {(run.state, run.steps > 0) for run in find_runs(Path("runs"))} == {("stopped", True)}
+    assert {(run.state, run.steps > 0) for run in summarize_runs(Path("runs"))} == {("stopped", True)}
 
 
 # ---- what became of runs ---------------------------------------------------------------------------------------------
 
 
 def states() -> dict[str, str]:
-    return {run.name: run.state for run in find_runs(Path("runs"))}
+    return {run.name: run.state for run in summarize_runs(Path("runs"))}
 
 
 def test_runs_are_listed_with_what_became_of_them() -> None:
@@ -133,7 +133,7 @@ def test_runs_are_listed_with_what_became_of_them() -> None:
     row = next(line.split() for line in result.stdout.splitlines() if "good" in line)
     best = done.metrics["eval_return_mean"]
     assert {"good", "done", "a2c", "CartPole-v1", "128"} <= set(row)
-    (good,) = (run for run in find_runs(folder) if run.name == "good")
+    (good,) = (run for run in summarize_runs(folder) if run.name == "good")
     assert good.last == best
     assert good.best is not None
     assert good.best >= best

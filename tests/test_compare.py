@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from rl_training.cli.main import app
@@ -52,6 +53,13 @@ def test_no_difference_is_shown_where_the_interval_holds_zero(tmp_path: Path) ->
     assert "no difference shown" in text
     assert "learning_rate=0.1" in text  # found as what differs
     assert "is better" not in text.replace("first is better", "")
+
+
+def test_runs_of_one_config_on_a_cpu_and_on_a_gpu_are_one_group(tmp_path: Path) -> None:
+    for seed, where in enumerate(({"device": "cpu", "accelerate": "none"}, {"device": "cuda", "accelerate": "graph"})):
+        config = write_run(tmp_path, [1.0], seed=seed) / "config.yaml"
+        config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | where))
+    assert list(group_runs(find_runs([str(tmp_path)]))) == ["ppo"]
 
 
 def test_one_run_each_is_too_few_to_tell(tmp_path: Path) -> None:

@@ -8,20 +8,25 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from gymnasium import spaces as gs
 
+from registry_contract import OBSERVATIONS
 from resume_cases import SPECS, tiny
 from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.params import read_params
 from rl_training.runtime.session import choose_device, resolve
 from rl_training.runtime.workflows import train
 
 VECTOR = probe_spaces(read_recipe("CartPole-v1", {}))
 IMAGE = probe_spaces(read_recipe("env_zoo:MinAtarLike", {}))
+MIXED = EnvSpaces.from_gym("Mixed-v0", OBSERVATIONS["mixed"], gs.Discrete(2))
 SMALL, WIDE = {"hidden_sizes": (128, 128)}, {"hidden_sizes": (64, 257)}
 # algorithm, hyper-parameters, spaces, accelerate, device, its reason
 CASES: list[tuple[str, dict[str, Any], Any, str, str, str]] = [
     ("ppo", {}, VECTOR, "auto", "cpu", "layers of at most 256 units on vectors"),
     ("ppo", WIDE, VECTOR, "auto", "cuda", "layers of 257 units"),
+    ("ppo", {}, MIXED, "auto", "cuda", "images"),
     ("ppo", {}, VECTOR, "graph", "cuda", "captured updates"),
     ("sac", SMALL, VECTOR, "auto", "cpu", "layers of at most 128 units on vectors"),
     ("sac", {}, VECTOR, "auto", "cuda", "layers of 256 units"),

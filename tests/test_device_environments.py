@@ -19,7 +19,14 @@ import resume_cases
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
 from rl_training.algorithms.capture import PLAIN_CALLS, Numbers
 from rl_training.collect.device import DeviceCollector
-from rl_training.envs.device import DeviceEngine, DeviceEnvironment, OneEnvironment, advance, map_actions
+from rl_training.envs.device import (
+    DeviceEngine,
+    DeviceEnvironment,
+    OneEnvironment,
+    advance,
+    find_device_environment,
+    map_actions,
+)
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
@@ -31,6 +38,7 @@ from rl_training.runtime.run import Callback
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.workflows import train
+from rl_training.stores import rollouts
 from test_capture import Recorded
 
 CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")
@@ -227,7 +235,7 @@ def test_the_state_comes_back_with_everything_in_it() -> None:
     "space",
     [
         gs.Box(np.array([-2.0, 0.0], np.float32), np.array([3.0, 0.1], np.float32)), gs.Discrete(3),
-        gs.Discrete(3, start=2), gs.MultiDiscrete([2, 3]), gs.MultiBinary(3),
+        gs.Discrete(3, start=2), gs.MultiDiscrete([2, 3]), gs.MultiBinary(3), gs.Box(-3, 9, (2, 2), np.int32),
     ],
 )  # fmt: skip
 def test_tensors_of_actions_are_mapped_as_arrays_are(space: Any) -> None:
@@ -236,8 +244,8 @@ def test_tensors_of_actions_are_mapped_as_arrays_are(space: Any) -> None:
     actions = spaces.random_actions(rng, 50)
     if spaces.action_kind == "continuous":
         actions = actions * 1.5  # a Gaussian policy leaves [-1, 1]
-    mapped = map_actions(spaces, torch.device("cpu"))(torch.from_numpy(actions))
-    np.testing.assert_array_equal(mapped.numpy(), spaces.map_actions(actions))
+    mapped, wanted = map_actions(spaces, torch.device("cpu"))(torch.from_numpy(actions)), spaces.map_actions(actions)
+    np.testing.assert_array_equal(mapped.numpy(), wanted, strict=True)
 
 
 # ---- rollouts that stay on the device --------------------------------------------------------------------------------
@@ -394,6 +402,28 @@ def test_truncated_episodes_are_worth_what_their_last_observation_is(algo: str) 
     torch.testing.assert_close(successors, wanted)
 
 
+class Seen(Walk):
+    """The place as an image."""
+
+    observation_space = gs.Box(0, 255, (4, 4), np.uint8)  # type: ignore[assignment]
+
+    def observe(self, state: Any) -> Tensor:
+        return (10 * state["place"]).byte().view(-1, 1, 1).expand(-1, 4, 4)
+
+
+def test_images_are_valued_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_rollouts(Seen)
+    policy: Any = session.algorithm.acting()
+    rows, valued, sizes = take_rollout(session), policy.values, []
+    monkeypatch.setattr(rollouts, "MOST_IMAGES", 16)
+    monkeypatch.setattr(policy, "values", lambda obs: (sizes.append(len(obs)), valued(obs))[1])
+    ((_, batch),) = session.store.batches(session.algorithm, 0)
+    assert max(sizes) == 16
+    with torch.no_grad():
+        finals = valued(rows["final_obs"].flatten(0, 1)).view(8, 5)
+    torch.testing.assert_close(batch["truncation_values"], finals)
+
+
 class Breaks(Walk):
     """A reward that is not a number, by and by."""
 
@@ -469,18 +499,59 @@ def gives(**parts: Any) -> type[Walk]:
     return Odd
 
 
+class Pictured(Walk):
+    """Floats where the space says pixels."""
+
+    observation_space = gs.Box(0, 255, (4, 4), np.uint8)  # type: ignore[assignment]
+
+    def observe(self, state: Any) -> Tensor:
+        return state["place"].view(-1, 1, 1).expand(-1, 4, 4)
+
+
 @pytest.mark.parametrize(
     ("maker", "sentence"),
     [
         (gives(rewards=lambda x: x[:, None]), r"rewards of two environments has the shape \(2, 1\), not \(2,\)"),
         (gives(terminated=lambda x: x.float()), "terminated is of torch.float32; it must be of torch.bool"),
         (gives(state=lambda x: {**x, "place": x["place"].double()}), "the state of two environments is .*float64"),
+        (Pictured, "observe gives an image of torch.float32; it must be of torch.uint8"),
         (type("Wide", (Walk,), {"observation_space": gs.Box(-1.0, 1.0, (4,))}), r"observation of shape \(3,\); its"),
     ],
 )
 def test_functions_that_do_not_fit_are_told_in_a_sentence(maker: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         open_engine(maker, 2)
+
+
+class Elsewhere(Walk):
+    """A part of the state that is always on the CPU."""
+
+    def reset(self, noise: Tensor) -> Any:
+        return super().reset(noise) | {"count": torch.zeros(len(noise))}
+
+    def step(self, state: Any, actions: Tensor, noise: Tensor) -> Any:
+        after, *others = super().step(state, actions, noise)
+        return after | {"count": state["count"] + 1}, *others
+
+
+@pytest.mark.parametrize(
+    ("maker", "name"), [(gives(rewards=lambda x: torch.ones(len(x))), "rewards"), (Elsewhere, "the state")]
+)
+def test_a_tensor_of_another_device_is_told_before_the_run(maker: Any, name: str) -> None:
+    with pytest.raises(UserError, match=f"^mine: {name} is on cpu, but the device is meta; make it like a given"):
+        find_device_environment(read_recipe("mine", {}, maker), "meta")
+    find_device_environment(read_recipe("mine", {}, Walk), "meta")
+
+
+def test_a_file_may_name_a_class_of_ones_own() -> None:
+    """As it may name a gymnasium.Env class; a function has to be named by the user."""
+    recipe = EnvRecipe(f"{__name__}:Walk")
+    assert not recipe.named_by_user
+    assert isinstance(make_env(recipe).unwrapped, OneEnvironment)
+    with pytest.raises(UserError, match="did you mean 'Walk'"):
+        make_env(EnvRecipe(f"{__name__}:Walks"))
+    with pytest.raises(UserError, match="comes from a file"):
+        make_env(EnvRecipe(f"{__name__}:gives"))
 
 
 def test_what_the_functions_raise_is_told_in_a_sentence() -> None:

@@ -20,6 +20,7 @@ from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.models.blocks import MixedEncoder
 from rl_training.models.dreamer import Decoder, Encoder, PartsDecoder, PartsEncoder
 from rl_training.runtime.networks import make_encoder, make_input
+from rl_training.runtime.params import Params
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import load_policy, train
 from rl_training.stores.recording import read_replay_buffer
@@ -83,6 +84,13 @@ def test_the_network_reads_images_over_their_scale_and_the_vector_as_it_is() -> 
         np.testing.assert_allclose(got, np.concatenate([np.ravel(piece) for piece in pieces]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("lead", [(4,), (2, 2), (0,)])
+def test_images_without_a_vector_are_read(lead: tuple[int, ...]) -> None:
+    spaces = spaces_of(ONLY_IMAGES)
+    rows = torch.randint(255, (*lead, 32), dtype=torch.uint8)
+    torch.testing.assert_close(make_input(spaces)(rows), rows / 255.0)
+
+
 def test_a_row_of_any_place_in_memory_is_read() -> None:
     """Floats that begin at an odd byte, as those of a row in the middle of a buffer do."""
     spaces = spaces_of(gs.Dict(grid=gs.Box(0, 255, (3, 3), np.uint8), speed=gs.Box(-1, 1, (2,))))
@@ -108,7 +116,7 @@ def test_only_the_vector_is_normalized() -> None:
 
 
 def test_every_image_goes_through_convolutions_of_its_own_and_the_vector_around_them() -> None:
-    encoder = make_encoder(spaces_of(NESTED))
+    encoder = make_encoder(Params(), spaces_of(NESTED))
     assert isinstance(encoder, MixedEncoder)
     x = torch.rand(2, PIXELS + 5, generator=torch.Generator().manual_seed(0))
     features = encoder(x)

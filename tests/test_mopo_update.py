@@ -117,8 +117,8 @@ def test_a_store_that_cannot_be_made_closes_the_environments(
 ) -> None:
     closed = []
 
-    def make_watched(*arguments: Any) -> Any:
-        engine = make_engine(*arguments)
+    def make_watched(*arguments: Any, **options: Any) -> Any:
+        engine = make_engine(*arguments, **options)
         monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
         return engine
 

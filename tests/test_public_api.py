@@ -194,7 +194,7 @@ def test_save_writes_one_file_that_load_brings_back(trained: Any, tmp_path: Path
     batch = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     assert np.array_equal(loaded.predict(batch), trained.predict(batch))
     assert loaded.evaluate(num_episodes=2) == trained.evaluate(num_episodes=2)
-    with pytest.raises(UserError, match="not of a2c; use PPO.load"):
+    with pytest.raises(UserError, match="not of a2c; use PPO"):
         A2C.load(path)
 
 

@@ -330,6 +330,17 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(monkeypatch: pytest.Monk
         ReplayBuffer(1_000_000, obs_shape=(4, 84, 84), obs_dtype="uint8")
 
 
+@pytest.mark.parametrize("free", [-1, 10**9, 5 * 10**9, 28 * 10**9])
+def test_the_capacity_that_is_advised_fits(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_memory, "available_memory", lambda: free)
+    layout: dict[str, Any] = {"obs_shape": (4, 84, 84), "obs_dtype": "uint8"}
+    with pytest.raises(UserError) as refused:
+        ReplayBuffer(1_000_000, **layout)
+    advised = int(str(refused.value).partition("buffer_capacity to about ")[2].partition(",")[0])
+    need = sum(spec.nbytes for spec in replay_memory.replay_specs(advised, **layout).values()) if advised else 0
+    assert 0.7 * free <= need <= max(free, 0)
+
+
 def test_wrong_arguments_are_refused_in_one_sentence() -> None:
     with pytest.raises(UserError, match="4 environments need room"):
         make(4, capacity=3)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from rl_training.cli.screen import SEEDS_STYLE
+from rl_training.cli.screen import TABLE_STYLE
 from rl_training.errors import counted
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def show_jobs(jobs: Sequence[Job]) -> Table:
     from rl_training.experiment.logging import format_duration
 
     first = jobs[0].config
-    table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **SEEDS_STYLE)
+    table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **TABLE_STYLE)
     widths = {"state": 8, "steps": len(f"{first.total_timesteps:,}"), "": 4, "eta": 7, "return": 6}
     for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):  # the same width in every frame
         justify: Any = "left" if name == "state" else "right"

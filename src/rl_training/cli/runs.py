@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rl_training.cli.screen import make_console
+from rl_training.cli.screen import TABLE_STYLE, make_console
 from rl_training.errors import UserError
 
 COLORS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
@@ -39,10 +39,10 @@ def list_runs(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
-    found = find_runs(Path(folder))
+    found = summarize_runs(Path(folder))
     if not found:
         raise UserError(f"{folder} contains no runs; give another folder, or train: rl-training train ppo/cartpole.")
-    table = Table(header_style="bold")
+    table = Table(**TABLE_STYLE)
     table.add_column("run", overflow="fold")
     for name in ("state", "algorithm", "environment"):
         table.add_column(name, no_wrap=name == "state", overflow="fold")
@@ -56,10 +56,11 @@ def list_runs(
     make_console().print(table)
 
 
-def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and its subfolders, newest first; the folder may be a run itself."""
-    places = [folder / "config.yaml", *folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]
-    runs = [path.parent for path in places if path.with_name("manifest.json").is_file()]
+def summarize_runs(folder: Path) -> list[RunSummary]:
+    """The runs in a folder, the newest first."""
+    from rl_training.runtime.run_state import find_run_folders
+
+    runs = find_run_folders(folder, "manifest.json")
     found = [summary for run in runs if (summary := read_run(run, folder)) is not None]
     return sorted(found, key=lambda run: -run.changed)
 

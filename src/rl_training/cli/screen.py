@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-SEEDS_STYLE: dict[str, Any] = {
+TABLE_STYLE: dict[str, Any] = {
     "title_justify": "left", "title_style": "bold", "header_style": "bold", "box": SIMPLE_HEAD, "pad_edge": False,
     "show_edge": False, "collapse_padding": True,
 }  # fmt: skip
@@ -40,7 +39,7 @@ REASONS = {
 def make_console() -> Console:
     """The console on stdout; only rank 0 prints."""
     console = Console(highlight=False, quiet=not is_first_rank())
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
 
@@ -132,7 +131,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
     """One row per seed, then the mean over seeds with its interval."""
-    table = Table(title=title, **SEEDS_STYLE)
+    table = Table(title=title, **TABLE_STYLE)
     for name in ("seed", "return", "steps", "steps/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("run", overflow="fold")

@@ -160,9 +160,9 @@ def shorten(value: Any) -> str:
 
 def trial_table(study: Study) -> Table:
     """The running trials and the best finished ones."""
-    table = Table(header_style="bold", box=None)
-    for name in ("trial", "state", "return", "evals", "hyper-parameters"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True)
+    table = Table(header_style="bold", box=None, expand=True)
+    for name, width in {"trial": 5, "state": 7, "return": 8, "evals": 5, "hyper-parameters": None}.items():
+        table.add_column(name, overflow="ellipsis", no_wrap=True, width=width, ratio=None if width else 1)
     trials = study.trials()
     ended = [trial for trial in trials if trial.state.is_finished()]
     ended.sort(key=lambda trial: -float("inf") if trial.value is None else trial.value, reverse=True)

@@ -138,7 +138,8 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
     if free is None or need <= free:
         return
     rows, envs, *_ = next(iter(specs.values())).shape
-    fits = int(float(f"{0.9 * rows * envs * free / need:.0e}"))
+    fits = int(0.9 * rows * envs * max(free, 0) / need)
+    fits -= fits % 10 ** max(0, len(str(fits)) - 2)  # two digits, rounded down: rounded up it may not fit
     raise UserError(
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
         f"lower buffer_capacity to about {fits}, or set replay_folder to a folder on a larger disk."

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from rl_training.envs.engines import Step
 from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
-from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.spaces import Array, EnvSpaces, image_layout
 from rl_training.errors import EnvironmentFailure, UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
@@ -30,7 +30,8 @@ class DeviceEnvironment:
 
     The functions store nothing, draw no random numbers, and never branch on values. `noise` is uniform in [0, 1), with
     `reset_noise` or `step_noise` numbers per environment. Make new tensors from given ones (`torch.zeros_like`,
-    `state.new_tensor`), so that they are on the right device.
+    `state.new_full`), so that they are on the right device. A tensor made from a list (`new_tensor`) is copied from the
+    host, which a CUDA graph cannot do: the rollout would run without a graph.
     """
 
     observation_space: gs.Space[Any]
@@ -205,19 +206,29 @@ def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:
 def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], Tensor]:
     """`spaces.map_actions` for tensors on a device."""
     space: Any = spaces.action_space
+    dtype = torch.from_numpy(np.zeros(0, space.dtype)).dtype
     if isinstance(space, gs.Box):
         low, high = (torch.from_numpy(bound).to(device) for bound in spaces._action_bounds)
         half = 0.5 * (high - low)
-        return lambda actions: ((actions + 1.0) * half + low).clamp(low, high).view(-1, *space.shape)
+
+        def scale(actions: Tensor) -> Tensor:
+            scaled = (actions + 1.0) * half + low
+            inside = (scaled if dtype.is_floating_point else scaled.round()).clamp(low, high)
+            return inside.view(-1, *space.shape).to(dtype)
+
+        return scale
     if isinstance(space, gs.Discrete):
         start = int(space.start)
         return (lambda actions: actions + start) if start else (lambda actions: actions)
     first = torch.as_tensor(getattr(space, "start", np.zeros(space.shape, np.int64)), device=device)
-    return lambda actions: actions.view(-1, *space.shape) + first
+    return lambda actions: (actions.view(-1, *space.shape) + first).to(dtype)
 
 
-def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int | None]:
-    """The environment of a recipe as functions of tensors, and its time limit; a UserError if it has none."""
+def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[DeviceEnvironment, int | None]:
+    """The environment of a recipe as functions of tensors, and its time limit; a UserError if it has none.
+
+    They are tested on the device.
+    """
     from rl_training.envs.classic_control import KNOWN
 
     where = "vectorization is 'device', but"
@@ -239,16 +250,17 @@ def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int |
         raise UserError(f"{where} {recipe.env_id} is not a DeviceEnvironment (docs/device_environments.md); use auto.")
     if not isinstance(found.observation_space, gs.Box):
         raise UserError(f"{where} the observation space of {recipe.env_id} is not a Box; use auto.")
-    check_functions(found, recipe.env_id)
+    check_functions(found, recipe.env_id, torch.device(device))
     return found, limit
 
 
-def check_functions(env: DeviceEnvironment, env_id: str) -> None:
+def check_functions(env: DeviceEnvironment, env_id: str, device: torch.device) -> None:
     """Test the functions on two rows; a UserError says what does not fit."""
-    actions = torch.from_numpy(np.stack([env.action_space.sample()] * 2))
+    actions = torch.from_numpy(np.stack([env.action_space.sample()] * 2)).to(device)
+    noise = [torch.full((2, size), 0.5, device=device) for size in (env.reset_noise, env.step_noise)]
     try:
-        state = env.reset(torch.full((2, env.reset_noise), 0.5))
-        moved, rewards, terminated = env.step(state, actions, torch.full((2, env.step_noise), 0.5))
+        state = env.reset(noise[0])
+        moved, rewards, terminated = env.step(state, actions, noise[1])
         obs = env.observe(moved)
     except Exception as error:
         raise EnvironmentFailure.from_error(env_id, error) from error
@@ -260,5 +272,11 @@ def check_functions(env: DeviceEnvironment, env_id: str) -> None:
         wanted = (2, *(shape or ()))
         if given.shape != wanted:
             raise UserError(f"{env_id}: {name} of two environments has the shape {tuple(given.shape)}, not {wanted}.")
+    parts = [("the state", part) for part in tree_flatten(moved)[0]] + [(name, seen[name][0]) for name in seen]
+    if odd := [(name, part.device.type) for name, part in parts if part.device.type != device.type]:
+        found = f"{odd[0][0]} is on {odd[0][1]}, but the device is {device}"
+        raise UserError(f"{env_id}: {found}; make it like a given tensor (torch.zeros_like).")
     if terminated.dtype != torch.bool:
         raise UserError(f"{env_id}: terminated is of {terminated.dtype}; it must be of torch.bool.")
+    if image_layout(env.observation_space) is not None and obs.dtype not in (torch.uint8, torch.bool):
+        raise UserError(f"{env_id}: observe gives an image of {obs.dtype}; it must be of torch.uint8.")

@@ -311,7 +311,7 @@ def make_engine(
     if vectorization == "device":
         from rl_training.envs.device import DeviceEngine, find_device_environment
 
-        found = find_device_environment(recipe)
+        found = find_device_environment(recipe, device)
         return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)
     if vectorization == "native":
         own_seed = episode_seed(seed, first, 0) if first else seed

@@ -1,7 +1,7 @@
 """Making one environment: by id, by `module:Class`, or by a callable, with Gymnasium's wrappers around it.
 
-A name may come from a file, and a file must not run code, so a name from a file is called only if it is an Env class.
-A function is called only if the user named it (`named_by_user`).
+A name may come from a file, and a file must not run code, so such a name is called only if it is an Env class (or a
+`DeviceEnvironment`). A function is called only if the user named it (`named_by_user`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -304,13 +305,15 @@ def import_entry_point(
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
+    device = sys.modules.get("rl_training.envs.device")  # whoever has a class of it has imported it
+    kinds = (kind, device.DeviceEnvironment) if kind is gym.Env and device is not None else (kind,)
     maker = getattr(module, name, None)
     if not callable(maker):
-        own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kind)]
+        own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]
         noun = "environment" if kind is gym.Env else "network"
         near = did_you_mean(name, own) if own else f"it defines no {noun}."
         raise UserError(f"{field} {value!r}: {module_name} has no class or function {name!r}; {near}")
-    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, kind)):
+    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, kinds)):
         wanted = "gymnasium.Env" if kind is gym.Env else "torch.nn.Module"
         raise UserError(
             f"{field} {value!r} comes from a file and is not a {wanted} class, so it is not called; if you trust "

@@ -180,9 +180,9 @@ class MixedInput(ObservationInput):
     def split(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels [..., P] on their own scale and the vector [..., V], as floats."""
         pixels, vector = obs[..., : len(self.scales)], obs[..., len(self.scales) :]
-        if obs.dtype == torch.uint8:  # a copy, since floats have to begin at a multiple of four bytes
+        if obs.dtype == torch.uint8 and vector.shape[-1]:  # a copy: floats begin at a multiple of four bytes
             vector = vector.clone(memory_format=torch.contiguous_format).view(torch.float32)
-        return pixels.float(), vector
+        return pixels.float(), vector.float()
 
     def forward(self, obs: Tensor) -> Tensor:
         """[..., bytes] or [..., D] -> [..., D]."""

@@ -275,7 +275,8 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     if (algo := wanted.get("algo", stored.algo)) != stored.algo:
         raise UserError(f"algo is {algo!r}, but the run is of {stored.algo}; a run continues with its own algorithm.")
     moved = move_config(stored, wanted["env_id"]) if wanted.get("env_id", stored.env_id) != stored.env_id else {}
-    merged = {**before, **moved, **wanted}
+    chosen = {"accelerate": "auto"} if wanted.get("device", stored.device) != stored.device else {}  # for that one
+    merged = {**before, **chosen, **moved, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):
         model = get_algorithm_spec(stored.algo).params
         merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])

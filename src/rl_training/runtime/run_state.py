@@ -13,6 +13,17 @@ END_FILE = "end.json"  # why the run stopped, or what it failed with
 COMPLETE = ("total_timesteps", "max_updates", "max_seconds", "early_stopping")
 
 
+def find_run_folders(folder: Path, file: str) -> list[Path]:
+    """The folders of runs that have this file, at any depth; the folder itself may be one."""
+    found = []
+    for root, inside, files in os.walk(folder):
+        if {"config.yaml", file} <= set(files):
+            found.append(Path(root))
+            inside.clear()  # no run is in another one's folder
+        inside.sort()
+    return found
+
+
 def find_state(run_dir: Path, *, is_complete: bool) -> str:
     """`running`, `done`, `stopped` or `failed`; where no end was written, `is_complete` tells done from killed."""
     if is_running(run_dir):

@@ -158,7 +158,7 @@ def open_session(
     if asked.device == "auto" and torch.cuda.is_available():
         notes.append(choose_device(asked, params, spaces)[1])
     if config.accelerate != "none":
-        left_out = f"; {algorithm.eager_part} run as they are written" if algorithm.eager_part else ""
+        left_out = f", but not {algorithm.eager_part}" if algorithm.eager_part else ""
         auto = " auto is" if asked.accelerate == "auto" else ""
         notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
     if times:
@@ -317,7 +317,7 @@ def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tup
     members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
     widest = WIDEST_CAPTURED if captures and lane == "replay" else WIDEST_ON_CPU
     pays = {
-        "images": spaces.obs_kind == "image", f"layers of {params.widest_layer} units": params.widest_layer > widest,
+        "images": spaces.obs_kind != "vector", f"layers of {params.widest_layer} units": params.widest_layer > widest,
         f"{members} networks side by side": members > MOST_MEMBERS_ON_CPU,
         "captured updates of many steps": captures and getattr(params, "capture", False),
         "rollouts on the device": config.vectorization == "device" and lane == "rollout",

@@ -83,10 +83,7 @@ class RolloutStore:
         policy: Any = algorithm.acting()
 
         def evaluate(obs: Array) -> Array:
-            rows = torch.from_numpy(obs).to(device)
-            if self.spaces.obs_kind == "vector":
-                return policy.values(rows).cpu().numpy()
-            return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)]).cpu().numpy()
+            return self._value(policy, torch.from_numpy(obs).to(device)).cpu().numpy()
 
         if experience.has_values:
             self.values[:-1] = experience.values
@@ -99,6 +96,12 @@ class RolloutStore:
             rows = experience.truncated & ~experience.terminated
             if rows.any():
                 self.truncation_values[rows] = evaluate(experience.final_obs[rows])
+
+    def _value(self, policy: Any, rows: Tensor) -> Tensor:
+        """Values [B] of observations [B, ...], of images so many at a time that their features fit into memory."""
+        if self.spaces.obs_kind == "vector":
+            return policy.values(rows)
+        return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)])
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout, once; nothing if a short one has only reset rows."""
@@ -138,10 +141,10 @@ class RolloutStore:
         policy: Any = algorithm.acting()
         batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
         batch["behavior_logprobs"] = batch["logprobs"]
-        batch["truncation_values"] = policy.values(experience.final_obs.flatten(0, 1)).view(-1, count)
+        batch["truncation_values"] = self._value(policy, experience.final_obs.flatten(0, 1)).view(-1, count)
         if not getattr(algorithm, "reads_values", True):
             return batch | {"bootstrap_obs": experience.obs[-1]}
-        values = policy.values(experience.obs.flatten(0, 1)).view(-1, count)
+        values = self._value(policy, experience.obs.flatten(0, 1)).view(-1, count)
         return batch | {"values": values[:-1], "bootstrap_value": values[-1]}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from rl_training.errors import UserError, counted, did_you_mean
 from rl_training.experiment.config import read_yaml
 from rl_training.experiment.logging import read_metrics
+from rl_training.runtime.run_state import find_run_folders
 from rl_training.tools.drawing import Series
 from rl_training.tools.statistics import (
     Array,
@@ -27,7 +28,9 @@ from rl_training.tools.statistics import (
 )
 
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
-NEVER_COMPARED = ("seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "ray", "worker_timeout")
+NEVER_COMPARED = (
+    "seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "accelerate", "ray", "worker_timeout",
+)  # fmt: skip
 POINTS = 60  # of a curve
 LARGEST = 1e100  # of numbers in files
 FEW_RUNS = 5  # below that many a bootstrap interval is too narrow
@@ -83,9 +86,7 @@ def find_runs(given: Iterable[str]) -> list[RunRecord]:
     """The runs in these folders, each a run's own or one that holds some at any depth."""
     folders: dict[Path, Path] = {}
     for text in given:
-        path = Path(text)
-        inside = [path, *sorted(p.parent for p in path.rglob("metrics.jsonl"))] if path.is_dir() else []
-        found = [p for p in inside if (p / "metrics.jsonl").is_file() and (p / "config.yaml").is_file()]
+        found = find_run_folders(Path(text), "metrics.jsonl")
         if not found:
             raise UserError(f"{text} is no run and holds none; give folders with a config.yaml and a metrics.jsonl.")
         folders |= {p.resolve(): p for p in found}

@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.config import TrainConfig, dump_yaml, parse_yaml
 from rl_training.runtime.params import SCHEDULE, Params, change_params, read_params
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.run import EVALUATIONS, Callback, Run
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import train
 
 if TYPE_CHECKING:
     import optuna
 
-EVALUATIONS = 10  # of a trial, where the config says no interval
 FRESH_SEED = 100_000  # added to the config's own: no trial has such a seed
 POLL_SECONDS = 1.0
 FIELDS = ("eval_interval", "max_updates")  # of every algorithm, and no hyper-parameters
