@@ -153,7 +153,7 @@ def judge(fault: str, command: str, outcome: Outcome, folder: Path) -> str:
         return "done, warns" if warned else "done"
     if fault == "sys.exit in close" and name == "train":  # the evaluation counts, and the run is over
         assert code == 0, text
-        assert re.search(f"warning: when it was closed, the environment {ENV} {WRONG[fault]}", text), text
+        assert re.search(f"warning: while closing, the environment {ENV} {WRONG[fault]}", text), text
         return "done, warns (0)"
     expected = WRONG.get(fault) or TOLD.get(fault) or f"gave no answer for {SILENT:g} seconds"
     assert re.search(expected, text), text

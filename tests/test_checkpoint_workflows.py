@@ -160,7 +160,7 @@ def masked_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ([1, 0, 1], r"action_mask of env_zoo:Masked has 3 entries; its action space needs 5\.$"), ([], "has 0 entries"),
         ([[1, 0, 1, 1, 1]] * 2, "has 10 entries"), (1, "has 1 entries"), ([0] * 5, "forbids every action;"),
-        ([0, 2, 3, 1, 1], "something else than 0 and 1"), ("10111", "numbers"), ({"a": 1}, "numbers"),
+        ([0, 2, 3, 1, 1], "something other than 0 and 1"), ("10111", "numbers"), ({"a": 1}, "numbers"),
         ([1, 0, None, 1, 1], "numbers"), ([1, 0, np.nan, 1, 1], "NaN"), ([[1, [0]], [1, 1, 1]], "rows of one length"),
     ],
 )  # fmt: skip

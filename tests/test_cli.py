@@ -145,7 +145,7 @@ def test_resume_goes_on_to_a_larger_budget_in_a_new_folder(checkpoint: str) -> N
 
 def test_resume_of_a_finished_run_says_that_nothing_was_left(checkpoint: str) -> None:
     out = succeed("resume", "--checkpoint", checkpoint, "--output-dir", "again")
-    assert "nothing was left to train; give a larger budget, such as --total-timesteps" in out
+    assert "the budget is used up; give a larger one, such as --total-timesteps" in out
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_check_shows_counts_ranges_and_coverage() -> None:
     out = succeed("check", "--path", "c.npz", "--env", "CartPole-v1")
     table = {line.split("  ")[1].strip(): line for line in out.splitlines() if line.startswith("  ") and line.strip()}
     assert "80" in table["transitions"]
-    assert "the last one not to its end" in table["episodes"]
+    assert "the last one incomplete" in table["episodes"]
     assert {"terminated", "truncated", "return", "length", "reward", "obs", "actions", "coverage"} <= set(table)
     assert "float32 [4]" in table["obs"]
     assert "0: " in table["coverage"]

@@ -34,7 +34,7 @@ from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resu
 
 STEPPING = [name for name, spec in SPECS.items() if spec.steps_environments]
 CLOCKED = {"learner_waiting", "worker_waiting", "worker_restarts"}
-pytestmark = pytest.mark.filterwarnings("ignore:.*It is started again")
+pytestmark = pytest.mark.filterwarnings("ignore:.*It is restarted")
 
 
 def workers(algo: str, output_dir: Path, count: int = 2, **fields: Any) -> Any:

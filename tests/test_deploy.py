@@ -49,9 +49,9 @@ def test_it_acts_as_predict_does_one_by_one_and_in_batches(masked: tuple[Trained
 @pytest.mark.parametrize(
     ("obs", "mask", "sentence"),
     [
-        ([1.0, 2.0, 3.0], None, r"obs has the shape \(3,\); the policy wants \(2,\), or a batch of it"),
-        ([1.0, float("nan")], None, "obs holds something else than finite numbers"),
-        ("left", None, "obs holds something else than finite numbers"),
+        ([1.0, 2.0, 3.0], None, r"obs has the shape \(3,\); the policy needs \(2,\), or a batch of it"),
+        ([1.0, float("nan")], None, "obs contains something other than finite numbers"),
+        ("left", None, "obs contains something other than finite numbers"),
         (np.zeros((0, 2)), None, "at least 1"),
         ([1.0, 2.0], [1, 0], "action_mask has 2 entries; 1 x 5 are needed"),
     ],

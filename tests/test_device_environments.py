@@ -479,8 +479,8 @@ class WalkOfDicts(Walk):
         (read_recipe("CliffWalking-v1", {}), "CliffWalking-v1 is not a DeviceEnvironment"),
         (read_recipe("walk", {}, WalkOfDicts), "the observation space of walk is not a Box"),
         (read_recipe("x", {}, lambda: Wrapped(gym.make("CartPole-v1"))), "wrapped in Wrapped"),
-        (read_recipe("CartPole-v1", {"wrappers": {"frame_stack": 2}}), "only normalize_observation"),
-        (read_recipe("CartPole-v1", {"wrappers": {"clip_reward": True}}), "only normalize_observation"),
+        (read_recipe("CartPole-v1", {"wrappers": {"frame_stack": 2}}), "no wrappers except normalize_observation"),
+        (read_recipe("CartPole-v1", {"wrappers": {"clip_reward": True}}), "no wrappers except normalize_observation"),
     ],
 )
 def test_what_has_no_tensor_functions_is_refused(recipe: EnvRecipe, sentence: str) -> None:

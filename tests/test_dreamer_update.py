@@ -652,7 +652,7 @@ def test_a_rate_with_its_own_schedule_does_not_follow_the_common_one(order: int)
 
 def test_a_schedule_of_the_common_rate_that_nobody_follows_is_refused(tmp_path: Path) -> None:
     own = {f"{part}_learning_rate": 0.1 for part in ("world_model", "actor", "critic")}
-    with pytest.raises(UserError, match="dreamer cannot move learning_rate during a run"):
+    with pytest.raises(UserError, match="dreamer cannot change learning_rate during a run"):
         open_session(tiny("dreamer", tmp_path, kwargs={**own, "learning_rate_schedule": {"start": 0.1, "end": 0.0}}))
 
 

@@ -443,9 +443,9 @@ def test_survival_bias_is_warned_of_where_episodes_can_end_early(
 @pytest.mark.parametrize(
     ("size", "said"),
     [
-        (64, "64 expert steps in one without its end, from cartpole_expert.npz"),
+        (64, "64 expert steps in one incomplete episode, from cartpole_expert.npz"),
         (500, "500 expert steps in 1 episode of return 500.0, from cartpole_expert.npz"),
-        (1100, "1,100 expert steps in 2 episodes of return 500.0 and one without its end, from cartpole_expert.npz"),
+        (1100, "1,100 expert steps in 2 episodes of return 500.0 and one incomplete episode, from cartpole_expert.npz"),
     ],
 )
 def test_the_start_says_what_the_expert_is(tmp_path: Path, size: int, said: str) -> None:

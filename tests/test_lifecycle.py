@@ -34,7 +34,7 @@ from rl_training.runtime.run import Callback, NotSaved, Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
-NOT_EXACT = pytest.mark.filterwarnings("ignore:the turn under way is abandoned", "ignore:it was saved in the middle")
+NOT_EXACT = pytest.mark.filterwarnings("ignore:stopped in the middle of a turn", "ignore:it was saved in the middle")
 
 
 class Hooked(Walk):
@@ -432,7 +432,7 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_at_the_next_interval
     result = train(tiny("a2c", tmp_path / "full", checkpoint_interval=32), console=True)
     said = capsys.readouterr().err
     assert said.count("warning: a checkpoint of step 64 cannot be written to") == 1
-    assert "(No space left on device); the newest is of step 32; the next checkpoint is tried as usual" in said
+    assert "(No space left on device); the newest is of step 32; the next checkpoint will be tried as usual" in said
     assert_same_run(whole, result)
 
 
@@ -494,7 +494,7 @@ def test_an_environment_that_raises_when_it_is_closed_is_a_warning(
         def on_start(self, run: Run) -> None:
             monkeypatch.setattr(Hooked, "close", fail())
 
-    with pytest.warns(UserWarning, match="^when it was closed, .*Hooked raised RuntimeError: on purpose"):
+    with pytest.warns(UserWarning, match="^while closing, .*Hooked raised RuntimeError: on purpose"):
         result = train(hooked(tmp_path), callbacks=[Break()], console=False)
     assert result.metrics["stop_reason"] == "total_timesteps"
 
@@ -525,7 +525,7 @@ def test_an_evaluation_whose_environments_raise_when_they_are_closed_counts_and_
         def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
             monkeypatch.undo()
 
-    with pytest.warns(UserWarning, match="^when it was closed, the environment test_lifecycle:Hooked .*on purpose"):
+    with pytest.warns(UserWarning, match="^while closing, the environment test_lifecycle:Hooked .*on purpose"):
         result = train(
             hooked(tmp_path, eval_episodes=3, kwargs={"eval_interval": 64}), callbacks=[Break()], console=False
         )

@@ -312,15 +312,14 @@ def test_every_name_of_ours_in_the_table_exists() -> None:
     ("use", "sentence"),
     [
         (lambda: PPO("MlpPolicy", "CartPole-v1", verbose=1), "PPO takes no policy such as 'MlpPolicy'; write "
-         "PPO('CartPole-v1'): networks follow from the environment's spaces, and hidden_sizes and activation shape "
-         "them."),
+         "PPO('CartPole-v1'): the networks follow from the environment's spaces, hidden_sizes and activation."),
         (lambda: PPO("CartPole-v1", verbose=1),
-         "PPO has no setting 'verbose'; learn(progress=True) shows how a run goes."),
+         "PPO has no setting 'verbose'; learn(progress=True) shows a progress line."),
         (lambda: PPO("CartPole-v1", policy_kwargs={}),
-         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation and optimizer shape the networks; "
-         "network is a features extractor."),
+         "PPO has no setting 'policy_kwargs'; hidden_sizes, activation, optimizer and network (your own features "
+         "extractor) replace it."),
         (lambda: PPO("CartPole-v1", tensorboard_log="logs"), "PPO has no setting 'tensorboard_log'; every run writes "
-         "TensorBoard events into its folder, which is made in output_dir."),
+         "TensorBoard events into its folder in output_dir."),
         (lambda: PPO("CartPole-v1", 3),
          "PPO takes one environment or config; give everything else by name, as in seed=1."),
         (lambda: PPO("CartPole-v1").learn(10, progress_bar=True),

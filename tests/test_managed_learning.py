@@ -129,7 +129,7 @@ def test_evaluate_takes_a_seed_and_samples_on_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algo", [A2C, DQN])
-@pytest.mark.filterwarnings("ignore:the checkpoint holds no replay buffer")
+@pytest.mark.filterwarnings("ignore:the checkpoint has no replay buffer")
 def test_a_policy_goes_on_in_another_environment_of_the_same_spaces(
     tmp_path: Path, algo: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,7 +75,7 @@ def test_without_its_function_a_run_does_not_go_on_but_predicts(tmp_path: Path) 
     path = make(tmp_path).learn(callbacks=[StopAt(64)]).checkpoint_path
     loaded = A2C.load(path)
     assert loaded.evaluate(1)["eval_episodes"] == 1
-    said = r"learning_rate_schedule is the function 'half', which no file holds; give it again, as in resume\(changes="
+    said = r"learning_rate_schedule is the function 'half', which no file stores; give it again, as in resume\(changes="
     for go_on in (loaded.learn, lambda: resume_training(path), lambda: A2C(path.parents[1] / "config.yaml").learn()):
         with pytest.raises(UserError, match=said):
             go_on()
@@ -101,7 +101,7 @@ def test_a_function_out_of_bounds_is_refused_at_once(way: Any, said: str) -> Non
 
 def test_a_function_that_breaks_on_the_way_says_where(tmp_path: Path) -> None:
     managed = make(tmp_path, schedule=lambda progress: float("inf") if 0.4 < progress < 0.9 else 1e-3)
-    with pytest.raises(UserError, match=r"the schedule '<lambda>' gave inf at 0.4\d+ of the budget"):
+    with pytest.raises(UserError, match=r"the schedule '<lambda>' returned inf at 0.4\d+ of the budget"):
         managed.learn()
 
 

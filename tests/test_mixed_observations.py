@@ -209,7 +209,7 @@ def test_an_algorithm_that_reads_vectors_only_says_so(algo: str, tmp_path: Path)
 
 def test_frames_of_a_dict_are_not_stacked() -> None:
     kinds = {"action": "discrete", "observation": "mixed", "wrappers": {"frame_stack": 2}}
-    with pytest.raises(UserError, match="frame_stack does not reach images inside a Dict or Tuple"):
+    with pytest.raises(UserError, match="frame_stack does not stack images inside a Dict or Tuple"):
         probe_spaces(read_recipe("registry_contract:AnyKind", kinds))
 
 

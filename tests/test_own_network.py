@@ -183,12 +183,12 @@ def test_it_is_exported(algo: str, file_format: str, tmp_path: Path) -> None:
 
 
 WRONG = {
-    "three axes": (Shaped, ":Shaped gave [2, 2, 2] for 2 observations; it must give features [2, F]."),
-    "no tensor": (TwoOutputs, "network test_own_network:TwoOutputs gave a tuple for 2 observations"),
+    "three axes": (Shaped, ":Shaped returned [2, 2, 2] for 2 observations; it must be features [2, F]."),
+    "no tensor": (TwoOutputs, "network test_own_network:TwoOutputs returned a tuple for 2 observations"),
     "wrong width": (nn.Linear(7, 3), "network Linear fails on observations [2, 4] of CartPole-v1: RuntimeError: mat1"),
     "fails": (lambda spaces: 1 / 0, "network <lambda> cannot be made for CartPole-v1: ZeroDivisionError: division by"),
     "no module": (lambda spaces: [1], "network <lambda> made a list; it must make a torch.nn.Module."),
-    "a number": (3, "network: a int is no network; give a torch.nn.Module, a class or function of the spaces"),
+    "a number": (3, "network: a int is not a network; give a torch.nn.Module, a class or function of the spaces"),
     "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), "network Sequential has a Dropout; a policy has to act"),
     "no name": ("big", "network is 'big', which cannot be imported by that name; give the module, class or function"),
     "no module of that name": ("no_such_package:Net", "network 'no_such_package:Net': the module 'no_such_package'"),

@@ -30,7 +30,7 @@ ray = pytest.importorskip("ray")
 
 from rl_training.collect.ray_workers import check_room, connect, pack_arrays, unpack_arrays  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*It is started again")
+pytestmark = pytest.mark.filterwarnings("ignore:.*It is restarted")
 LEARNED = [name for name, spec in SPECS.items() if spec.lane in ("rollout", "replay") and spec.steps_environments]
 
 

@@ -156,7 +156,7 @@ def test_early_stopping_may_watch_any_metric_and_warns_of_one_that_is_none(
     assert (result.metrics["stop_reason"], result.metrics["updates"]) == ("early_stopping", 6)
     rule = {"metric": "eval_retrun_mean", "threshold": 6}
     train(tiny("a2c", tmp_path, kwargs={"eval_interval": 64, "early_stopping": rule}), console=True)
-    assert "which is no metric here; did you mean 'eval_return_mean'?" in capsys.readouterr().err
+    assert "which is not a metric here; did you mean 'eval_return_mean'?" in capsys.readouterr().err
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -445,11 +445,11 @@ def test_the_manifest_keeps_what_the_start_says_and_warnings_reach_everybody(
 
 def test_the_manifest_keeps_what_a_resume_says(tmp_path: Path) -> None:
     halfway = train(tiny("dqn", tmp_path, replay_in_checkpoint=False), callbacks=[StopAt(40)], console=False)
-    with pytest.warns(UserWarning, match="^the checkpoint holds no replay buffer"):
+    with pytest.warns(UserWarning, match="^the checkpoint has no replay buffer"):
         result = resume_training(halfway.checkpoint_path, total_timesteps=160, console=False)
     _, budget, warning = json.loads((result.run_dir / "manifest.json").read_text())["messages"]
     assert budget.startswith("the budget is now 160 steps")
-    assert warning.startswith("warning: the checkpoint holds no replay buffer")
+    assert warning.startswith("warning: the checkpoint has no replay buffer")
 
 
 def test_config_yaml_is_the_resolved_config_and_reads_back_the_same(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_constant_schedule_is_the_value_itself_or_is_refused_with_the_reason(a
         try:
             scheduled = learned(algo, {**setting, f"{name}_schedule": {"type": "constant", "start": value}})
         except UserError as error:
-            if f"{algo} cannot move {name} during a run; " not in str(error):
+            if f"{algo} cannot change {name} during a run; " not in str(error):
                 wrong[name] = str(error)
             continue
         key = repr(setting)
@@ -99,11 +99,11 @@ def test_a_constant_schedule_is_the_value_itself_or_is_refused_with_the_reason(a
 
 
 REFUSALS = [  # algorithm, other settings, a schedule's key, and what the sentence says
-    ("c51_dqn", {}, "v_min", "cannot move v_min during a run; the atoms are placed once"),
-    ("rainbow_dqn", {}, "v_max", "cannot move v_max during a run; the atoms are placed once"),
-    ("d4pg", {}, "v_max", "cannot move v_max during a run; the atoms are placed once"),
-    ("sac", {}, "alpha", "cannot move alpha during a run; it is 'auto', which tunes it"),
-    ("mopo", {}, "alpha", "cannot move alpha during a run; it is 'auto', which tunes it"),
+    ("c51_dqn", {}, "v_min", "cannot change v_min during a run; the atoms are placed once"),
+    ("rainbow_dqn", {}, "v_max", "cannot change v_max during a run; the atoms are placed once"),
+    ("d4pg", {}, "v_max", "cannot change v_max during a run; the atoms are placed once"),
+    ("sac", {}, "alpha", "cannot change alpha during a run; it is 'auto', which tunes it"),
+    ("mopo", {}, "alpha", "cannot change alpha during a run; it is 'auto', which tunes it"),
     ("rlpd", {"alpha": 0.1}, "target_entropy", "; alpha is 0.1, and only 'auto' reads it"),
     ("sac", {"alpha": 0.1}, "alpha", None),
     ("prioritized_dqn", {}, "prioritized_alpha", "; the priorities in the buffer depend on it"),
@@ -117,7 +117,7 @@ REFUSALS = [  # algorithm, other settings, a schedule's key, and what the senten
     ("appo", {}, "kl_target", "; target_policy is false, and nothing else reads it"),
     ("appo", {"target_policy": True}, "kl_coef", "; it is where a weight starts that then adapts to kl_target"),
     ("appo", {"target_policy": True}, "kl_target", None),
-    ("dqn", {}, "n_step", "n_step_schedule: n_step is a whole number, which stays as it is during a run."),
+    ("dqn", {}, "n_step", "n_step_schedule: n_step is a whole number, which cannot change during a run."),
     ("appo", {}, "minibatch_size", "minibatch_size_schedule: minibatch_size is a whole number"),
     ("dqn", {}, "hidden_sizes", "'hidden_sizes_schedule' schedules no number; known:"),
     ("dqn", {}, "gama", "schedules no number; did you mean 'gamma'"),
@@ -163,7 +163,7 @@ def test_both_rates_of_trpo_are_one_number(tmp_path: Path) -> None:
 def test_a_common_rate_that_nobody_follows_is_refused(tmp_path: Path) -> None:
     rates = {f"{part}_learning_rate": 1e-4 for part in ("world_model", "actor", "critic")}
     kwargs = {**rates, "learning_rate_schedule": {"start": 0.5, "end": 0.6}}
-    with pytest.raises(UserError, match="critic_learning_rate are given and go before it"):
+    with pytest.raises(UserError, match="critic_learning_rate are given and replace it"):
         open_session(tiny("dreamer", tmp_path, kwargs=kwargs))
 
 

@@ -212,7 +212,7 @@ def test_resumed_without_its_buffer_the_lane_fills_it_again_before_learning_goes
     session.close()
     session = open_lane(tmp_path, learning_starts=30)
     store = session.store
-    assert "filled again before learning goes on" in session.load_source(state)[-1]
+    assert "filled again before learning continues" in session.load_source(state)[-1]
     steps_to_an_update()
     assert len(store.buffer) >= 30
     assert steps_to_an_update() == 2

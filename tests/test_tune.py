@@ -242,10 +242,10 @@ def test_the_command_says_what_came_of_it(
     assert result.exit_code == 0, result.output
     assert told in result.output
     assert "learning_rate=0.0003" in result.output  # the line of trial 0
-    assert result.output.count("default, fresh seed") == (0 if "no trial" in told else 3)
+    assert result.output.count("default, new seed") == (0 if "no trial" in told else 3)
     preset = load_config(Path("here/best.yaml"))
     assert preset.algo == "ppo"
-    assert ("on 3 fresh seeds" in Path("here/best.yaml").read_text()) == ("no trial" not in told)
+    assert ("on 3 new seeds" in Path("here/best.yaml").read_text()) == ("no trial" not in told)
 
 
 def test_the_table_of_trials_cuts_hyper_parameters_off_and_nothing_else(tmp_path: Path) -> None:
@@ -281,8 +281,8 @@ def test_a_killed_command_goes_on_and_ends_with_a_preset(tmp_path: Path) -> None
         next(line for line in killed.stdout if " done " in line)  # the first trial has ended, others run
         os.kill(killed.pid, signal.SIGKILL)
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-    assert "going on after" in done.stdout
-    assert "on 2 fresh seeds" in done.stdout
+    assert "continuing after" in done.stdout
+    assert "on 2 new seeds" in done.stdout
     assert load_config(tmp_path / "study" / "best.yaml").algo == "ppo"
 
 

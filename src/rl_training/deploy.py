@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from rl_training.errors import UserError
 
 Array = NDArray[Any]
-DTYPES = {"float": "float32", "double": "float64"}  # where ONNX says it in another word than numpy
+DTYPES = {"float": "float32", "double": "float64"}  # where ONNX and numpy use different names
 
 
 class Policy:
     """The policy in a file that `rl-training export --format onnx` wrote.
 
-    `metadata` says what it was made of. Observations and actions are the environment's own.
+    `metadata` describes its origin. Observations and actions have the environment's own form.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, providers: Sequence[str] = ("CPUExecutionProvider",)) -> None:
@@ -36,7 +36,7 @@ class Policy:
         try:
             self._session = onnxruntime.InferenceSession(os.fspath(path), providers=list(providers))
             stored = self._session.get_modelmeta().custom_metadata_map["rl_training"]
-        except Exception as error:  # onnxruntime has an exception of its own for every kind of damage
+        except Exception as error:  # onnxruntime has a different exception for every kind of damage
             reason = "rl-training did not export it" if isinstance(error, KeyError) else str(error).splitlines()[0]
             raise UserError(f"{path} cannot be loaded ({reason}); export the checkpoint again.") from None
         self.metadata: dict[str, Any] = json.loads(stored)
@@ -47,19 +47,19 @@ class Policy:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the episode so far; only a policy with memory (Dreamer) has anything to forget."""
+        """Forget the episode so far; matters only for a policy with memory (Dreamer)."""
         self._state: Array | None = None
 
     def predict(self, obs: Any, *, action_mask: Any = None) -> Any:
-        """The action for one observation, or actions for a batch, each taken as the first of an episode.
+        """Return the action for one observation, or the actions for a batch, each as the first step of an episode.
 
-        A batch is an array with one more dimension. Where an observation has parts, it is a list of observations, or
-        one observation whose parts are batches.
+        A batch is an array with one more dimension. For observations with parts it is a list of observations, or one
+        observation whose parts are batches.
         """
         return self._run(obs, action_mask, None)[0]
 
     def act(self, obs: Any, *, action_mask: Any = None) -> Any:
-        """The same for the next observation of an episode; call `reset()` where an episode starts."""
+        """Return the action for the next observation of an episode; call `reset()` when an episode starts."""
         action, self._state = self._run(obs, action_mask, self._state)
         return action
 
@@ -71,7 +71,7 @@ class Policy:
         for name, array in parts.items():
             shape = self._inputs[name][0]
             if ranks[name] not in (0, 1) or array.shape[ranks[name] :] != shape:
-                raise UserError(f"{name} has the shape {array.shape}; the policy wants {shape}, or a batch of it.")
+                raise UserError(f"{name} has the shape {array.shape}; the policy needs {shape}, or a batch of it.")
         if len(counts) > 1 or len(set(ranks.values())) > 1 or counts == {0}:
             raise UserError(f"the parts of obs are batches of {sorted(counts)}; all must be of one size, at least 1.")
         count, is_batch = counts.pop(), 1 in ranks.values()
@@ -94,7 +94,7 @@ class Policy:
         if isinstance(structure, str):
             array = np.asarray(value)
             if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
-                raise UserError(f"{structure} holds something else than finite numbers; the policy wants numbers.")
+                raise UserError(f"{structure} contains something other than finite numbers; the policy needs numbers.")
             yield structure, array.astype(self._inputs[structure][1])
         elif isinstance(value, list):
             rows = [dict(self._parts(structure, row)) for row in value]

@@ -1,4 +1,4 @@
-"""Playing environments: one loop of steps for whatever acts in them, and actions at random."""
+"""Playing environments: one loop of steps for any policy, and random actions."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def play(
     envs: Sequence[Any], act: Act, seed_of: Callable[[int], int | None], env_id: str, episodes: float = inf,
     longest: float = inf,
 ) -> Iterator[Played]:  # fmt: skip
-    """The steps of these environments in turn, each taking the next episode when it ends one.
+    """Yield the steps of these environments in turn; each takes the next episode when one ends.
 
-    Episode i is reset with `seed_of(i)` and left after `longest` steps. What an environment raises gets the name
+    Episode i is reset with `seed_of(i)` and cut after `longest` steps. Errors of an environment are reported as
     `env_id`.
     """
     current, begun = list(range(len(envs))), len(envs)  # the episode that each environment is in; beyond the last: none
@@ -66,9 +66,9 @@ def play(
 
 
 class FailuresNamed:
-    """What an environment raises in it gets the environment's name; a missing package is told where it is asked for.
+    """Turns an exception of an environment into an EnvironmentFailure with its name; a missing package stays as it is.
 
-    Not a generator, because a step of a small environment takes hardly longer than one.
+    Not a generator, because that would take nearly as long as a step of a small environment.
     """
 
     def __init__(self, env_id: str) -> None:
@@ -86,12 +86,12 @@ class FailuresNamed:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an observation or action, which the environment may write into."""
+    """A copy of an observation or action; the environment may overwrite the original."""
     return value.copy() if isinstance(value, np.ndarray) else value if isinstance(value, int) else deepcopy(value)
 
 
 def close_all(envs: Iterable[Any]) -> BaseException | None:
-    """Close every environment, whatever another one does then; returns the first thing that one raised."""
+    """Close every environment, even if one raises; returns the first exception."""
     failures: list[BaseException] = []
     for env in envs:
         try:
@@ -103,9 +103,9 @@ def close_all(envs: Iterable[Any]) -> BaseException | None:
 
 @contextmanager
 def closed_after(envs: Iterable[Any], env_id: str, warn: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Close every environment at the end; `warn` is told what one raises then, else it is raised.
+    """Close every environment at the end; pass an exception of `close` to `warn`, or raise it.
 
-    After an error only that error is told.
+    After an error in the block, only that error is reported.
     """
     try:
         yield
@@ -117,7 +117,7 @@ def closed_after(envs: Iterable[Any], env_id: str, warn: Callable[[str], None] |
     failure = EnvironmentFailure.from_error(env_id, error)
     if warn is None:
         raise failure from error
-    warn(f"warning: when it was closed, {failure}")
+    warn(f"warning: while closing, {failure}")
 
 
 def random_actions(

@@ -1,4 +1,4 @@
-"""What users of Stable-Baselines3 and RL Zoo type, and what it is called here."""
+"""Names of Stable-Baselines3 and RL Zoo and their names here."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RL_ZOO = {
     "-f": "--output-dir", "--log-folder": "--output-dir", "--tensorboard-log": "--output-dir",
 }  # fmt: skip
 REMARKS = {
-    "policy": "networks follow from the environment's spaces, and hidden_sizes and activation shape them.",
-    "policy_kwargs": "hidden_sizes, activation and optimizer shape the networks; network is a features extractor.",
+    "policy": "the networks follow from the environment's spaces, hidden_sizes and activation.",
+    "policy_kwargs": "hidden_sizes, activation, optimizer and network (your own features extractor) replace it.",
     "reset_num_timesteps": "learn continues where it was; learn(reset=True) starts over.",
-    "verbose": "learn(progress=True) shows how a run goes.",
-    "tensorboard_log": "every run writes TensorBoard events into its folder, which is made in output_dir.",
-    "tb_log_name": "every run has a folder of its own in output_dir.",
+    "verbose": "learn(progress=True) shows a progress line.",
+    "tensorboard_log": "every run writes TensorBoard events into its folder in output_dir.",
+    "tb_log_name": "every run has its own folder in output_dir.",
     "stats_window_size": "episode statistics are over the last 100 episodes.",
     "use_sde": "there is no state-dependent exploration here.",
     "sde_sample_freq": "there is no state-dependent exploration here.",
@@ -39,7 +39,7 @@ REMARKS = {
     "replay_buffer_kwargs": "buffer_capacity, n_step and prioritized describe the replay buffer.",
     "set_env": "load(path, env=other) continues in another environment.",
     "get_env": "the environments belong to the run; env_id in .config names them.",
-    "num_timesteps": "metrics['global_step'] of what learn returns counts the steps.",
+    "num_timesteps": "learn returns it as metrics['global_step'].",
     "--hyperparams": "--set learning_rate=1e-3 sets a hyper-parameter.",
     "--eval-freq": "--set eval_interval=N sets the steps between evaluations.",
     "--optimize": "rl-training tune searches for hyper-parameters.",
@@ -47,7 +47,7 @@ REMARKS = {
 
 
 def translate(name: str, known: Collection[str]) -> str | None:
-    """The end of a sentence on a name of Stable-Baselines3 that is not among the known; None for any other name."""
+    """The end of an error message about an unknown name that Stable-Baselines3 has; None for any other name."""
     ours = [our for our in NAMES.get(name, ()) if our in known]
     if not ours and "algo_kwargs" in known and "learning_rate" not in known:  # the top of a config file
         ours = [f"algo_kwargs.{our}" for our in NAMES.get(name, ())]

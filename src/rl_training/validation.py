@@ -1,4 +1,4 @@
-"""Models of user input: strict about names, types and bounds, and able to say in one sentence what is wrong."""
+"""Models of user input: strict about names, types and bounds, with one-sentence error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_training.errors import UnknownKey, UserError, did_you_mean
 Model = TypeVar("Model", bound="StrictModel")
 READ = {"read": True}  # pydantic's context of what `validate` makes: a file may have said it, not the user's code
 LARGEST = 2**63
-LARGEST_TREE = 10_000  # values; a few lines of YAML aliases can stand for billions
+LARGEST_TREE = 10_000  # values; a few lines of YAML aliases can expand to billions
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 60
 _WANTED = {  # by the kind of complaint or its first word, in words that are not Python's
@@ -28,7 +28,7 @@ _WANTED = {  # by the kind of complaint or its first word, in words that are not
 class StrictModel(BaseModel):
     """A pydantic model that refuses unknown keys, booleans as numbers, and NaN; reads `1e5` as a whole number.
 
-    A `pathlib.Path` is read as its text, in a mapping of names to values too.
+    A `pathlib.Path` is read as text, also in a mapping of names to values.
     """
 
     # constants: an infinity in env_kwargs must not come back from a checkpoint as None
@@ -45,7 +45,7 @@ class StrictModel(BaseModel):
 
 
 def check_plain(data: Any, where: str) -> None:
-    """Refuse what a YAML or JSON file cannot give back as it is: other types, other keys, endless nesting."""
+    """Refuse what a YAML or JSON file cannot store exactly: other types, other keys, endless nesting."""
     left = [(data, where)]
     for _ in range(LARGEST_TREE):
         if not left:
@@ -87,7 +87,7 @@ def _plain_types(annotation: Any) -> set[Any]:
 
 
 def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[str] = ()) -> Model:
-    """`model` made from `data`, or a UserError of one sentence that names field, value and what would be right."""
+    """Make `model` from `data`; a UserError names the field, the value and what would be right."""
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a mapping of names to values, not {type(data).__name__}.")
     if odd := [key for key in data if not isinstance(key, str)]:
@@ -96,7 +96,7 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
         return model.model_validate(dict(data), context=READ)
     except ValidationError as error:
         problems = [_Problem.locate(found, model, data) for found in error.errors(include_url=False)]
-        # a key that is misspelt is often one that is then missing
+        # a misspelled key is often reported as a missing one too
         if unknown := next((one for one in problems if one.kind == "extra_forbidden"), None):
             known = [*unknown.owner.model_fields, *(also_known if unknown.owner is model else ())]
             hint = did_you_mean(unknown.path[-1], known)
@@ -105,7 +105,7 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
 
 
 class _Problem(NamedTuple):
-    """One complaint of pydantic's: the keys that lead to it, and the model that the last of them belongs to."""
+    """One error of pydantic: the keys that lead to it, and the model that the last of them belongs to."""
 
     path: list[str]
     owner: type[BaseModel]
@@ -115,7 +115,7 @@ class _Problem(NamedTuple):
 
     @classmethod
     def locate(cls, found: Any, model: type[BaseModel], data: Any) -> _Problem:
-        """Follow its location through the data: what is no key there is pydantic's name of a member of a union."""
+        """Follow its location through the data; a part that is not a key is pydantic's name for a union member."""
         path: list[str] = []
         owner, inner = model, model
         for place in found["loc"]:
@@ -134,7 +134,7 @@ class _Problem(NamedTuple):
 
 
 def _first_problem(problems: list[_Problem]) -> str:
-    # every member of a union complains; the one that was meant is the one of which the most fits
+    # every member of a union reports errors; the best match is the one that was meant
     of_field = [one for one in problems if one.path[:1] == problems[0].path[:1]]
     problem = max(of_field, key=lambda one: len(one.path))
     field = ".".join(problem.path)
@@ -159,7 +159,7 @@ def _in_words(problem: _Problem) -> str:
 
 
 def _show(value: Any) -> str:
-    """The value for a sentence, never long."""
+    """The value for a message, shortened."""
     try:
         text = _shorten.repr(value)
     except ValueError:  # a whole number of more digits than Python prints

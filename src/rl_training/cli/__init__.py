@@ -1,4 +1,4 @@
-"""The command line; also the public second address of `TrainConfig` and `load_config`."""
+"""The command line; also exports `TrainConfig` and `load_config`."""
 
 from __future__ import annotations
 

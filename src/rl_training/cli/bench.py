@@ -34,11 +34,11 @@ def bench(
     config: ConfigOption = None,
     algo: AlgoOption = None,
     env: EnvOption = None,
-    total_timesteps: Annotated[Text, option("Steps to run; else ten seconds' worth.", metavar="N")] = None,
+    total_timesteps: Annotated[Text, option("Steps to run; default: about ten seconds.", metavar="N")] = None,
     modules: ImportOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Run a config for a short while and show where the time goes; leaves nothing behind."""
+    """Run a config briefly and show where the time goes; no files are kept."""
     from rl_training.cli.overrides import build_config
 
     built = build_config(one_config(preset, config), algo, env, settings, modules)
@@ -51,7 +51,7 @@ def bench(
 
 
 def print_breakdown(console: Console, result: Breakdown) -> None:
-    """A row per part: seconds, share, microseconds per environment step."""
+    """One row per part: seconds, share, microseconds per environment step."""
     config = result.config
     console.print(
         f"[bold]{config.algo} on {config.env_id}[/bold]: {result.steps:,} steps, {result.updates:,} updates in "

@@ -1,4 +1,4 @@
-"""`rl-training list` and `rl-training config`: what there is, and what a config means."""
+"""`rl-training list` shows algorithms and presets; `rl-training config` shows a resolved config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIST_WIDTH = 80  # where there is no terminal
 
 
 def list_algorithms() -> None:
-    """Show every algorithm (year, actions, images, what it is) and every preset with what it reached."""
+    """Show every algorithm, and every preset with its result in recorded runs."""
     from rl_training.experiment.registry import list_algorithm_specs
 
     specs = list_algorithm_specs()
@@ -49,7 +49,7 @@ def list_algorithms() -> None:
 
 
 def table_of_presets() -> Table:
-    """Every packaged preset, and what it reached."""
+    """Every packaged preset and its result."""
     from rl_training.experiment.config import list_presets, read_reached
 
     reached = read_reached()
@@ -62,7 +62,7 @@ def table_of_presets() -> Table:
 
 
 def describe_score(score: Mapping[str, float] | None) -> str:
-    """What a preset reached, in words."""
+    """The result of a preset, in words."""
     if score is None:
         return "untrained"
     return f"{score['score']:,g} in {score['steps']:,} steps ({counted(int(score['seeds']), 'seed')})"
@@ -78,7 +78,7 @@ def show_config(
     schema: Annotated[bool, option("Print the JSON schema; --algo adds its hyper-parameters.", "--schema")] = False,
     presets: Annotated[bool, option("List the packaged presets.", "--list")] = False,
 ) -> None:
-    """Print a config as a run would resolve it, every default spelled out, as YAML; nothing in it is called."""
+    """Print a config as YAML with every default filled in; nothing in it is called."""
     from rl_training.experiment.config import dump_yaml, list_presets
 
     config = one_config(preset, config)
@@ -100,7 +100,7 @@ def _algorithm_of(config: str | None, algo: str | None) -> str | None:
 
 
 def resolve_config(config: Any) -> dict[str, Any]:
-    """The config checked against its algorithm, as a run would resolve it; no environment is made to look at."""
+    """The config checked against its algorithm and resolved as far as possible without an environment."""
     from rl_training.envs.factory import read_recipe
     from rl_training.runtime.params import read_params
     from rl_training.runtime.session import resolve
@@ -112,7 +112,7 @@ def resolve_config(config: Any) -> dict[str, Any]:
 
 
 def config_schema(algo: str | None) -> dict[str, Any]:
-    """JSON schema of a config file; of one algorithm's with its hyper-parameters under `algo_kwargs`."""
+    """The JSON schema of a config file; for one algorithm also of its hyper-parameters under `algo_kwargs`."""
     from rl_training.envs.factory import WrapperOptions
     from rl_training.experiment.config import TrainConfig
     from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
@@ -132,7 +132,7 @@ def config_schema(algo: str | None) -> dict[str, Any]:
 
 
 def _hyper_parameter_schema(params: Any, algo: str) -> dict[str, Any]:
-    """The schema of the parameters, with their schedules under the names that a config uses."""
+    """The schema of the hyper-parameters, with their schedules under the names that a config uses."""
     from rl_training.runtime.known_keys import hyper_parameters
 
     schema: dict[str, Any] = params.model_json_schema()

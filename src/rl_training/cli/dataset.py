@@ -1,4 +1,4 @@
-"""`rl-training dataset`: record transitions, look at recorded ones, and convert between npz and Minari."""
+"""`rl-training dataset`: record transitions, check them, and convert between npz and Minari."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ app = typer.Typer(rich_markup_mode="rich")
 
 @app.callback(invoke_without_command=True)
 def start(context: typer.Context) -> None:
-    """Record transitions (collect), look at them (check), change their format (convert)."""
+    """Record transitions (collect), check them (check), convert them (convert)."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), nl=False)
         raise typer.Exit
@@ -48,15 +48,15 @@ def collect(
     checkpoint: Annotated[Text, option("Act with this checkpoint's policy.", "--checkpoint", metavar="P")] = None,
     env: EnvOption = None,
     random: Annotated[bool, option("Act at random in --env.", "--random")] = False,
-    from_replay: Annotated[bool, option("Take the replay buffer in --checkpoint instead.", "--from-replay")] = False,
-    num_steps: Annotated[Text, option("Steps to record; of a replay buffer the newest.", metavar="N")] = None,
-    seed: Annotated[Text, option("Seed of the steps; else the run's, or 0.", metavar="N")] = None,
+    from_replay: Annotated[bool, option("Use the replay buffer in --checkpoint instead.", "--from-replay")] = False,
+    num_steps: Annotated[Text, option("Steps to record; from a replay buffer, the newest.", metavar="N")] = None,
+    seed: Annotated[Text, option("Seed; default: the run's seed, or 0.", metavar="N")] = None,
     stochastic: StochasticOption = False,
     modules: ImportOption = None,
 ) -> None:
     """Record transitions to an npz file: --checkpoint P, or --env ID --random.
 
-    Actions in the file are the environment's own. The same seed records the same steps.
+    Actions are stored as the environment takes them. The same seed records the same steps.
     """
     check_choice(checkpoint, env, random=random, from_replay=from_replay, stochastic=stochastic, seed=seed)
     if num_steps is None and not from_replay:
@@ -82,7 +82,7 @@ def collect(
 def check_choice(
     checkpoint: str | None, env: str | None, *, random: bool, from_replay: bool, stochastic: bool, seed: str | None
 ) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that cannot be combined."""
     if (checkpoint is None) != random:
         both = "not both" if random else "one of them is needed"
         raise UserError(f"collect takes --checkpoint P, or --env ID --random; {both}.")
@@ -97,7 +97,7 @@ def check_choice(
 
 
 def check_output(name: str, given: str) -> str:
-    """The npz file that will be written, refused before any work where it cannot be."""
+    """The npz file to write; a UserError before any work if it cannot be written."""
     target = given if given.endswith(".npz") else f"{given}.npz"
     folder = os.path.dirname(target) or "."
     try:
@@ -128,7 +128,7 @@ def save(dataset: TransitionDataset, target: str) -> None:
 
 
 def print_saved(dataset: TransitionDataset, target: str, env: str | None, modules: list[str] | None) -> None:
-    """What was recorded, and what to do with it."""
+    """Print what was recorded and the next command."""
     console, path = make_console(), shlex.quote(target)
     returns = dataset.episode_returns
     print_facts(console, [
@@ -148,7 +148,7 @@ def check(
     env: EnvOption = None,
     modules: ImportOption = None,
 ) -> None:
-    """Show what a data set holds and what is wrong with it; exit code 1 when something is."""
+    """Show what a data set contains and its problems; exit code 1 if there are any."""
     if (path is None) == (dataset_id is None):
         raise UserError("check takes one of --path F.npz and --dataset-id ID.")
     name_environment(env, modules)
@@ -159,7 +159,7 @@ def check(
 
     dataset = load_transition_dataset("npz" if dataset_id is None else "minari", path=path, dataset_id=dataset_id)
     recipe = None if env is None else recipe_of(dataset, env)
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are reported, not warned of
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are reported below
         report = dataset.check(**({} if recipe is None else spaces_of(recipe)))
     print_report(make_console(), report, title=path or dataset_id or "", env=env)
     if report["problems"]:
@@ -167,7 +167,7 @@ def check(
 
 
 def print_report(console: Console, report: dict[str, Any], *, title: str, env: str | None) -> None:
-    """A table of what there is, then one line for each problem."""
+    """Print a table of the contents, then one line for each problem."""
     table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False, box=SIMPLE)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -185,7 +185,7 @@ def describe_report(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows of the table, in words."""
     returns, lengths, reward = (report[name] for name in ("episode_return", "episode_length", "reward"))
     made_by = {name: report["metadata"].get(name) for name in ("env_id", "policy", "seed")}
-    open_end = ", the last one not to its end" if report["last_episode_is_open"] else ""
+    open_end = ", the last one incomplete" if report["last_episode_is_open"] else ""
     named = ", ".join(f"{name} {value}" for name, value in made_by.items() if value is not None)
     missing = ", ".join(f"{count:,} in {name}" for name, count in report["not_finite"].items())
     return [
@@ -201,7 +201,7 @@ def describe_report(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("coverage", describe_coverage(report["coverage"], report["transitions"])),
         ("NaN or infinite", missing or "none"),
         ("log-probabilities", "recorded" if report["has_behavior_logprobs"] else "not recorded"),
-        ("made by", named or "not said in the data"),
+        ("made by", named or "not in the data"),
         ("sha256", report["sha256"]),
     ]
 
@@ -212,7 +212,7 @@ def spread(summary: dict[str, Any]) -> str:
 
 
 def describe_array(part: dict[str, Any]) -> str:
-    """Kind and range, per dimension where there are few."""
+    """Kind and range, per dimension if there are few."""
     low, high = part["min"], part["max"]
     if isinstance(low, Sequence) and len(low) <= SHOWN:
         ranges = ", ".join(spread({"min": a, "max": b}) for a, b in zip(low, high, strict=True))
@@ -239,15 +239,15 @@ def describe_coverage(coverage: dict[str, Any], transitions: int) -> str:
 @app.command("convert")
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="An npz file, or the id of a local Minari data set.")],
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The other of the two.")],
-    env: Annotated[Text, option("Its environment, for an npz file that does not say.", "--env", metavar="ID")] = None,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The other of the two formats.")],
+    env: Annotated[Text, option("The environment, if the npz file does not name it.", "--env", metavar="ID")] = None,
     modules: ImportOption = None,
 ) -> None:
     """Convert npz to Minari or Minari to npz: a name that ends in .npz is a file."""
     if source.endswith(".npz") == target.endswith(".npz"):
         raise UserError(f"one of {source} and {target} must be an npz file and the other a Minari id.")
     if env is not None and target.endswith(".npz"):
-        raise UserError("--env is for writing a Minari data set; one that is read names its environment.")
+        raise UserError("--env is for writing a Minari data set; a Minari source names its own environment.")
     if target.endswith(".npz"):
         check_output("TARGET", target)
     name_environment(env, modules)
@@ -265,7 +265,7 @@ def convert(
 
 
 def minari_options(dataset: TransitionDataset, source: str, env: str | None) -> dict[str, Any]:
-    """The environment that Minari stores with the data; its spaces alone where Gymnasium cannot make it by name."""
+    """The environment that Minari stores with the data; only its spaces if Gymnasium cannot make it by id."""
     from rl_training.stores.recording import recipe_of, spaces_of
 
     recipe = recipe_of(dataset, env)

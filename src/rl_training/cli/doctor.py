@@ -1,4 +1,4 @@
-"""`rl-training doctor`: this machine, or an environment with an algorithm, checked."""
+"""`rl-training doctor`: check this machine, or an environment with an algorithm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor(
     modules: ImportOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Check this machine; with --env ID [--algo NAME], an environment and what training on it will cost."""
+    """Check this machine or, with --env ID [--algo NAME], an environment and the cost of training on it."""
     console = make_console()
     if env is not None:
         name_environment(env, modules)
@@ -60,7 +60,7 @@ def _show_machine(console: Console) -> None:
     print_facts(console, [
         ("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads unless a run chooses"),
         *((f"cuda:{i}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB") for i, gpu in enumerate(gpus)),
-        ("gpu", "" if gpus else "none that torch can use; everything runs on the CPU"),
+        ("gpu", "" if gpus else "none available to torch; everything runs on the CPU"),
     ])  # fmt: skip
     console.print("\n[bold]optional packages[/bold]")
     print_facts(console, [(name, _describe_package(name, *use)) for name, use in OPTIONAL.items()])
@@ -90,7 +90,7 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
 
     if algo is None:
         if outside := [setting for setting in settings if not setting.startswith("env_kwargs.")]:
-            raise UserError(f"--set {outside[0]!r} is not of the environment; add --algo NAME, or set env_kwargs.KEY.")
+            raise UserError(f"--set {outside[0]!r} is not an env_kwargs key; add --algo NAME, or set env_kwargs.KEY.")
         config, spec, data = None, None, apply_settings({"env_id": env}, settings)
         recipe = read_recipe(env, data.get("env_kwargs", {}), env)
     else:

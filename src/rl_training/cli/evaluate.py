@@ -27,16 +27,16 @@ SHOWN = 20  # returns printed one by one
 
 def evaluate(
     checkpoint: CheckpointOption,
-    num_episodes: Annotated[Text, option("Episodes; else as many as the run's config says.", metavar="N")] = None,
+    num_episodes: Annotated[Text, option("Episodes; default: eval_episodes of the run.", metavar="N")] = None,
     stochastic: StochasticOption = False,
-    seed: Annotated[Text, option("Seed of the episodes; else the run's.", metavar="N")] = None,
+    seed: Annotated[Text, option("Seed of the episodes; default: the run's seed.", metavar="N")] = None,
     render: Annotated[bool, option("Show the episodes in a window.", "--render")] = False,
     record_video: Annotated[Text, option("Write one video per episode.", metavar="DIR")] = None,
-    imagine: Annotated[bool, option("Draw what the world model expects, next to the checkpoint.", "--imagine")] = False,
+    imagine: Annotated[bool, option("Draw the world model's predictions next to the checkpoint.", "--imagine")] = False,
     env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:
-    """Evaluate a checkpoint in environments of its own."""
+    """Evaluate a checkpoint on whole episodes."""
     episodes = None if num_episodes is None else whole_number("--num-episodes", num_episodes, least=1)
     first = None if seed is None else whole_number("--seed", seed)
     if render and record_video is not None:
@@ -61,7 +61,7 @@ def evaluate(
 def print_evaluation(
     console: Console, path: str, metrics: dict[str, Any], kind: str, video: str | None, pictures: Sequence[Path] = ()
 ) -> None:
-    """Mean, deviation and range, then the returns themselves."""
+    """Mean, standard deviation and range, then the returns."""
     returns = metrics["eval_returns"]
     listed = ", ".join(f"{value:.1f}" for value in returns[:SHOWN])
     more = f" and {len(returns) - SHOWN} more" if len(returns) > SHOWN else ""

@@ -1,4 +1,4 @@
-"""How a command ends: 0 done, 1 the run failed, 2 the input was wrong, 130 stopped; never a traceback unasked."""
+"""Exit codes: 0 done, 1 the run failed, 2 wrong input, 130 stopped. A traceback is shown only with --debug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILED, WRONG_INPUT, STOPPED = 1, 2, 130
 
 
 def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
-    """Run `action`; whatever it raises becomes one sentence on stderr and an exit code."""
+    """Run `action`; any exception becomes one sentence on stderr and an exit code."""
     try:
         action()
         sys.stdout.flush()
@@ -38,7 +38,7 @@ def _report(error: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     code, sentence = describe(error)
-    if code == WRONG_INPUT and not is_first_rank():  # rank 0 says it
+    if code == WRONG_INPUT and not is_first_rank():  # rank 0 prints it
         return code
     typer.echo(f"{typer.style('error:', fg='red', bold=True)} {sentence}", err=True)
     if code == FAILED and not debug:
@@ -47,7 +47,7 @@ def _report(error: Exception, debug: bool) -> int:
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for its run: of those that `torchrun` starts only rank 0 does."""
+    """Whether this process prints for its run: of those that `torchrun` starts, only rank 0 does."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
@@ -68,7 +68,7 @@ def describe(error: Exception) -> tuple[int, str]:
 
 
 def one_sentence(text: str) -> str:
-    """The text on one line, with an end."""
+    """The text on one line, with a period at the end."""
     line = " ".join(text.split())
     return line if line.endswith((".", "?", "!", ")")) else f"{line}."
 
@@ -106,6 +106,6 @@ def _stdout_is_gone() -> bool:
 
 
 def _end_of_pipe() -> int:
-    """`rl-training list | head`: the reader has what it wanted; nothing is left to say, at interpreter exit neither."""
+    """`rl-training list | head`: the reader closed the pipe; print nothing more, also at interpreter exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

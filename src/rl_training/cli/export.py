@@ -1,4 +1,4 @@
-"""`rl-training export`: a checkpoint's policy as one file for elsewhere."""
+"""`rl-training export`: write a checkpoint's policy to one file that runs without rl-training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_training.cli.options import (
 from rl_training.cli.screen import make_console, mean_interval, print_facts, quote
 from rl_training.errors import UserError
 
-FRESH_SEED = 10_000  # added to the run's own, so that a card's episodes are not those that chose `best.ckpt`
+FRESH_SEED = 10_000  # added to the run's seed, so a card does not use the episodes that chose `best.ckpt`
 
 
 def export(
@@ -25,15 +25,15 @@ def export(
     file_format: Annotated[
         str, option("onnx, for onnxruntime; torch, for torch.export.load.", "--format", metavar="NAME")
     ] = "onnx",
-    output: Annotated[Text, option("The file to write; else next to the checkpoint.", metavar="FILE")] = None,
+    output: Annotated[Text, option("The file to write; default: next to the checkpoint.", metavar="FILE")] = None,
     card: Annotated[bool, option("Evaluate the policy and write a model card next to it.", "--card")] = False,
-    num_episodes: Annotated[str, option("Episodes that the card's scores are of.", metavar="N")] = "20",
+    num_episodes: Annotated[str, option("Evaluation episodes for the card.", metavar="N")] = "20",
     env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:
     """Write the deterministic policy to a file that acts without rl-training.
 
-    It takes the environment's observations and gives its actions: normalizer, scaling and masks are inside.
+    It maps the environment's observations to its actions; normalizer, scaling and masks are included.
     """
     episodes = whole_number("--num-episodes", num_episodes, least=2)
     if not card and env is not None:
@@ -45,7 +45,7 @@ def export(
 
     path, names = find_checkpoint(checkpoint), tuple(modules or ())
     scores: dict[str, Any] = {}
-    if card:  # first, so that a missing environment leaves nothing half done
+    if card:  # first, so a missing environment leaves no partial result
         *_, config = load_algorithm(path, read_checkpoint(path), names)
         seed = config.seed + FRESH_SEED
         scores = evaluate_checkpoint(path, num_episodes=episodes, seed=seed, env=named, network=names)

@@ -1,6 +1,6 @@
-"""The command `rl-training`: which commands there are, and how each of them ends.
+"""The command `rl-training`: its commands and their exit codes.
 
-Everything heavy is imported inside the command functions, so that `--help` answers at once.
+Heavy modules are imported inside the command functions, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAME = "rl-training"
 
 
 class CommandGroup(TyperGroup):
-    """Ends every command with the contract's exit codes and at most one sentence; `--debug` may stand anywhere."""
+    """Ends every command with an exit code and at most one sentence; `--debug` may be anywhere."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> Any:
         """Run the command line and exit."""
@@ -52,14 +52,14 @@ class CommandGroup(TyperGroup):
         sys.exit(run_to_exit_code(invoke, debug=debug))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of that name, or the nearest name in a sentence."""
+        """The command of that name; a UserError suggests the nearest name."""
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise UserError(f"there is no command {args[0]!r}; {did_you_mean(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
 
 def _take_debug(words: list[str]) -> tuple[list[str], bool]:
-    """The words without `--debug`, and whether it was among those before a bare `--`."""
+    """The arguments without `--debug`, and whether it was given before a bare `--`."""
     end = words.index("--") if "--" in words else len(words)
     kept = [word for word in words[:end] if word != "--debug"]
     return kept + words[end:], len(kept) < end
@@ -110,6 +110,6 @@ app.add_typer(dataset.app, name="dataset", cls=CommandGroup)
 def main() -> None:
     """The console entry point."""
     if sys.stderr is not None:
-        faulthandler.enable()  # an environment or library that crashes the process is seen on the way out
+        faulthandler.enable()  # prints a traceback if an environment or library crashes the process
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     app()

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean before a config is made of them."""
+"""Options that several commands share, and how they are read."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def option(text: str, *names: str, metavar: str | None = None, complete: Any = N
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """Presets that begin so."""
+    """Presets that begin with this text."""
     from rl_training.experiment.config import list_presets
 
     return [name for name in list_presets() if name.startswith(incomplete)]
 
 
 def complete_algorithm(incomplete: str) -> list[str]:
-    """Algorithms that begin so; each has a preset, and asking the registry would take seconds."""
+    """Algorithms that begin with this text, taken from the presets, because the registry takes seconds to load."""
     return sorted({name.partition("/")[0] for name in complete_preset("") if name.startswith(incomplete)})
 
 
@@ -38,7 +38,7 @@ ConfigOption = Annotated[
     Text, option("A YAML file, or a preset such as ppo/cartpole.", "--config", metavar="C", complete=complete_preset)
 ]
 PresetArgument = Annotated[
-    Text, typer.Argument(metavar="PRESET", help="The same as --config.", autocompletion=complete_preset)
+    Text, typer.Argument(metavar="PRESET", help="Same as --config.", autocompletion=complete_preset)
 ]
 AlgoOption = Annotated[
     Text,
@@ -52,15 +52,15 @@ SetOption = Annotated[
 ]
 CheckpointOption = Annotated[str, option("A .ckpt file of a run, or the run's folder.", "--checkpoint", metavar="P")]
 StepsOption = Annotated[Text, option("Budget in environment steps; 1e6 is fine.", "--total-timesteps", metavar="N")]
-OutputOption = Annotated[Text, option("Folder in which the run's own folder is made.", "--output-dir", metavar="DIR")]
-StochasticOption = Annotated[bool, option("Sample actions instead of taking the best.", "--stochastic")]
+OutputOption = Annotated[Text, option("Folder in which the run's folder is created.", "--output-dir", metavar="DIR")]
+StochasticOption = Annotated[bool, option("Sample actions instead of taking the most likely.", "--stochastic")]
 
 
 def name_environment(env: str | None, modules: Iterable[str] | None) -> Any:
-    """What the user says of the environment with `--env` and `--import`, as `env=` takes it; imports the modules."""
+    """Import the modules of `--import`, and return `--env` and `--import` in the form that `env=` takes."""
     names = tuple(modules or ())
     if (names or ":" in (env or "")) and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # after all others: a stray yaml.py there must not stand in for PyYAML
+        sys.path.append(os.getcwd())  # last: a stray yaml.py there must not replace PyYAML
     for name in names:
         try:
             importlib.import_module(name)
@@ -72,14 +72,14 @@ def name_environment(env: str | None, modules: Iterable[str] | None) -> Any:
 
 
 def one_config(preset: str | None, config: str | None) -> str | None:
-    """What was given as --config or as a word of its own."""
+    """The value of --config, or the positional argument."""
     if preset is not None and config is not None:
         raise UserError(f"{preset!r} and --config {config} were both given; give one of them.")
     return config if preset is None else preset
 
 
 def find_checkpoint(given: str) -> str:
-    """The checkpoint file; for a run's folder its newest one."""
+    """The checkpoint file; for a run's folder, its newest checkpoint."""
     for newest in (os.path.join(given, "checkpoints", "latest.ckpt"), os.path.join(given, "latest.ckpt")):
         if os.path.isfile(newest):
             return newest
@@ -87,7 +87,7 @@ def find_checkpoint(given: str) -> str:
 
 
 def whole_number(option: str, text: str, *, least: int = 0, most: float = math.inf) -> int:
-    """The whole number in an option's text (`1e5` counts as one)."""
+    """The whole number in an option's text; `1e5` is valid."""
     try:
         number = float(text)
         whole = int(text) if text.lstrip("+-").isdigit() else int(number)

@@ -1,4 +1,4 @@
-"""From options to a `TrainConfig`: a preset or an algorithm's defaults, then `--set`, then the named options."""
+"""Build a `TrainConfig` from options: a preset or an algorithm's defaults, then `--set`, then the other options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build_config(
     config: str | None, algo: str | None, env: str | None, settings: Iterable[str] | None = None,
     modules: Iterable[str] | None = None, **fields: Any,
 ) -> TrainConfig:  # fmt: skip
-    """The validated config of a command, which names what its options name; `fields` that are None were not given."""
+    """The validated config of a command; `fields` that are None were not given."""
     from rl_training.cli.options import name_environment
     from rl_training.experiment.config import TrainConfig
     from rl_training.runtime.spec import list_algorithm_specs
@@ -45,7 +45,7 @@ def build_config(
 
 
 def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:
-    """The mapping in a config file or preset, or of an algorithm and an environment, with the algorithm's defaults."""
+    """The mapping in a config file or preset, or for an algorithm and environment, with the algorithm's defaults."""
     from rl_training.experiment.config import read_yaml
     from rl_training.runtime.settings import with_defaults
 
@@ -56,7 +56,7 @@ def starting_point(config: str | None, algo: str | None, env: str | None) -> dic
                             f"to train it elsewhere, use --set env_id={env or 'ID'}.")  # fmt: skip
         return with_defaults(read_yaml(config))
     if algo is None and env is None:
-        raise UserError("nothing says what to run; give a preset such as ppo/cartpole, a file, or --algo and --env.")
+        raise UserError("there is nothing to run; give a preset such as ppo/cartpole, a file, or --algo and --env.")
     if algo is None or env is None:
         one, other = (f"--env {env}", "--algo ppo") if algo is None else (f"--algo {algo}", "--env CartPole-v1")
         raise UserError(f"{one} is not enough; {other[:other.index(' ')]} is missing, such as {other}.")
@@ -64,7 +64,7 @@ def starting_point(config: str | None, algo: str | None, env: str | None) -> dic
 
 
 def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """A copy of the config mapping with each `key=value` of `--set` put in."""
+    """A copy of the config mapping with each `key=value` of `--set`."""
     result = dict(data)
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -75,7 +75,7 @@ def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str
 
 
 def drop_replaced_schedules(data: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The mapping without the schedules of numbers that `--set` gives; says which in one line each."""
+    """The mapping without the schedules of numbers that `--set` sets; prints one line for each."""
     from rl_training.runtime.params import replaced_schedules
     from rl_training.runtime.spec import get_algorithm_spec
 
@@ -98,7 +98,7 @@ def describe_schedule(schedule: Any) -> str:
 
 
 def read_value(setting: str, text: str) -> Any:
-    """A value as YAML reads it, but `1e-3` is a number."""
+    """A value read as YAML, except that `1e-3` is a number."""
     from rl_training.experiment.config import parse_yaml
 
     try:

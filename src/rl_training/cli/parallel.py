@@ -1,4 +1,4 @@
-"""Several runs side by side, each in a process of its own, on one screen."""
+"""Several runs in parallel, each in its own process, shown on one screen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPORT_SECONDS = 0.25
 
 @dataclass
 class Job:
-    """One run and what its process said last."""
+    """One run and the last message from its process."""
 
     config: TrainConfig
     state: str = "waiting"
@@ -43,14 +43,14 @@ class Job:
 
     @property
     def seconds_left(self) -> float:
-        """At the speed that it has."""
+        """The remaining time at the current speed."""
         return (self.config.total_timesteps - self.step) / self.speed if self.speed > 0 else float("inf")
 
 
 def run_parallel(
     console: Console, configs: Sequence[TrainConfig], processes: int, modules: Sequence[str] | None
 ) -> list[Job]:
-    """Train every config, so many at a time; the first signal stops them as it stops one run, the second at once."""
+    """Train every config, `jobs` at a time; the first signal stops all runs cleanly, the second at once."""
     jobs = [Job(config) for config in configs]
     waiting = list(jobs)
     pipes: dict[Connection, Job] = {}
@@ -84,11 +84,11 @@ def _start(job: Job, modules: Sequence[str] | None, processes: int) -> Connectio
 
 
 def _hear(console: Console, pipe: Connection, job: Job) -> bool:
-    """Take in what a process says; False when it has ended."""
+    """Read the messages of a process; False when it has ended."""
     try:
         kind, *values = pipe.recv()
     except EOFError:
-        if job.state == "running":  # it said nothing of an end
+        if job.state == "running":  # it ended without a message
             job.process.join()
             job.state, job.code = "failed", 1
             console.print(f"seed {job.config.seed}: the process ended with exit code {job.process.exitcode}")
@@ -112,7 +112,7 @@ def _hear(console: Console, pipe: Connection, job: Job) -> bool:
 
 @contextmanager
 def _stopping(jobs: Sequence[Job], waiting: list[Job]) -> Iterator[None]:
-    """Pass signals on to the processes, which a terminal does not send them; nothing new is started after one."""
+    """Pass signals on to the processes, which do not get them from the terminal; start nothing new after one."""
     heard: list[int] = []
 
     def ask(number: int, _: Any) -> None:
@@ -135,13 +135,13 @@ def _stopping(jobs: Sequence[Job], waiting: list[Job]) -> Iterator[None]:
 
 
 def show_jobs(jobs: Sequence[Job]) -> Table:
-    """A row per run: how far it is, how fast, how good."""
+    """One row per run: progress, speed and return."""
     from rl_training.experiment.logging import format_duration
 
     first = jobs[0].config
     table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **TABLE_STYLE)
     widths = {"state": 8, "steps": len(f"{first.total_timesteps:,}"), "": 4, "eta": 7, "return": 6}
-    for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):  # of one width from the first frame on
+    for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):  # the same width in every frame
         justify: Any = "left" if name == "state" else "right"
         table.add_column(name, justify=justify, no_wrap=True, min_width=widths.get(name))
     for job in jobs:
@@ -156,9 +156,9 @@ def show_jobs(jobs: Sequence[Job]) -> Table:
 
 
 def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads: str) -> None:
-    """What runs in a process of its own: train, and tell the pipe how it goes."""
+    """Runs in its own process: train, and report through the pipe."""
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # a signal comes once: from the first process, not from the terminal too
+        os.setpgid(0, 0)  # the parent process passes signals on; the terminal must not send them too
     os.environ["OMP_NUM_THREADS"] = threads
     from rl_training.cli.exits import STOPPED, describe
     from rl_training.cli.options import name_environment
@@ -166,7 +166,7 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
     from rl_training.runtime.workflows import train
 
     class Tell(Callback):
-        """Says now and then how far the run is."""
+        """Reports the progress of the run from time to time."""
 
         said = 0.0
 

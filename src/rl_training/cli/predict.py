@@ -1,4 +1,4 @@
-"""`rl-training predict`: the action of a checkpoint's policy, as JSON; no environment is needed."""
+"""`rl-training predict`: print the action of a checkpoint's policy as JSON; no environment is needed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def predict(
     checkpoint: CheckpointOption,
     obs: Annotated[str, option("An observation or a batch: JSON, .json or .npy, - is stdin.", metavar="JSON|FILE|-")],
     action_mask: Annotated[
-        Text, option("1 for each action that is allowed, else 0; a batch has a row for each.", metavar="JSON|FILE|-")
+        Text, option("1 for each legal action, else 0; a batch has one row per observation.", metavar="JSON|FILE|-")
     ] = None,
     stochastic: StochasticOption = False,
     modules: ImportOption = None,
 ) -> None:
     """Print the action for an observation as JSON; a batch gives a batch.
 
-    Every call is treated as the first step of an episode; in Python `actor()` keeps a policy's memory (dreamer).
+    Every call is treated as the first step of an episode; in Python, `actor()` keeps a policy's memory (Dreamer).
     """
     observation = read_values("--obs", obs, "an observation looks like [0.1, 0.2]")
     mask = None if action_mask is None else read_values("--action-mask", action_mask, "a mask looks like [1, 0, 1]")
@@ -44,7 +44,7 @@ def predict(
 
 
 def read_values(name: str, given: str, example: str) -> Any:
-    """What the option `name` holds: a JSON text, a file or stdin."""
+    """The value of the option `name`: JSON text, a file or stdin."""
     if given.endswith(".npy"):
         return _read_array(name, given)
     try:

@@ -1,4 +1,4 @@
-"""`rl-training compare`, `report` and `plot`: what finished runs say, together."""
+"""`rl-training compare`, `report` and `plot`: compare and show finished runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of several runs.")]
 ByOption = Annotated[
-    Text, option("Group by algo or by settings: learning_rate; else by what differs.", "--by", metavar="NAME")
+    Text, option("Group by algo or by a setting; default: by what differs.", "--by", metavar="NAME")
 ]
 SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the range of returns
 
@@ -31,7 +31,7 @@ def compare(
     by: ByOption = None,
     threshold: Annotated[Text, option("Count the steps to this return.", "--threshold", metavar="X")] = None,
     references: Annotated[
-        Texts, option("Returns of an environment that count as 0 and 1.", "--reference", metavar="ENV=LOW,HIGH")
+        Texts, option("Returns of an environment that score 0 and 1.", "--reference", metavar="ENV=LOW,HIGH")
     ] = None,
 ) -> None:
     """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference."""
@@ -48,17 +48,17 @@ def report(
     runs: RunsArgument,
     output: Annotated[str, option("The file to write.", "--output", metavar="F.html")] = "report.html",
     by: ByOption = None,
-    no_episode: Annotated[bool, option("Show no episode; no environment is made.", "--no-episode")] = False,
+    no_episode: Annotated[bool, option("Leave out the episode; no environment is made.", "--no-episode")] = False,
     env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:
-    """Write one HTML file on runs: curves, scores, settings, time, warnings, an episode, commands."""
+    """Write one HTML file about runs: curves, scores, settings, time, warnings, an episode, commands."""
     named = name_environment(env, modules)
     from rl_training.tools.compare import find_runs, group_runs
     from rl_training.tools.report import build_report, show_episodes
 
     groups = group_runs(find_runs(runs), by)
-    write_output(output, build_report(groups))  # a renderer that ends the process leaves this one
+    write_output(output, build_report(groups))  # a renderer that crashes must not end this process
     if not no_episode:
         write_output(output, build_report(groups, show_episodes(groups, named)))
     make_console().print(f"report: {quote(Path(output))}", soft_wrap=True)
@@ -80,7 +80,7 @@ def plot(
 
 
 def write_output(target: str, content: str | bytes) -> None:
-    """Write the file, or say why not."""
+    """Write the file; a UserError says why it cannot be written."""
     try:
         Path(target).write_bytes(content if isinstance(content, bytes) else content.encode())
     except (OSError, ValueError) as error:
@@ -108,7 +108,7 @@ def read_reference(text: str) -> tuple[str, tuple[float, float]]:
 
 
 def print_comparison(console: Console, result: Comparison, envs: str, threshold: float | None) -> None:
-    """Groups, pairs of them, returns over steps, profiles, and doubts."""
+    """Print groups, pairs of groups, returns over steps, profiles, and notes."""
     from rl_training.tools.compare import describe_groups, describe_pairs, metric_name
 
     console.print(f"[bold]{escape(envs)}[/bold]: {metric_name(result.scored_by)} at the end, best first")
@@ -129,7 +129,7 @@ def print_comparison(console: Console, result: Comparison, envs: str, threshold:
 
 
 def print_table(console: Console, head: list[str], rows: list[list[Any]]) -> None:
-    """A table whose first column is names."""
+    """A table with names in the first column."""
     table = Table(box=SIMPLE_HEAD, header_style="bold")
     for i, name in enumerate(head):
         table.add_column(name, justify="right" if i else "left", overflow="fold")

@@ -1,4 +1,4 @@
-"""`rl-training resume`: go on from a checkpoint."""
+"""`rl-training resume`: continue from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def resume(
     total_timesteps: StepsOption = None,
     output_dir: OutputOption = None,
     settings: SetOption = None,
-    force: Annotated[bool, option("Allow changes other than of the budget.", "--force")] = False,
+    force: Annotated[bool, option("Allow changes of other settings than the budget.", "--force")] = False,
     env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:
-    """Go on from a checkpoint, exactly where the run stopped.
+    """Continue from a checkpoint, exactly where the run stopped.
 
     The budget may change (schedules stretch with it); any other change needs --force.
     """
@@ -37,7 +37,7 @@ def resume(
     path = find_checkpoint(checkpoint)
     changes = read_changes(path, settings)
     if env is None and isinstance(changes.get("env_id"), str):
-        env = changes["env_id"]  # which --set names, and so does the user
+        env = changes["env_id"]  # the user named it in --set
     network = changes.get("algo_kwargs", {}).get("network")
     networks = [network] if isinstance(network, str) else []
     for name in networks:
@@ -65,7 +65,7 @@ def resume(
 
 
 def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:
-    """What `--set` changes, as `resume_training` takes it; of `algo_kwargs` what is set, though it be as it was."""
+    """The changes of `--set` for `resume_training`; in `algo_kwargs` also values that stay the same."""
     if not settings:
         return {}
     from rl_training.cli.overrides import apply_settings

@@ -1,4 +1,4 @@
-"""`rl-training runs`: the runs in a folder, what became of them, and how good they are."""
+"""`rl-training runs`: list the runs in a folder with their states and returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One row of the table; a number that is not known yet is None."""
+    """One row of the table; None means not known yet."""
 
     name: str
     state: str
@@ -36,12 +36,12 @@ class RunSummary:
 
 
 def list_runs(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where runs are.")] = "runs",
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
     found = summarize_runs(Path(folder))
     if not found:
-        raise UserError(f"{folder} holds no run; give a folder of runs, or train one: rl-training train ppo/cartpole.")
+        raise UserError(f"{folder} contains no runs; give another folder, or train: rl-training train ppo/cartpole.")
     table = Table(**TABLE_STYLE)
     table.add_column("run", overflow="fold")
     for name in ("state", "algorithm", "environment"):
@@ -66,7 +66,7 @@ def summarize_runs(folder: Path) -> list[RunSummary]:
 
 
 def read_run(run_dir: Path, folder: Path) -> RunSummary | None:
-    """What the files of a run say; None where its config is not one of a run."""
+    """Read the files of a run; None if its config is not that of a run."""
     from rl_training.experiment.config import read_yaml
     from rl_training.runtime.run_state import find_state
 
@@ -86,11 +86,11 @@ def read_run(run_dir: Path, folder: Path) -> RunSummary | None:
 
 
 def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
-    """The newest whole row, and the mean return of every evaluation; other rows are not parsed."""
+    """The newest complete row and the mean return of every evaluation; other rows are not parsed."""
     from rl_training.experiment.logging import parse_row
 
     returns: list[float] = []
-    tail: deque[bytes] = deque(maxlen=2)  # a kill may have cut the last line off
+    tail: deque[bytes] = deque(maxlen=2)  # a kill may have truncated the last line
     with suppress(FileNotFoundError), open(metrics, "rb") as file:
         for line in file:
             tail.append(line)
@@ -101,7 +101,7 @@ def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
 
 
 def format_age(changed: float) -> str:
-    """Such as 5 min, of the time since then."""
+    """The time since then, such as 5 min."""
     seconds = max(0.0, time.time() - changed)
     size, unit = next((one for one in UNITS if seconds >= one[0]), UNITS[-1])
     return f"{seconds // size:.0f} {unit}"

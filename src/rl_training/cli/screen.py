@@ -1,4 +1,4 @@
-"""What a person sees after a command: one console, summaries of runs, a table over seeds."""
+"""What commands print: one console, summaries of runs, a table over seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_training.errors import counted
 if TYPE_CHECKING:
     from rl_training.runtime.workflows import TrainResult
 
-PIPE_WIDTH = 160  # a table in a file or pipe has no edge to keep to
+PIPE_WIDTH = 160  # a table in a file or pipe has no width limit
 # Two-sided 95 % points of Student's t by degrees of freedom
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -37,7 +37,7 @@ REASONS = {
 
 
 def make_console() -> Console:
-    """The console on stdout; other ranks than the first print nothing."""
+    """The console on stdout; only rank 0 prints."""
     console = Console(highlight=False, quiet=not is_first_rank())
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -53,7 +53,7 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def describe_return(metrics: dict[str, Any]) -> str:
-    """The evaluation's return, or the training episodes' when nothing was evaluated."""
+    """The return of the evaluation or, without one, of the training episodes."""
     if "eval_return_mean" in metrics:
         mean, std, count = (metrics[f"eval_{name}"] for name in ("return_mean", "return_std", "episodes"))
         return f"[bold]{mean:.1f} ± {std:.1f}[/bold] over {counted(count, 'evaluation episode')}"
@@ -65,7 +65,7 @@ def describe_return(metrics: dict[str, Any]) -> str:
 def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
-    """The summary of one run and the commands to run next, which need the same `names` (`repeat_names`)."""
+    """The summary of one run and the commands to run next; `names` is from `repeat_names`."""
     from rl_training.experiment.logging import format_duration  # which imports numpy
 
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
@@ -74,7 +74,7 @@ def print_run(
     reason = REASONS.get(str(metrics["stop_reason"]), str(metrics["stop_reason"]))
     console.print(f"\n[bold]{title}[/bold]: {reason}")
     if trained == 0 and (budget := larger_budget(metrics)):
-        console.print(f"  nothing was left to train; give a larger budget, such as {budget}", style="yellow")
+        console.print(f"  the budget is used up; give a larger one, such as {budget}", style="yellow")
     print_facts(console, [
         ("return", describe_return(metrics)),
         ("steps", f"{steps:,} in {format_duration(seconds)} {rate}"),
@@ -92,14 +92,14 @@ def print_run(
 
 
 def repeat_names(env: str | None, modules: Iterable[str] | None, networks: Iterable[str] = ()) -> str:
-    """The `--env` and `--import` that the next command needs, since a file alone calls no function of the user's."""
+    """The `--env` and `--import` that the next command needs, because a file alone never calls a user's function."""
     named = "" if env is None else f" --env {shlex.quote(env)}"
     names = dict.fromkeys([*(modules or ()), *(network.partition(":")[0] for network in networks)])
     return named + "".join(f" --import {shlex.quote(name)}" for name in names)
 
 
 def larger_budget(metrics: dict[str, Any]) -> str:
-    """The option of `resume` that doubles what stopped the run; none where it was not a budget but a signal."""
+    """The option of `resume` that doubles the budget that stopped the run; nothing after a signal."""
     match metrics["stop_reason"]:
         case "SIGINT" | "SIGTERM":
             return ""
@@ -112,7 +112,7 @@ def larger_budget(metrics: dict[str, Any]) -> str:
 
 
 def quote(path: Path) -> str:
-    """A path as a shell reads it, from here where that is shorter, and safe from being taken for markup."""
+    """A path quoted for the shell, relative if that is shorter, with markup escaped."""
     here = Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path
     return escape(shlex.quote(str(shown)))

@@ -39,11 +39,11 @@ def train(
     total_timesteps: StepsOption = None,
     num_envs: Annotated[Text, option("Environments stepped together.", metavar="N")] = None,
     eval_episodes: Annotated[Text, option("Episodes per evaluation; 0 for none.", metavar="N")] = None,
-    seed: Annotated[Text, option("Seed of every random draw.", metavar="N")] = None,
-    seeds: Annotated[Text, option("One run per seed, then mean and interval.", metavar="1,2,3")] = None,
-    jobs: Annotated[Text, option("How many of the seeds run side by side.", metavar="N")] = None,
+    seed: Annotated[Text, option("Seed of all random numbers.", metavar="N")] = None,
+    seeds: Annotated[Text, option("One run per seed, then the mean and its interval.", metavar="1,2,3")] = None,
+    jobs: Annotated[Text, option("How many seeds run in parallel.", metavar="N")] = None,
     name: Annotated[Text, option("Name of the run's folder; -s<seed> is added with --seeds.", metavar="NAME")] = None,
-    execution_backend: Annotated[Text, option("Where collection runs.", metavar="NAME")] = None,
+    execution_backend: Annotated[Text, option("Where environments are stepped.", metavar="NAME")] = None,
     device: Annotated[Text, option("cpu, cuda, cuda:<index> or auto.", metavar="NAME")] = None,
     modules: ImportOption = None,
     settings: SetOption = None,
@@ -73,7 +73,7 @@ def train(
 
 
 def read_seeds(text: str) -> list[int]:
-    """The seeds in `1,2,3`; each may stand once."""
+    """The seeds in `1,2,3`; each may occur once."""
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         raise UserError(f"--seeds is {text!r}; it must be whole numbers with commas between them, such as 1,2,3.")
     seeds = [whole_number("--seeds", part.strip(), most=LARGEST_SEED) for part in text.split(",")]
@@ -83,7 +83,7 @@ def read_seeds(text: str) -> list[int]:
 
 
 def run_all(configs: list[TrainConfig], *, several: bool, jobs: int = 1, modules: list[str] | None = None) -> None:
-    """Run each config, in turn or side by side, and print what came out; a signal ends the series."""
+    """Run the configs, in turn or in parallel, and print the results; a signal ends the series."""
     console = make_console()
     runs: list[tuple[int, Any]] = []
     title = f"{configs[0].algo} on {configs[0].env_id}"

@@ -1,4 +1,4 @@
-"""`rl-training tune`: a search for hyper-parameters that can be stopped and goes on."""
+"""`rl-training tune`: a hyper-parameter search that can be stopped and continued."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rl_training.errors import UserError, counted
 if TYPE_CHECKING:
     from rl_training.tools.tune import Study
 
-SHOWN = 10  # trials in the live table, besides those that run
+SHOWN = 10  # finished trials in the live table
 
 
 def tune(
@@ -40,22 +40,22 @@ def tune(
     config: ConfigOption = None,
     algo: AlgoOption = None,
     env: EnvOption = None,
-    trials: Annotated[str, option("Trials, those of a study that goes on included.", metavar="N")] = "30",
-    jobs: Annotated[str, option("Trials that run at the same time.", metavar="K")] = "1",
+    trials: Annotated[str, option("Number of trials, including those already in the study.", metavar="N")] = "30",
+    jobs: Annotated[str, option("Trials that run in parallel.", metavar="K")] = "1",
     names: Annotated[
-        Texts, option("Tune this hyper-parameter; else those known to matter.", "--tune", metavar="NAME")
+        Texts, option("Tune this hyper-parameter; default: those that matter most.", "--tune", metavar="NAME")
     ] = None,
     final_seeds: Annotated[
-        str, option("Fresh seeds on which best and default are compared; 0 for none.", metavar="N")
+        str, option("New seeds on which best and default are compared; 0: none.", metavar="N")
     ] = "5",
-    study: Annotated[Text, option("Folder of the study; the same command goes on in it.", metavar="DIR")] = None,
+    study: Annotated[Text, option("Folder of the study; the same command continues it.", metavar="DIR")] = None,
     total_timesteps: StepsOption = None,
     modules: ImportOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Search for better hyper-parameters, then compare them with the config's own on fresh seeds.
+    """Search for better hyper-parameters, then compare them with the config's own on new seeds.
 
-    Trials that fall behind are stopped early. A study that was stopped or killed goes on with the same command.
+    Trials that fall behind are stopped early. The same command continues a study that was stopped or killed.
     """
     from rl_training.cli.overrides import build_config
 
@@ -74,7 +74,7 @@ def tune(
     print_facts(console, [(name, one.describe()) for name, one in space.items()])
     before = len(opened.trials())
     if before:
-        console.print(f"going on after {counted(before, 'trial')}")
+        console.print(f"continuing after {counted(before, 'trial')}")
     modules = modules or []
     try:
         with Shown(console, opened) as shown:
@@ -84,10 +84,10 @@ def tune(
         if best.number == 0:
             console.print("\nno trial was better than the config itself")
         elif seeds:
-            console.print(f"\ncomparing trial {best.number} with the default on {seeds} fresh seeds each")
+            console.print(f"\ncomparing trial {best.number} with the default on {seeds} new seeds each")
             run_jobs(opened.finals(seeds), workers, modules, Compared(console, opened).refresh)
     except KeyboardInterrupt:
-        console.print(f"\nstopped; the same command goes on in {quote(folder)}")
+        console.print(f"\nstopped; the same command continues the study in {quote(folder)}")
         raise typer.Exit(STOPPED) from None
     print_result(console, opened, built, best)
 
@@ -112,7 +112,7 @@ class Shown:
             self.live.stop()
 
     def refresh(self) -> None:
-        """Show what is known now."""
+        """Show the current state."""
         if self.live is not None:
             self.live.update(trial_table(self.study), refresh=True)
             return
@@ -123,7 +123,7 @@ class Shown:
 
 
 class Compared:
-    """One line for each run on a fresh seed that has ended."""
+    """One line for each finished run on a new seed."""
 
     def __init__(self, console: Console, study: Study) -> None:
         self.console, self.study = console, study
@@ -134,11 +134,11 @@ class Compared:
         return {(name, seed): value for name, by_seed in returns.items() for seed, value in by_seed.items()}
 
     def refresh(self) -> None:
-        """Show what is new."""
+        """Show the new results."""
         for (name, seed), value in self._ended().items():
             if (name, seed) not in self.told:
                 self.told.add((name, seed))
-                self.console.print(f"{name}, fresh seed {seed}: {'failed' if value is None else f'{value:.1f}'}")
+                self.console.print(f"{name}, new seed {seed}: {'failed' if value is None else f'{value:.1f}'}")
 
 
 def trial_cells(trial: Any) -> list[str]:
@@ -159,7 +159,7 @@ def shorten(value: Any) -> str:
 
 
 def trial_table(study: Study) -> Table:
-    """The running trials and the best of the others."""
+    """The running trials and the best finished ones."""
     table = Table(header_style="bold", box=None, expand=True)
     for name, width in {"trial": 5, "state": 7, "return": 8, "evals": 5, "hyper-parameters": None}.items():
         table.add_column(name, overflow="ellipsis", no_wrap=True, width=width, ratio=None if width else 1)
@@ -173,13 +173,13 @@ def trial_table(study: Study) -> Table:
 
 
 def print_result(console: Console, study: Study, config: Any, best: Any) -> None:
-    """The best hyper-parameters, the comparison on fresh seeds, and the preset file."""
+    """Print the best hyper-parameters, the comparison on new seeds, and the preset file."""
     returns = study.final_returns()
     lines = [f"trial {best.number} of a study of {len(study.trials())} trials reached {best.value:.1f} in its own run."]
     for name, by_seed in returns.items():
         scores = [value for value in by_seed.values() if value is not None]
         if len(scores) > 1:
-            lines.append(f"{name} on {len(scores)} fresh seeds: {with_interval(scores)}.")
+            lines.append(f"{name} on {len(scores)} new seeds: {with_interval(scores)}.")
     tuned, default = returns.values()
     pairs = [(tuned.get(seed), default[seed]) for seed in default]
     gains = [one - other for one, other in pairs if one is not None and other is not None]

@@ -1,4 +1,4 @@
-"""`Behaviour`: what acts, and travels as one flat array."""
+"""`Behaviour`: the acting policy, which can be sent as one flat array."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rl_training.envs.spaces import EnvSpaces
 class Behaviour:
     """Acting network, exploration numbers, generators and memory for N environments.
 
-    Where learning happens it acts with the learner itself: nothing is copied, and a numpy policy reads the weights as
-    they are. Elsewhere it acts with a second learner of the same spec, which `unpack` fills.
+    In the learner's process it acts with the learner itself: nothing is copied, and a numpy policy reads the current
+    weights. In other processes it acts with a second learner of the same spec, which `unpack` fills.
     """
 
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
@@ -30,7 +30,7 @@ class Behaviour:
         self._asked_for_policy = False
 
     def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Tensor]]:
-        """Actions [N, ...] for encoded observations, and what is stored with them."""
+        """Actions [N, ...] for encoded observations, and the values to store with them."""
         policy = self._numpy_policy if self._asked_for_policy else self._ask_for_policy()
         if policy is not None:
             return policy(obs, masks, self.rng, False), {}
@@ -48,7 +48,7 @@ class Behaviour:
         return self._numpy_policy
 
     def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
-        """Uniform actions, each held for `hold` steps in the mean; with masks always new and legal ones."""
+        """Uniform actions, each repeated for `hold` steps on average; with masks, a new legal one at every step."""
         actions = self.spaces.random_actions(self.rng, count, masks)
         if hold > 1 and masks is None:
             if self.held is not None:
@@ -75,7 +75,7 @@ class Behaviour:
 
     @property
     def version(self) -> int:
-        """Updates that the weights have seen."""
+        """The number of updates in the weights."""
         return self.algorithm.num_updates
 
     def _tensors(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Behaviour:
 
     @torch.no_grad()
     def unpack(self, packed: Array) -> None:
-        """Put on what `pack` gave in another process, or earlier."""
+        """Load the result of `pack` from another process or an earlier time."""
         begin = 0
         for tensor in self._tensors():
             end = begin + tensor.numel() * tensor.element_size()
@@ -101,7 +101,7 @@ class Behaviour:
         self.algorithm.num_updates = int(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory of a policy that has one, and the actions that are held."""
+        """The policy's memory, if it has one, and the repeated random actions."""
         memory = {} if self.memory is None else {"carry": self.memory.clone()}
         return memory if self.held is None else memory | {"held": self.held.copy()}
 

@@ -1,4 +1,4 @@
-"""Collecting on the device: acting, stepping and storing without the host, for learners from rollouts."""
+"""Collecting on the device: acting, stepping and storing without the host, for rollout learners."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DeviceCollector(LocalCollector):
             for name, (shape, dtype) in layout.arrays().items()
         }
         super().__init__(actor, stepper, Experience(layout, arrays), lag)
-        self.returns = torch.zeros(layout.num_envs, dtype=torch.float64, device=device)  # of the episodes under way
+        self.returns = torch.zeros(layout.num_envs, dtype=torch.float64, device=device)  # of the current episodes
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.means: dict[str, float] = {}
         self._map = map_actions(stepper.spaces, device)
@@ -104,7 +104,7 @@ class DeviceCollector(LocalCollector):
         return after.state, after.ages, row
 
     def _sum_episodes(self, ages: Tensor) -> Tensor:
-        """Of the episodes that ended: what was under way before and came since, less what is under way now."""
+        """Sums over the episodes that ended: the running sums before plus the new terms, minus the running sums now."""
         rows: Any = self.experience
         rewards, done = rows.rewards.double(), rows.terminated | rows.truncated
         seen = rows.obs.sum(dtype=torch.float64) + rows.final_obs.sum(dtype=torch.float64)
@@ -116,7 +116,7 @@ class DeviceCollector(LocalCollector):
         return torch.stack([done.sum().double(), returns, lengths.double(), (rewards.sum() + seen) * 0.0])
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """Mean return and length of the episodes that ended since, or the last ones known."""
+        """Mean return and length of the episodes that ended since the last call, or the last known means."""
         count, returns, lengths, finite = self.sums.tolist()
         if math.isnan(finite):
             raise EnvironmentFailure.not_finite(self.stepper.spaces.env_id, "a reward or an observation")
@@ -129,7 +129,7 @@ class DeviceCollector(LocalCollector):
         return dict(means)
 
     def abandon(self) -> None:
-        """Give up the episodes under way: new ones start."""
+        """Discard the current episodes and start new ones."""
         super().abandon()
         self.returns.zero_()
 

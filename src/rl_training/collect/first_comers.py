@@ -1,4 +1,4 @@
-"""Collecting from the workers that are ready first: nobody waits for a slow one, and a run depends on timing."""
+"""Collecting from the workers that are ready first: no waiting for slow ones, but a run depends on timing."""
 
 from __future__ import annotations
 

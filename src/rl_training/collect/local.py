@@ -1,4 +1,4 @@
-"""Collecting in this process, and what every collector is."""
+"""Collecting in this process, and the interface of all collectors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rl_training.errors import UserError
 
 
 class Request(NamedTuple):
-    """How much to collect: at least so many rows and real transitions.
+    """How much to collect: the minimum numbers of rows and of real transitions.
 
-    The first `random` transitions are taken at random, each action held for `hold` rows in the mean.
+    The first `random` transitions have random actions, each repeated for `hold` rows on average.
     """
 
     steps: int = 0
@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is asked for."""
+        """Whether nothing is requested."""
         return not self.steps and not self.transitions
 
 
@@ -37,24 +37,24 @@ class Collector(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether episodes are under way."""
+        """Whether episodes have started."""
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
-        """The experience asked for, valid until the next call."""
+        """The requested experience, valid until the next call."""
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """Of the time since the last call that was not `last`: one more look, which a resumed run does not take."""
+        """Metrics since the previous call; a call with `last` does not reset them, because a resumed run skips it."""
 
     def interrupt(self, error: BaseException) -> None:
         """Raise this instead of the next step."""
 
     def abandon(self) -> None:
-        """Give up the episodes under way: new ones start."""
+        """Discard the current episodes and start new ones."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Go on from a saved state; returns sentences on what could not be brought back exactly."""
+        """Restore a saved state; returns a sentence for everything that could not be restored exactly."""
 
     def close(self) -> None: ...
 
@@ -71,9 +71,9 @@ class Lag:
         return self.packed[0]
 
     def restore(self, packed: list[Any], size: int) -> None:
-        """Go on with stored ones, each of which must have as many bytes."""
+        """Restore stored ones, each of which must have the same number of bytes."""
         if not all(isinstance(array, np.ndarray) and array.shape == (size,) for array in packed):
-            raise UserError("it holds weights of an acting policy in another layout, as earlier versions wrote them.")
+            raise UserError("it has weights of an acting policy in the layout of an earlier version.")
         self.packed.extend(packed)
 
 
@@ -89,7 +89,7 @@ class LocalCollector:
 
     @property
     def started(self) -> bool:
-        """Whether episodes are under way."""
+        """Whether episodes have started."""
         return self.stepper.started
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
@@ -104,7 +104,7 @@ class LocalCollector:
         return self.experience
 
     def fill(self, experience: Experience, request: Request) -> None:
-        """Put what happens into the experience."""
+        """Write the steps into the experience."""
         actor, stepper = self.actor, self.stepper
         experience.clear()
         experience.version = actor.version
@@ -162,7 +162,7 @@ class LocalCollector:
                 experience.final_masks[t, rows] = result.final_masks[rows]
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """None: nobody waits."""
+        """No metrics: nothing waits."""
         return {}
 
     def interrupt(self, error: BaseException) -> None:
@@ -170,7 +170,7 @@ class LocalCollector:
         self.stepper.interruption = error
 
     def abandon(self) -> None:
-        """Give up the episodes under way: new ones start."""
+        """Discard the current episodes and start new ones."""
         self.stepper.abandon()
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class NoCollector:
         """The update to come ends the turn."""
 
     def abandon(self) -> None:
-        """Nothing is under way."""
+        """There are no episodes."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -218,7 +218,7 @@ class NoCollector:
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 NOTHING = Experience(ExperienceLayout(0, 0, (), "float32"))

@@ -22,12 +22,12 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 
 MEMORIES = 2  # workers fill one while the learner reads the other
-FIXED, FIRST = "fixed", "first"  # whose answers a turn takes: one of every worker, or whichever come first
+FIXED, FIRST = "fixed", "first"  # a turn takes one answer from every worker, or the first that arrive
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What every worker of a run is made from."""
+    """The arguments of every worker of a run."""
 
     make_algorithm: Callable[[], Algorithm]
     recipe: EnvRecipe

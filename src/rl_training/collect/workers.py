@@ -21,7 +21,7 @@ from rl_training.envs.workers import LOOK_EVERY, WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 
 MOST_TRIES = 3  # of one request: if it kills a worker every time, the environment is at fault
-DRAIN_SECONDS = 2.0  # that the end of a run waits for the answers under way
+DRAIN_SECONDS = 2.0  # how long the end of a run waits for pending answers
 PACK_EVERY = 1024  # parts of an episode's actions, after which they are joined into one
 
 
@@ -84,7 +84,7 @@ class WorkerCollector:
     """Environments in `num_workers` processes or actors, each with its columns of an experience.
 
     A turn takes the answers to the requests of the turn before. As each arrives, that worker gets its next request,
-    with the current weights. So experience is always one turn old, whichever worker is fast. A worker that ends or
+    with the current weights. So experience is always one turn old, whichever worker is fast. A worker that dies or
     stalls is restarted from its state after its last answer, and gets the same request again.
     """
 
@@ -120,7 +120,7 @@ class WorkerCollector:
     # a turn -----------------------------------------------------------------------------------------------------
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
-        """What the workers did with the weights of the turn before; each gets its next request."""
+        """Return the experience from the previous turn's weights, and send each worker its next request."""
         if request.is_empty:
             return NOTHING
         rows = max(request.steps, -(-request.transitions // self.num_envs))
@@ -250,7 +250,7 @@ class WorkerCollector:
             self._tries[index] += 1
             if self._restarts > self.max_restarts or self._tries[index] >= MOST_TRIES:
                 raise failure
-            warnings.warn(f"{failure} It is started again, from its last answer.", stacklevel=2)
+            warnings.warn(f"{failure} It is restarted from its last answer.", stacklevel=2)
             try:
                 self.pool.restart(index)
                 self._restore(index)
@@ -282,11 +282,11 @@ class WorkerCollector:
         }  # fmt: skip
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise this instead of waiting on."""
+        """Raise this instead of waiting any longer."""
         self._interruption = error
 
     def abandon(self) -> None:
-        """Give up the episodes under way."""
+        """Discard the current episodes."""
         self.started, self._flights = False, []
         self.records = [WorkerRecord(record.first, record.stop) for record in self.records]
 

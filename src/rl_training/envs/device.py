@@ -28,10 +28,10 @@ PLAIN_WRAPPERS = (  # the time limit and the flattening are done here
 class DeviceEnvironment:
     """N environments as three functions of tensors, for `vectorization: device`.
 
-    The functions keep nothing and draw nothing, and they do the same to every row: no row decides what Python runs.
-    `noise` is uniform in [0, 1): `reset_noise` or `step_noise` numbers for each environment. Make a tensor like a given
-    one (`torch.zeros_like`, `state.new_full`), so that it is on the right device. One made of a list (`new_tensor`) is
-    copied from the host, which a CUDA graph cannot do: the rollout would run without one.
+    The functions store nothing, draw no random numbers, and never branch on values. `noise` is uniform in [0, 1), with
+    `reset_noise` or `step_noise` numbers per environment. Make new tensors from given ones (`torch.zeros_like`,
+    `state.new_full`), so that they are on the right device. A tensor made from a list (`new_tensor`) is copied from the
+    host, which a CUDA graph cannot do: the rollout would run without a graph.
     """
 
     observation_space: gs.Space[Any]
@@ -41,23 +41,23 @@ class DeviceEnvironment:
     step_noise: int = 0
 
     def reset(self, noise: Tensor) -> State:
-        """The first state of N episodes, from noise [N, reset_noise]."""
+        """Return the first states of N episodes, from noise [N, reset_noise]."""
         raise NotImplementedError
 
     def step(self, state: State, actions: Tensor, noise: Tensor) -> tuple[State, Tensor, Tensor]:
-        """The next state, rewards [N] and whether each episode ended by itself [N]; noise is [N, step_noise].
+        """Return the next state, rewards [N] and `terminated` [N]; noise is [N, step_noise].
 
-        Actions are those of the action space, with N in front. The time limit is not looked at here.
+        Actions are elements of the action space, [N, ...]. The time limit is handled elsewhere.
         """
         raise NotImplementedError
 
     def observe(self, state: State) -> Tensor:
-        """Observations [N, ...] of the observation space."""
+        """Return the observations [N, ...] of a state."""
         raise NotImplementedError
 
 
 class OneEnvironment(gym.Env[Any, Any]):
-    """One row of a `DeviceEnvironment` as a Gymnasium environment, on the CPU: for evaluation, and everywhere else."""
+    """One row of a `DeviceEnvironment` as a Gymnasium environment on the CPU, for evaluation and other engines."""
 
     def __init__(self, device_environment: DeviceEnvironment) -> None:
         self.device_environment = device_environment
@@ -72,7 +72,7 @@ class OneEnvironment(gym.Env[Any, Any]):
         return self._observe(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """One step; the time limit is a wrapper's."""
+        """Step once; a wrapper applies the time limit."""
         actions, noise = torch.as_tensor(np.asarray(action))[None], self._draw(self.device_environment.step_noise)
         self._state, rewards, terminated = self.device_environment.step(self._state, actions, noise)
         return self._observe(), float(rewards[0]), bool(terminated[0]), False, {}
@@ -85,7 +85,7 @@ class OneEnvironment(gym.Env[Any, Any]):
 
 
 class Advance(NamedTuple):
-    """One step of N environments: the state after it and what was seen; `final_obs` are those from before a reset."""
+    """The result of one step of N environments; `final_obs` are the observations before a reset."""
 
     state: State
     ages: Tensor
@@ -99,7 +99,7 @@ class Advance(NamedTuple):
 def advance(
     env: DeviceEnvironment, limit: int, state: State, ages: Tensor, actions: Tensor, noise: Tensor, begun: State
 ) -> Advance:
-    """Step every row and count it in `ages` [N]; one that ends, by itself or by the limit, is at `begun` at once."""
+    """Step every row and count it in `ages` [N]; a row that ends, by itself or by the limit, restarts at `begun`."""
     moved, rewards, terminated = env.step(state, actions, noise)
     ages = ages + 1
     truncated = ages >= limit
@@ -114,7 +114,7 @@ def advance(
 
 
 class DeviceEngine:
-    """Steps a `DeviceEnvironment` for whoever speaks numpy; same-step autoreset.
+    """Steps a `DeviceEnvironment` with numpy arrays; same-step autoreset.
 
     `DeviceCollector` uses its state, noise and functions without leaving the device.
     """
@@ -140,7 +140,7 @@ class DeviceEngine:
         return next(drawn), next(drawn)
 
     def place(self, state: State, ages: Tensor) -> None:
-        """Put a state where the last one is, which a captured graph reads and writes."""
+        """Copy a state into the memory of the last one, which a captured graph reads and writes."""
         if self.state is None:
             self.state = tree_map(torch.clone, state)
         else:
@@ -153,11 +153,11 @@ class DeviceEngine:
         return self.look(), None
 
     def look(self) -> Array:
-        """The observations now."""
+        """The current observations."""
         return self._encode(self.env.observe(self.state)).copy()
 
     def step(self, actions: Array) -> Step:
-        """Step every environment; those that end are reset at once."""
+        """Step every environment; reset those that end."""
         for_reset, for_step = self.draw(1)
         given, begun = torch.from_numpy(actions).to(self.device), self.env.reset(for_reset[0])
         after = advance(self.env, self.limit, self.state, self.ages, given, for_step[0], begun)
@@ -170,7 +170,7 @@ class DeviceEngine:
         return self.spaces.encode(obs.cpu().numpy())
 
     def state_dict(self) -> dict[str, Any]:
-        """The environments' tensors, the steps of the episodes under way, and the generator."""
+        """The environments' tensors, the step counts of the current episodes, and the generator."""
         return {
             "state": [part.clone() for part in tree_flatten(self.state)[0]], "ages": self.ages.clone(),
             "generator": self.generator.get_state().numpy(), "device": self.device.type,
@@ -179,7 +179,7 @@ class DeviceEngine:
     brief_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Put them back; a generator of another kind of device stays as it is."""
+        """Restore them; the generator is not restored on another kind of device."""
         self.reset()
         parts, tree = tree_flatten(self.state)
         stored = state["state"]
@@ -191,7 +191,7 @@ class DeviceEngine:
         return self.look(), None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:
@@ -225,16 +225,16 @@ def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], T
 
 
 def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[DeviceEnvironment, int | None]:
-    """The environment of a recipe as functions of tensors, and its time limit; a UserError says why there is none.
+    """The environment of a recipe as functions of tensors, and its time limit; a UserError if it has none.
 
-    They are tried on the device.
+    They are tested on the device.
     """
     from rl_training.envs.classic_control import KNOWN
 
     where = "vectorization is 'device', but"
     options = recipe.wrappers
     if options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward:
-        raise UserError(f"{where} of env_kwargs.wrappers only normalize_observation and normalize_reward exist there.")
+        raise UserError(f"{where} it supports no wrappers except normalize_observation and normalize_reward.")
     env = make_env(recipe)
     limit, layer, plain = episode_limit(env), env, env.unwrapped
     env.close()
@@ -242,20 +242,20 @@ def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[Dev
         layer = layer.env
     if layer is not plain:
         name = type(layer).__name__
-        raise UserError(f"{where} {recipe.env_id} is wrapped in {name}, which is no function of tensors; use auto.")
+        raise UserError(f"{where} {recipe.env_id} is wrapped in {name}, which is not a function of tensors; use auto.")
     found = getattr(plain, "device_environment", None)
     if found is None and (make := KNOWN.get(f"{type(plain).__module__}:{type(plain).__name__}")) is not None:
         found = make(plain)
     if found is None:
         raise UserError(f"{where} {recipe.env_id} is not a DeviceEnvironment (docs/device_environments.md); use auto.")
     if not isinstance(found.observation_space, gs.Box):
-        raise UserError(f"{where} the observation space of {recipe.env_id} is not a Box, which it must be there.")
+        raise UserError(f"{where} the observation space of {recipe.env_id} is not a Box; use auto.")
     check_functions(found, recipe.env_id, torch.device(device))
     return found, limit
 
 
 def check_functions(env: DeviceEnvironment, env_id: str, device: torch.device) -> None:
-    """Try them on two rows, and refuse in one sentence what does not fit."""
+    """Test the functions on two rows; a UserError says what does not fit."""
     actions = torch.from_numpy(np.stack([env.action_space.sample()] * 2)).to(device)
     noise = [torch.full((2, size), 0.5, device=device) for size in (env.reset_noise, env.step_noise)]
     try:

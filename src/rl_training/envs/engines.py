@@ -257,7 +257,7 @@ class CartPoleEngine:
         return env.state.T.astype(np.float32), None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
         self.env.close()
 
 

@@ -1,7 +1,7 @@
-"""How one environment is made: by id, by `module:Class`, or by a callable, with Gymnasium's own wrappers around it.
+"""Making one environment: by id, by `module:Class`, or by a callable, with Gymnasium's wrappers around it.
 
-A name may come from a file, and a file must not run code: what it names is called only if it is an Env class (a
-`DeviceEnvironment` is one too). A function is called where the user named it, which whoever reads the recipe says.
+A name may come from a file, and a file must not run code, so such a name is called only if it is an Env class (or a
+`DeviceEnvironment`). A function is called only if the user named it (`named_by_user`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from rl_training.errors import UnknownKey, UserError, did_you_mean, user_line
 from rl_training.validation import StrictModel, validate
 
 Env = gym.Env[Any, Any]
-# The user's own word on the environment: an id in place of the config's, a callable that makes it, one that is made
-# already, or names (`module`, `module:name`) whose functions a config may call.
+# What the user may give as the environment: an id instead of the config's, a callable that makes it, an instance, or
+# names (`module`, `module:name`) whose functions a config may call.
 UserEnv = str | Callable[..., Env] | Env | tuple[str, ...]
 
 NAMELESS = "custom"  # the name of an environment that a lambda makes
 
 
 class MadeEnvironment:
-    """An environment that the user made: training steps it and leaves it open, everybody else gets a copy."""
+    """An environment instance of the user: training uses it and leaves it open, everything else gets a copy."""
 
     def __init__(self, env: Env) -> None:
         spec = env.unwrapped.spec
@@ -61,7 +61,7 @@ class MadeEnvironment:
 
 
 class _Lent(gym.Wrapper[Any, Any, Any, Any]):
-    """Whoever made it closes it."""
+    """The user closes it."""
 
     def close(self) -> None:
         """Nothing."""
@@ -71,7 +71,7 @@ GIVE_ONE = "give a function that makes environments, such as env=lambda: make_mi
 
 
 def read_env(env: Any) -> UserEnv | None:
-    """What the user gave as an environment, checked; one that is made already as what hands it out."""
+    """Check what the user gave as an environment; an instance becomes a `MadeEnvironment`."""
     if isinstance(env, gym.vector.VectorEnv):
         raise UserError(f"env is a vector environment; {GIVE_ONE}, and num_envs.")
     if isinstance(env, gym.Env):
@@ -92,7 +92,7 @@ class PixelOptions(StrictModel):
     """Rendered frames as observations."""
 
     resize_shape: tuple[int, int] = Field((84, 84), description="Height and width.")
-    frame_stack: int = Field(1, ge=1, le=16, description="Newest frames stacked along the channels.")
+    frame_stack: int = Field(1, ge=1, le=16, description="Number of frames stacked along the channels.")
     channel_first: bool = Field(True, description="Channels before height and width.")
     grayscale: bool = Field(False, description="One channel instead of three.")
 
@@ -100,28 +100,28 @@ class PixelOptions(StrictModel):
 class AtariOptions(StrictModel):
     """Gymnasium's AtariPreprocessing; needs an id with frameskip 1 in env_kwargs."""
 
-    noop_max: int = Field(30, ge=0, description="Most no-op actions after a reset.")
+    noop_max: int = Field(30, ge=0, description="Maximum number of no-op actions after a reset.")
     frame_skip: int = Field(4, ge=1, description="Frames per agent step.")
     screen_size: int = Field(84, ge=16, description="Height and width.")
     terminal_on_life_loss: bool = Field(False, description="End the training episode with a life; never in evaluation.")
-    frame_stack: int = Field(4, ge=1, le=16, description="Newest frames stacked along the channels.")
+    frame_stack: int = Field(4, ge=1, le=16, description="Number of frames stacked along the channels.")
 
 
 class WrapperOptions(StrictModel):
-    """`env_kwargs.wrappers`: what stands between the environment and the algorithm."""
+    """`env_kwargs.wrappers`: the wrappers between the environment and the algorithm."""
 
     pixels: PixelOptions | None = Field(None, description="Learn from rendered frames.")
     atari: AtariOptions | None = Field(None, description="Standard Atari preprocessing.")
-    frame_stack: int = Field(1, ge=1, le=64, description="Newest observations stacked.")
+    frame_stack: int = Field(1, ge=1, le=64, description="Number of observations stacked.")
     normalize_observation: bool | Literal["auto"] = Field(
         False,
-        description="Running mean and variance, kept in the checkpoint; auto: not for images, codes and [0, 1].",
+        description="Normalize by a running mean and variance; auto: not for images, one-hot vectors and [0, 1].",
     )
     normalize_reward: bool = Field(
-        False, description="Reward over the deviation of the discounted return; for rollout learners and GAIL."
+        False, description="Divide rewards by the deviation of the discounted return; rollout learners and GAIL."
     )
     clip_reward: bool | tuple[float, float] = Field(
-        False, description="true for [-1, 1], or [low, high]; not in evaluation."
+        False, description="Clip rewards: true for [-1, 1], or [low, high]; not in evaluation."
     )
 
     @property
@@ -143,17 +143,17 @@ class EnvRecipe:
 
     @property
     def user_env(self) -> UserEnv:
-        """What the user said of this environment, for another recipe of it."""
+        """What the user gave for this environment, for another recipe of it."""
         return self.maker or ((self.env_id,) if self.named_by_user else ())
 
     @property
     def for_training(self) -> EnvRecipe:
-        """The recipe of what training steps: the user's own environment, where that is made already."""
+        """The recipe for training, which uses the user's own instance if there is one."""
         return replace(self, maker=self.maker.lend) if isinstance(self.maker, MadeEnvironment) else self
 
     @property
     def is_plain(self) -> bool:
-        """Whether the registered environment is used as it is, but for its time limit."""
+        """Whether the registered environment is used unchanged, except for its time limit."""
         options = self.wrappers
         wrapped = options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward
         return self.maker is None and not wrapped and not _looks_like_entry_point(self.env_id)
@@ -166,7 +166,7 @@ class EnvRecipe:
 
 
 def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None = None) -> EnvRecipe:
-    """The recipe in a config's `env_id` and `env_kwargs`, with what the user says of it."""
+    """The recipe from a config's `env_id` and `env_kwargs`, and from what the user gave."""
     env = read_env(env)
     maker = env if callable(env) else None
     env_id, names = (env, (env,)) if isinstance(env, str) else (env_id, env if isinstance(env, tuple) else ())
@@ -190,7 +190,7 @@ def _with_version(env_id: str) -> str:
 
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
-    """One environment with its wrappers; in evaluation rewards are not clipped and a lost life ends nothing."""
+    """Make one environment with its wrappers; evaluation does not clip rewards or end an episode at a lost life."""
     options = recipe.wrappers
     env = _make_base(recipe, "rgb_array" if options.pixels else render_mode)
     try:
@@ -200,7 +200,7 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
             env = _wrap_pixels(env, options.pixels)
         if not isinstance(env.observation_space, gs.Box):
             if options.frame_stack > 1 and any(image_layout(part) for _, part in leaf_spaces(env.observation_space)):
-                raise UserError("frame_stack does not reach images inside a Dict or Tuple; stack them in its step")
+                raise UserError("frame_stack does not stack images inside a Dict or Tuple; stack them in its step")
             env = gym.wrappers.FlattenObservation(env)
         if options.frame_stack > 1:
             env = _stack_frames(env, options.frame_stack)
@@ -253,7 +253,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
 
 
 def episode_limit(env: Env) -> int | None:
-    """Steps after which a wrapper or the emulator truncates an episode; None where nobody is known to."""
+    """Steps after which a wrapper or the emulator truncates an episode, or None."""
     limits = []
     while isinstance(env, gym.Wrapper):
         limits += [env._max_episode_steps] if isinstance(env, gym.wrappers.TimeLimit) else []
@@ -296,7 +296,7 @@ def _looks_like_entry_point(env_id: str) -> bool:
 def import_entry_point(
     field: str, value: str, kind: type, named_by_user: bool, option: str, argument: str | None = None
 ) -> Callable[..., Any]:
-    """What `module:name` in a field means; where no user named it, only a class of that kind."""
+    """The object that `module:name` in a field names; if the user did not name it, only a class of that kind."""
     module_name, _, name = value.partition(":")
     hint = "" if named_by_user else f"; to use a module in this folder, add --import {module_name}"
     if module_name.endswith(".py"):
@@ -357,12 +357,12 @@ def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> En
 
 
 def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
-    """Make the environment once, look at it, and close it."""
+    """Make the environment once, read its spaces, and close it."""
     return probe(recipe).spaces
 
 
 class Probe(NamedTuple):
-    """What a look at an environment shows: its spaces, what is known to fail, and where the user defines its `step`."""
+    """The spaces of an environment, its known problems, and where the user defines its `step`."""
 
     spaces: EnvSpaces
     problems: list[Problem]
@@ -370,7 +370,7 @@ class Probe(NamedTuple):
 
 
 def probe(recipe: EnvRecipe) -> Probe:
-    """Make the environment once, look at it, and close it."""
+    """Make the environment once, read its spaces, and close it."""
     options = recipe.wrappers
     normalize = options.normalize_observation
     if options.pixels or options.atari or options.frame_stack > 1:
@@ -410,7 +410,7 @@ def probe(recipe: EnvRecipe) -> Probe:
 
 
 def _has_measurements(space: gs.Space[Any]) -> bool:
-    """Whether a vector has numbers of a scale that nobody chose: neither codes of choices nor all in [0, 1]."""
+    """Whether a vector needs normalization: it is not one-hot and not within [0, 1]."""
     if isinstance(space, (gs.Dict, gs.Tuple)):
         return any(map(_has_measurements, space.spaces.values() if isinstance(space, gs.Dict) else space.spaces))
     if not isinstance(space, gs.Box) or image_layout(space) is not None:

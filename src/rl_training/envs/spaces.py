@@ -1,4 +1,4 @@
-"""`EnvSpaces`: what an algorithm must know of an environment, as plain data that a checkpoint can hold."""
+"""`EnvSpaces`: what an algorithm needs to know about an environment, as plain data for a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EnvSpaces:
     Observations reach an algorithm as `[N, *obs_shape]` of `obs_dtype`: a float32 vector, a uint8 image with channels
     first whose largest value is `image_scale`, or, of a Dict or Tuple with images, bytes: those of every image
     (`image_parts`), then the four of every float of the vector that the other parts make. Pixels stay one byte each
-    wherever rows are kept, and whoever keeps rows needs to know one array only. Actions leave it as whole numbers `[N]`
+    wherever rows are stored, and a store needs only one array. Actions leave it as whole numbers `[N]`
     (discrete) or `[N, K]` (multi_discrete, multi_binary), or as floats in [-1, 1] `[N, D]` (continuous); `map_actions`
     makes them the environment's.
     """
@@ -131,7 +131,7 @@ class EnvSpaces:
 
     @cached_property
     def _map(self) -> Callable[[Array], Array]:
-        """Decided once, not per step: nothing at all is done to the usual Discrete action."""
+        """Chosen once, not per step: the usual Discrete action needs no work at all."""
         space = self.action_space
         shape = space.shape or ()
         if isinstance(space, gs.Box):
@@ -202,7 +202,7 @@ class EnvSpaces:
         raise EnvironmentFailure.of(self.env_id, what)
 
     def _reads(self, dtype: np.dtype[Any]) -> bool:
-        """Whether such numbers can stand for the space's own: of another width, or whole where it has floats."""
+        """Whether such numbers can be used for the space: another width, or integers for floats."""
         own = self.row_space.dtype
         return dtype == own or np.can_cast(dtype, own, "same_kind") or (dtype.kind in "biu" and own.kind in "biu")
 
@@ -281,7 +281,7 @@ class EnvSpaces:
         parts = [read_numbers(part, self.env_id, where) for part in (mask if has_parts else [mask])]
         flat = flatten_mask(parts, self, where)
         if not np.isin(flat, (0, 1)).all():
-            raise UserError(f"{where} holds something else than 0 and 1; 1 allows an action and 0 forbids it.")
+            raise UserError(f"{where} contains something other than 0 and 1; 1 allows an action and 0 forbids it.")
         self.check_masks(flat[None].astype(bool), where)
         return flat.astype(bool)
 
@@ -343,7 +343,7 @@ def _scale(actions: Array, low: Array, high: Array, shape: tuple[int, ...], dtyp
 
 
 def in_words(space: gs.Space[Any]) -> str:
-    """A space for a sentence: one line, not too long."""
+    """A space for a message: one short line."""
     text = " ".join(str(space).split())
     return text if len(text) <= 160 else f"{text[:157]}..."
 

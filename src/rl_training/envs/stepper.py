@@ -1,4 +1,4 @@
-"""`Stepper`: the one place where actions are scaled, ends are told apart, and episodes are counted."""
+"""`Stepper`: scales actions, distinguishes the ends of episodes, and counts episodes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Stepper:
         return step, episodes
 
     def _check_finite(self, obs: Array, rewards: Array, final_obs: Array | None) -> None:
-        """Refuse a NaN or an infinity here, where the environment can still be named, not as a loss that is one."""
+        """Refuse a NaN or an infinity here, where the environment can be named, before it reaches the loss."""
         if self._is_mixed:
             obs, final_obs = self.spaces.floats_of(obs), None if final_obs is None else self.spaces.floats_of(final_obs)
         squares: Any = np.vdot(rewards, rewards)  # half the time of isfinite; an overflow is looked at again
@@ -88,9 +88,9 @@ class Stepper:
                 raise EnvironmentFailure.not_finite(self.spaces.env_id, what)
 
     def state_dict(self, engine: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Everything needed to go on exactly here, the engine's state as it is or as given.
+        """Everything needed to continue exactly from here, with the engine's state or the given one.
 
-        Empty before the start, and where nothing can be saved.
+        Empty before the start, and if nothing can be saved.
         """
         if not self.started or not self.engine.state_format:
             return {}
@@ -101,7 +101,7 @@ class Stepper:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Bring the environments back; returns sentences on what did not come back as it was."""
+        """Restore the environments; returns a sentence for everything that differs."""
         if not state:
             return []
         if state["format"] != self.engine.state_format or len(state["obs"]) != self.num_envs:
@@ -118,7 +118,7 @@ class Stepper:
         return [f"{self.spaces.env_id} did not replay to the stored {what}, so this resume {sure} exact."]
 
     def find_differences(self, stored: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """What is not as it was when `stored` was taken: what a learner sees, and attributes of environments."""
+        """The differences from `stored`: what a learner sees, and attributes of environments."""
         seen = [] if np.array_equal(self.obs, stored["obs"]) else ["observation"]
         hidden: list[str] = []
         episodes = (state.get("episodes", []) for state in (stored["engine"], self.engine.state_dict()))
@@ -128,7 +128,7 @@ class Stepper:
         return seen, hidden
 
     def abandon(self) -> None:
-        """Give up the episodes under way: the state is empty from now on, and new ones start."""
+        """Discard the current episodes: the state is empty from now on, and new ones start."""
         self.started, self.is_first = False, np.ones(self.num_envs, dtype=bool)
         self.returns[:] = self.lengths[:] = 0
 

@@ -1,6 +1,6 @@
-"""Worker processes: fresh interpreters that each hold one object, called by name; none can hang or outlive a run.
+"""Worker processes: new interpreters with one object each, called by name; none can hang or outlive a run.
 
-What they do is the object's affair: `envs/remote.py` steps one environment, `tools/doctor.py` has one played.
+The object defines what they do: `envs/remote.py` steps one environment, `tools/doctor.py` plays one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEAVE_SECONDS = 2.0  # for a process to end after it, or after a failure
 
 
 class WorkerFailure(EnvironmentFailure):
-    """A worker process ended by itself or fell silent."""
+    """A worker process ended or stopped answering."""
 
 
 class Worker:
@@ -100,7 +100,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
-        """Who of these has answered, or ended, within that time."""
+        """Those that have answered, or ended, within that time."""
 
     @abstractmethod
     def get(self, index: int, seconds: float | None = None) -> Any:
@@ -112,17 +112,17 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def restart(self, index: int) -> None:
-        """A new worker in the place of one, whatever state that is in."""
+        """Replace a worker by a new one, whatever its state."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every worker, in good order where all are idle, else by force; again does nothing."""
+        """End every worker, cleanly if all are idle, otherwise by force; may be called again."""
 
     @abstractmethod
     def _ended(self, index: int) -> WorkerFailure: ...
 
     def failure(self, index: int, seconds: float) -> WorkerFailure:
-        """What is wrong with one that has ended, or was silent for so long."""
+        """The failure of a worker that has ended, or has not answered for so long."""
         return self._ended(index) if self.has_ended(index) else self._silent(index, seconds)
 
     def _raised(self, index: int, error: dict[str, Any]) -> Exception:
@@ -189,7 +189,7 @@ class Workers(WorkerPool):
         self._on_line(index, send, pickle.dumps((method, arguments)))
 
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
-        """Who of these has answered, or ended, within that time."""
+        """Those that have answered, or ended, within that time."""
         poll = select.poll()
         for index in wanted:
             poll.register(self._workers[index].line, select.POLLIN)

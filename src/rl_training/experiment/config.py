@@ -55,7 +55,7 @@ class TrainConfig(StrictModel):
     env_id: str = Field(min_length=1, description="Gymnasium id, or module:Class for your own environment.")
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of all random numbers of the run.")
     total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
-    output_dir: str = Field("runs", min_length=1, description="Folder in which the folder of the run is created.")
+    output_dir: str = Field("runs", min_length=1, description="Folder in which the run's folder is created.")
     execution_backend: str = Field(
         "local_sync",
         description="Where environments are stepped: local_sync in this process, local_async in worker processes, "

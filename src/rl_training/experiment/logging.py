@@ -191,7 +191,7 @@ class SilentLogger(RunLogger):
     progress = message = log
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def format_duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Acting outside training: one object that evaluation, prediction and `actor()` share."""
+"""Acting outside training, for evaluation, prediction and `actor()`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()
 
 
 def acting_lock(algorithm: Algorithm) -> Any:
-    """The lock of everybody who acts with a learner outside training: for a moment each puts its own generator in."""
+    """The lock for acting with a learner outside training, while another generator is set."""
     return _LOCKS.setdefault(algorithm, threading.RLock())
 
 
 class ActingSession:
-    """Acts for N environments with its own generators and memory; never moves the training stream.
+    """Acts in N environments with its own generators and memory; never changes the generators of training.
 
-    Several sessions of one learner may act in several threads, one after the other.
+    Several sessions may use one learner from different threads; they take turns.
     """
 
     def __init__(self, algorithm: Algorithm, num_envs: int, seed: int, *, deterministic: bool = True) -> None:
@@ -38,7 +38,7 @@ class ActingSession:
         self.forget()
 
     def forget(self) -> None:
-        """Empty the memory; the generators go on, so that sampled episodes differ."""
+        """Clear the memory; the generators continue, so that sampled episodes differ."""
         self.carry = self.algorithm.initial_carry(self.num_envs)
 
     def act(self, obs: Array, masks: Array | None = None, is_first: Array | None = None) -> Array:
@@ -49,7 +49,7 @@ class ActingSession:
             return self._act_in_torch(obs, masks, is_first)
 
     def in_environments(self, spaces: EnvSpaces, check: Callable[[], None] | None = None) -> Act:
-        """What `play` asks for actions in environments of these spaces; `check` is called before and may raise."""
+        """A function that gives `play` the actions for environments of these spaces; it calls `check` first."""
 
         def act(rows: list[Any], infos: list[Any], is_first: Array) -> Sequence[Any]:
             if check is not None:
@@ -75,7 +75,7 @@ class ActingSession:
 
 @contextmanager
 def evaluation_mode(algorithm: Algorithm, generator: torch.Generator) -> Iterator[None]:
-    """The algorithm in eval mode with another generator, and back."""
+    """Put the algorithm into eval mode with another generator, and restore both afterwards."""
     was_training, own = algorithm.training, algorithm.generator
     algorithm.eval()
     algorithm.generator = generator

@@ -53,7 +53,7 @@ class DreamerParams(SequenceParams):
         """The common rate where nobody follows it."""
         rates = [name for name in type(self).model_fields if name.endswith("_learning_rate")]
         if all(name in self.schedules or getattr(self, name) is not None for name in rates):
-            return super().fixed_numbers() | {"learning_rate": f"{', '.join(rates)} are given and go before it"}
+            return super().fixed_numbers() | {"learning_rate": f"{', '.join(rates)} are given and replace it"}
         return super().fixed_numbers()
 
     @property

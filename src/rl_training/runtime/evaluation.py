@@ -1,4 +1,4 @@
-"""Evaluation: own environments, own seeds, whole episodes, the same ones whatever number runs side by side."""
+"""Evaluation: whole episodes in separate environments with their own seeds, however many run in parallel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl_training.runtime.acting import ActingSession
 
 EVALUATION_STREAM = 2**31  # an environment index that no training environment has
 MOST_SIDE_BY_SIDE = 20
-MOST_STEPS = 10_000  # of an episode of an environment that has no limit
+MOST_STEPS = 10_000  # for environments without a limit
 NEEDS = "needs the extra 'video' (pip install 'rl-training[video]')"
 
 
@@ -33,10 +33,10 @@ class EvaluationResult:
 
     returns: list[float]
     lengths: list[int]
-    cut: int = 0  # episodes that were ended because they took too long
+    cut: int = 0  # episodes that were cut because they took too long
 
     def metrics(self) -> dict[str, Any]:
-        """Mean, deviation and count under the contract's names."""
+        """Mean, standard deviation and count as metrics."""
         return {
             "eval_return_mean": float(np.mean(self.returns)),
             "eval_return_std": float(np.std(self.returns)),
@@ -46,11 +46,11 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Evaluates in new environments every time: some keep a history, and a result may depend on weights and seed only.
+    """Evaluates in new environments every time, so that a result depends on weights and seed only.
 
-    So a resumed run evaluates as the uninterrupted one does. `check` is called before every step and may raise; `warn`
-    is told what an environment raises when it is closed, else that is raised. An episode of more than `max_steps`
-    (without that, and where the environment has no limit of its own, 10,000) is cut there, with a warning.
+    Some environments keep a history; without this, a resumed run would evaluate differently. `check` is called before
+    every step and may raise. `warn` receives an exception of an environment's `close`; without `warn` it is raised.
+    An episode is cut, with a warning, after `max_steps` (default: the environment's limit, or 10,000).
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Evaluator:
         self, algorithm: Algorithm, episodes: int, *, deterministic: bool = True, window: bool = False,
         videos: Path | None = None,
     ) -> EvaluationResult:  # fmt: skip
-        """Run that many episodes; episode i starts from a seed that depends on the run's seed and i only.
+        """Run that many episodes; the seed of episode i depends only on the run's seed and i.
 
-        They can be shown in a window, or each be written to a folder of videos: then one runs after the other.
+        They can be shown in a window or recorded as videos; then they run one after the other.
         """
-        if videos is not None and find_spec("moviepy") is None:  # Gymnasium would leave an empty folder behind
+        if videos is not None and find_spec("moviepy") is None:  # otherwise Gymnasium leaves an empty folder
             raise UserError(f"a video {NEEDS}.")
         shown = "rgb_array" if videos is not None else "human" if window else None
         envs: list[Env] = []

@@ -1,4 +1,4 @@
-"""`network`: an encoder of the user's own in place of the package's, and the name by which a file knows it."""
+"""`network`: the user's own encoder instead of the package's, and the name under which a file stores it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 class UserNetwork:
     """A module, or a class or function that makes one for an `EnvSpaces`.
 
-    A file holds its `name` alone: `module:name` can be imported again, anything else has to be given again.
+    A file stores only its `name`: `module:name` can be imported again, anything else has to be given again.
     """
 
     name: str
@@ -39,7 +39,7 @@ class UserNetwork:
             return cls(type(value).__name__, value)
         if not callable(value):
             known = "a torch.nn.Module, a class or function of the spaces that makes one, or module:name"
-            raise ValueError(f"a {type(value).__name__} is no network; give {known}")
+            raise ValueError(f"a {type(value).__name__} is not a network; give {known}")
         module, name = (getattr(value, key, "") for key in ("__module__", "__qualname__"))
         importable = module not in ("", "__main__") and name.isidentifier()
         return cls(f"{module}:{name}" if importable else name.rpartition(".")[2] or type(value).__name__, value)
@@ -56,7 +56,7 @@ class UserNetwork:
         return replace(self, given=import_entry_point("network", self.name, nn.Module, trusted, "--set network="))
 
     def make(self, spaces: EnvSpaces) -> nn.Module:
-        """A module of its own for whoever asks: a new one, or a copy of the one that was given."""
+        """Make a module: a new one, or a copy of the one that was given."""
         if isinstance(self.given, nn.Module):
             return copy.deepcopy(self.given)
         try:
@@ -73,9 +73,9 @@ class UserNetwork:
 
 
 class OwnEncoder(nn.Module):
-    """The user's module where the package's encoders stand: observations as floats [B, ...] -> features [B, out_dim].
+    """The user's module in place of the package's encoders: observations as floats [B, ...] -> features [B, out_dim].
 
-    It is tried on two rows of zeros, so that what does not fit is told before a run starts.
+    It is tested on two rows of zeros, so that errors are reported before a run starts.
     """
 
     def __init__(self, source: UserNetwork, spaces: EnvSpaces) -> None:
@@ -96,7 +96,7 @@ class OwnEncoder(nn.Module):
             raise UserError(f"network {source.name} fails on observations {shape}: {_in_words(error)}.") from error
         if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != 2 or not features.shape[1]:
             found = list(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
-            raise UserError(f"network {source.name} gave {found} for 2 observations; it must give features [2, F].")
+            raise UserError(f"network {source.name} returned {found} for 2 observations; it must be features [2, F].")
         self.out_dim = features.shape[1]
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _in_words(error: Exception) -> str:
 
 
 def resolve_network(params: AnyParams, named: Sequence[str]) -> AnyParams:
-    """The hyper-parameters with the user's network at hand, where they have one."""
+    """The hyper-parameters with the user's network imported, if they have one."""
     return params if params.network is None else params.model_copy(update={"network": params.network.resolve(named)})
 
 
@@ -125,5 +125,5 @@ def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
 
 
 def network_of(algorithm: nn.Module) -> Any:
-    """What the user gave as the network of a learner; None where it has none."""
+    """The network that the user gave for a learner, or None."""
     return next((part.source.given for part in algorithm.modules() if isinstance(part, OwnEncoder)), None)

@@ -35,11 +35,11 @@ class EarlyStopping(StrictModel):
 
 
 class Schedule(StrictModel):
-    """A number that moves with the share of the budget that is spent, as `<name>_schedule` of any scalar one."""
+    """A number that changes with progress from 0 to 1, the share of the budget used; any scalar can have one."""
 
-    type: Literal["linear", "cosine", "constant"] = Field("linear", description="Shape of the way from start to end.")
+    type: Literal["linear", "cosine", "constant"] = Field("linear", description="Shape of the curve from start to end.")
     start: float = Field(description="Value at the first step.")
-    end: float | None = Field(None, description="Value when the budget is spent; constant needs none.")
+    end: float | None = Field(None, description="Value at the end of the budget; not needed for constant.")
     fraction: float = Field(1.0, ge=0, le=1, description="Share of the budget after which `end` is reached.")
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class Schedule(StrictModel):
         return self
 
     def value(self, progress: float) -> float:
-        """The value when `progress` (0 to 1) of the budget is spent."""
+        """The value at `progress` (0 to 1) of the budget."""
         if self.type == "constant" or self.end is None:
             return self.start
         if progress >= self.fraction:
@@ -61,7 +61,7 @@ class Schedule(StrictModel):
 
 
 class FunctionSchedule(Schedule):
-    """A function of the share of the budget that is spent; a file holds its name and its ends, so it is given again."""
+    """A function of progress from 0 to 1; a file stores only its name and end values, so give it again."""
 
     type: Literal["function"] = "function"  # type: ignore[assignment]
     name: str
@@ -77,22 +77,22 @@ class FunctionSchedule(Schedule):
         return made
 
     def value(self, progress: float) -> float:
-        """What the function gives when `progress` (0 to 1) of the budget is spent."""
+        """The value of the function at `progress` (0 to 1) of the budget."""
         assert self._function is not None, "which check_schedules sees to"
         value = float(self._function(progress))
         if not math.isfinite(value):
             where = f"at {progress:.3f} of the budget"
-            raise UserError(f"the schedule {self.name!r} gave {value} {where}; it must be a finite number.")
+            raise UserError(f"the schedule {self.name!r} returned {value} {where}; it must be a finite number.")
         return value
 
     def check_given(self, key: str) -> None:
         """Refuse a run whose function was not given again."""
         if self._function is None:
             again = f'resume(changes={{"algo_kwargs": {{"{key}": {self.name}}}}})'
-            raise UserError(f"{key} is the function {self.name!r}, which no file holds; give it again, as in {again}.")
+            raise UserError(f"{key} is the function {self.name!r}, which no file stores; give it again, as in {again}.")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the function, which only the learner's own process calls."""
+        """Leave out the function, which only the learner's process calls."""
         return type(self).model_validate, (self.model_dump(),)
 
 
@@ -100,9 +100,9 @@ AnySchedule = Schedule | Mapping[str, Any] | Callable[[float], float]
 
 
 class Params(StrictModel):
-    """Accepted by every algorithm."""
+    """Hyper-parameters that every algorithm accepts."""
 
-    synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> the one that means the same, of the same default
+    synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
@@ -115,19 +115,19 @@ class Params(StrictModel):
     )
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
-    max_grad_norm: float | None = Field(0.5, gt=0, description="Largest gradient norm; null does not clip.")
+    max_grad_norm: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null: no clipping.")
     eval_interval: int | None = Field(
         None,
         ge=0,
-        description="Environment steps between evaluations; 0 is at the end only, null ten times in a run, all but the "
-        "last of at most five episodes.",
+        description="Environment steps between evaluations; 0: only at the end; null: ten evaluations per run, all but "
+        "the last with at most five episodes.",
     )
     early_stopping: EarlyStopping | None = Field(None, description="Stop when an evaluation metric is good enough.")
     max_updates: int | None = Field(
         None,
         ge=1,
-        description="Stop after this many updates, counted across resumes; a training turn that has begun is finished, "
-        "with all its updates and a fit of a model.",
+        description="Stop after this many updates, counted across resumes; the current turn is finished, with all "
+        "its updates and model fits.",
     )
     schedules: dict[str, Schedule] = Field(
         default_factory=dict, exclude=True, description="From the <name>_schedule keys."
@@ -152,36 +152,36 @@ class Params(StrictModel):
 
     @property
     def widest_layer(self) -> int:
-        """Width of the widest hidden layer: what the number of threads is chosen by."""
+        """Width of the widest hidden layer, by which the number of threads is chosen."""
         return max(self.hidden_sizes, default=0)
 
     @property
     def lag(self) -> int | None:
-        """Updates by which the policy that acts is behind; None where it never can be."""
+        """How many updates the acting policy lags behind; None if it cannot lag."""
         return None
 
     @property
     def ladder(self) -> float:
-        """How much less each worker explores than the one before it."""
+        """How much less each worker explores than the previous one."""
         return 0.0
 
     def settle(self, recipe: Any, spaces: Any, seed: int) -> Any:
-        """The same with every number decided that is left to the environment."""
+        """A copy in which every value that depends on the environment is set."""
         return self
 
     def check_new_run(self) -> None:
-        """Refuse what a checkpoint of an earlier version may hold but no new run should start with."""
+        """Refuse values that only a checkpoint of an earlier version may have."""
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Numbers that no schedule can move, such as those that are read once, and why not: the end of a sentence."""
+        """Numbers that cannot be scheduled, for example because they are read once, each with the reason."""
         return {}
 
     def built_in_schedules(self) -> dict[str, Schedule]:
-        """Schedules that an algorithm has by its nature, such as epsilon's; `<name>_schedule` keys win over them."""
+        """Schedules that are part of the algorithm, such as that of epsilon; `<name>_schedule` keys override them."""
         return {}
 
     def arguments_of(self, learner: type) -> dict[str, Any]:
-        """The hyper-parameters that the learner's constructor takes, or passes on to the next, by name."""
+        """The hyper-parameters that the learner's constructor, or that of a base class, takes by name."""
         accepted: set[str] = set()
         for part in learner.__mro__:
             own = part.__dict__.get("__init__")
@@ -206,9 +206,9 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
             plain[key] = value
         elif name not in numeric:
             if name in model.model_fields and model.model_fields[name].annotation in (int, int | None):
-                raise UserError(f"algo_kwargs.{key}: {name} is a whole number, which stays as it is during a run.")
+                raise UserError(f"algo_kwargs.{key}: {name} is a whole number, which cannot change during a run.")
             raise UserError(f"algo_kwargs: {key!r} schedules no number; {did_you_mean(name, numeric)}")
-        elif value is not None:  # which takes a preset's schedule away
+        elif value is not None:  # removes a preset's schedule
             schedules[name] = _read_schedule(value, key)
             for end in (schedules[name].start, schedules[name].end):
                 if end is not None:
@@ -235,7 +235,7 @@ def _read_schedule(value: Any, key: str) -> Schedule:
 
 
 def parameter_names(model: type[Params]) -> list[str]:
-    """Names that `algo_kwargs` may hold, schedules included."""
+    """Names that `algo_kwargs` may contain, including schedules."""
     fields = {name: info for name, info in model.model_fields.items() if name != "schedules"}
     return [*fields, *(f"{name}{SCHEDULE}" for name, info in fields.items() if _is_number(info.annotation))]
 
@@ -259,7 +259,7 @@ def dump_params(params: Params) -> dict[str, Any]:
 
 
 def check_schedules(algo: str, params: Params, algorithm: Any, source: Any) -> None:
-    """Refuse the schedule of a number that neither the algorithm nor its source can move."""
+    """Refuse the schedule of a number that neither the algorithm nor its store can change."""
     fixed = params.fixed_numbers()
     for name, schedule in params.schedules.items():
         if isinstance(schedule, FunctionSchedule):
@@ -267,13 +267,13 @@ def check_schedules(algo: str, params: Params, algorithm: Any, source: Any) -> N
     for name in (*params.schedules, *params.built_in_schedules()):
         if name in fixed or not (algorithm.scheduled(name) or hasattr(source, name)):
             why = f"; {fixed[name]}" if name in fixed else ""
-            raise UserError(f"algo_kwargs.{name}{SCHEDULE}: {algo} cannot move {name} during a run{why}.")
+            raise UserError(f"algo_kwargs.{name}{SCHEDULE}: {algo} cannot change {name} during a run{why}.")
 
 
 def change_params(model: type[Params], stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored `algo_kwargs` with changes; of two keys that mean the same, the one that changed stays.
+    """Stored `algo_kwargs` with changes; of two keys with the same meaning, the changed one stays.
 
-    A number that is given without a schedule replaces the schedule that it had.
+    A number given without a schedule replaces its previous schedule.
     """
     changed = {key for key, value in changes.items() if key not in stored or stored[key] != value}
     pairs = [(other + end, name + end) for other, name in model.synonyms.items() for end in ("", SCHEDULE)]
@@ -283,7 +283,7 @@ def change_params(model: type[Params], stored: Mapping[str, Any], changes: Mappi
 
 
 def replaced_schedules(model: type[Params], kwargs: Mapping[str, Any], given: Iterable[str]) -> dict[str, str]:
-    """Schedules in `kwargs` that the given names replace: each with the name that does, unless it is given too."""
+    """Schedules in `kwargs` that the given names replace, each with that name, unless the schedule is given too."""
     names = set(given)
     same = [pair for other, name in model.synonyms.items() for pair in ((other, name), (name, other))]
     meant = [(name, name) for name in names] + [(other, name) for other, name in same if name in names]

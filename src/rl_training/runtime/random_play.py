@@ -61,7 +61,7 @@ class Player:
         return taken
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Nothing to close between calls."""
 
 
 def reuses_arrays(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> bool:

@@ -1,4 +1,4 @@
-"""`Run`: counting, logging, evaluation, checkpoints and stopping of one run, each when it is due."""
+"""`Run`: counting, logging, evaluation, checkpoints and stopping of one run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from rl_training.runtime.session import Session, describe_machine
 from rl_training.validation import StrictModel
 
 CHECKPOINT_SECONDS = 60.0
-MOST_SAVING = 19  # seconds of training per second of writing checkpoints, at least
-EVALUATIONS, FEW = 10, 5  # in a run whose config says nothing, and the episodes of each but the last
-STOP_SECONDS = 10.0  # that the first signal leaves to the turn under way
+MOST_SAVING = 19  # minimum seconds of training per second of writing checkpoints
+EVALUATIONS, FEW = 10, 5  # by default, and the maximum episodes of each but the last
+STOP_SECONDS = 10.0  # after the first signal, to finish the current turn
 SCHEMA = 1
-# Why a run stops; where ranks differ, the last of them is what all say
+# Why a run stops; if ranks differ, the last of these applies to all
 REASONS = (None, "total_timesteps", "max_updates", "max_seconds", "early_stopping", "callback", "SIGINT", "SIGTERM")
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
@@ -46,26 +46,26 @@ class NotSaved(TrainingFailure):
 
 
 class Callback:
-    """Base class of callbacks: override what you need; return False from a method to stop the run.
+    """Base class of callbacks: override the methods you need; return False from any of them to stop the run.
 
-    `run` has `step`, `updates`, `config`, `run_dir` and `metrics`, the newest of everything that is logged, as floats.
+    `run` has `step`, `updates`, `config`, `run_dir` and `metrics`, the newest value of every logged metric.
     """
 
     def on_start(self, run: Run) -> bool | None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_update(self, run: Run) -> bool | None:
-        """After each turn of the loop."""
+        """Called after each turn of the loop."""
 
     def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> bool | None:
-        """After each evaluation."""
+        """Called after each evaluation."""
 
     def on_end(self, run: Run) -> bool | None:
-        """After the last step."""
+        """Called after the last step."""
 
 
 class RunState(StrictModel):
-    """What a checkpoint holds of a `Run`: a field is the attribute of the same name."""
+    """The part of a `Run` that a checkpoint stores: each field is the attribute of the same name."""
 
     step: int = Field(ge=0)
     updates: int = Field(ge=0)
@@ -79,11 +79,11 @@ class RunState(StrictModel):
     latest: dict[str, AnyFloat]
     collected_metrics: dict[str, AnyFloat]
     last_evaluation: dict[str, int | AnyFloat]
-    abandoned: bool = False  # saved in the middle of a turn: the environments' episodes are not part of it
+    abandoned: bool = False  # saved in the middle of a turn, so without the environments' episodes
 
 
 class Run:
-    """The state of a run besides its algorithm and experience, and everything that happens at a cadence."""
+    """The state of a run apart from its algorithm and experience, and everything that happens at intervals."""
 
     def __init__(
         self, session: Session, run_dir: Path, *, callbacks: Iterable[Callback] = (), console: bool = False,
@@ -123,7 +123,7 @@ class Run:
         self._machine = describe_machine(self.config)
         self._checks_every_update = self.config.device == "cpu"
         self._signal: int | None = None
-        self._interruption: Interruption | None = None  # of the turn under way
+        self._interruption: Interruption | None = None  # of the current turn
         self._in_turn = self._evaluating = self._closing = self._at_once = False
         self._saved: tuple[float, ...] | None = None
         self._resumed_at = self._last_save = time.perf_counter()
@@ -135,7 +135,7 @@ class Run:
     # the loop's questions ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Write the first checkpoint, so that a kill at any later moment finds one."""
+        """Write the first checkpoint, so that one exists whenever the run is killed."""
         for message in self.messages:
             self.logger.message(message)
         self.ranks.first(partial(write_run_files, self.run_dir, self.config, self.messages))
@@ -146,7 +146,7 @@ class Run:
         self._recent = RecentSpeed(*self._at_start)
 
     def finished(self) -> bool:
-        """Whether a budget is spent or somebody asked to stop."""
+        """Whether a budget is used up or a stop was requested."""
         if self.stop_reason is None:
             if self.step >= self.config.total_timesteps:
                 self.stop_reason = "total_timesteps"
@@ -157,7 +157,7 @@ class Run:
             elif self.config.max_seconds is not None and self._trained_seconds() >= self.config.max_seconds:
                 self.stop_reason = "max_seconds"
         if self.ranks.count > 1:
-            known = self.stop_reason if self.stop_reason in REASONS else "callback"  # which may say what it likes
+            known = self.stop_reason if self.stop_reason in REASONS else "callback"  # a callback may return anything
             self.stop_reason = REASONS[int(self.ranks.largest(REASONS.index(known)))]
         return self.stop_reason is not None
 
@@ -167,12 +167,12 @@ class Run:
         return self.step // self.ranks.count
 
     def scheduled_values(self) -> dict[str, float]:
-        """Every scheduled number at this step."""
+        """The value of every schedule at this step."""
         progress = min(1.0, self.step / self.config.total_timesteps)
         return {name: schedule.value(progress) for name, schedule in self.schedules.items()}
 
     def apply_schedules(self) -> None:
-        """Move every scheduled number to its value at this step, wherever it is read."""
+        """Set every scheduled number to its value at this step, in every part that reads it."""
         self._in_turn = True
         algorithm, store = self.session.algorithm, self.session.store
         for name, value in self.scheduled_values().items():
@@ -182,13 +182,13 @@ class Run:
                 setattr(store, name, value)
 
     def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
-        """Count real transitions, as many of every rank, and finished episodes."""
+        """Count real transitions (every rank has the same number) and finished episodes."""
         self.step += steps * self.ranks.count
         self.episodes.extend(episodes)
         self.collected_metrics = self.session.store.metrics
 
     def count_update(self, result: UpdateResult) -> None:
-        """Count an update; on the CPU, where looking is free, stop at the first value that is not finite."""
+        """Count an update; on the CPU, where the check is cheap, stop at the first value that is not finite."""
         self.updates += 1
         self.latest = result.metrics
         if self._checks_every_update:
@@ -212,7 +212,7 @@ class Run:
             try:
                 self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
             except NotSaved as error:
-                self.logger.message(f"warning: {error}; the next checkpoint is tried as usual")
+                self.logger.message(f"warning: {error}; the next checkpoint will be tried as usual")
         if self.callbacks:
             self._tell("on_update")
 
@@ -228,12 +228,12 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The newest of everything that is logged, as floats."""
+        """The newest value of every logged metric, as floats."""
         collected = self.collected_metrics | self.session.collector.metrics(last=True)
         return self.progress_metrics() | collected | self.read_latest() | self.scheduled_values()
 
     def log_row(self, *, last: bool = False) -> None:
-        """One row of metrics, checked for NaN; `last` when it is there only because the run ends."""
+        """Log one row of metrics, checked for NaN; `last` if it is logged only because the run ends."""
         metrics = self.read_latest()
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -264,12 +264,12 @@ class Run:
         return (self.step - first_step) / max(self._trained_seconds() - first_second, 1e-9)
 
     def _trained_seconds(self) -> float:
-        """`train_seconds` up to now; it counts over pauses and resumes."""
+        """`train_seconds` up to now, without pauses, summed over resumes."""
         return self.train_seconds + time.perf_counter() - self._resumed_at
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Time that does not count as training."""
+        """Exclude this time from the training time."""
         self.train_seconds = self._trained_seconds()
         try:
             yield
@@ -277,7 +277,7 @@ class Run:
             self._resumed_at = time.perf_counter()
 
     def _evaluate_when_due(self) -> None:
-        """Evaluate every `eval_interval` steps; an evaluation that did not happen stays due."""
+        """Evaluate every `eval_interval` steps; an evaluation that was not completed stays due."""
         interval, due = self.eval_interval, self.next_evaluation
         if not interval or self.step < due:
             return
@@ -289,9 +289,9 @@ class Run:
                 self.next_evaluation = due
 
     def evaluate(self, *, last: bool = False) -> dict[str, Any]:
-        """Evaluate now; keeps the best checkpoint and, unless `last` as in `log_row`, watches for early stopping.
+        """Evaluate now; keep the best checkpoint and, unless `last` (as in `log_row`), check for early stopping.
 
-        A signal ends it at once: then nothing is logged, and the result is empty.
+        A signal ends it at once; then nothing is logged, and the result is empty.
         """
         if not self.config.eval_episodes:
             return {}
@@ -323,7 +323,7 @@ class Run:
         return self.evaluator.evaluate(self.session.algorithm, episodes)
 
     def _look_up(self) -> None:
-        """Between the steps of an evaluation: end it after a signal, and say on the progress line what goes on."""
+        """Called between the steps of an evaluation: end it after a signal, and update the progress line."""
         if self._signal is not None:
             raise Interruption
         if self.logger.progress_due:
@@ -344,7 +344,7 @@ class Run:
             return
         if rule.metric not in metrics:
             hint = did_you_mean(rule.metric, metrics)
-            self.logger.message(f"warning: early_stopping watches {rule.metric!r}, which is no metric here; {hint}")
+            self.logger.message(f"warning: early_stopping watches {rule.metric!r}, which is not a metric here; {hint}")
         good = metrics.get(rule.metric, -math.inf) >= rule.threshold
         self.good_evaluations = self.good_evaluations + 1 if good else 0
         if self.good_evaluations >= rule.patience:
@@ -359,7 +359,7 @@ class Run:
         return bool(self.ranks.largest(due))
 
     def save_checkpoint(self, *, keep_step: bool = False) -> None:
-        """Write `latest`, and `step_<n>` when asked."""
+        """Write `latest` and, on request, `step_<n>`."""
         interval = self.config.checkpoint_interval
         if interval and self.step >= self.next_checkpoint:
             self.next_checkpoint += interval * (1 + (self.step - self.next_checkpoint) // interval)
@@ -390,15 +390,15 @@ class Run:
         self.ranks.first(write)
 
     def _progress(self) -> tuple[float, ...]:
-        """What a checkpoint that is worth writing differs in from the one before."""
+        """Values of which at least one differs from the last checkpoint if a new one is worth writing."""
         return self.step, self.updates, self.best_return
 
     def checkpoint_tree(self, *, replay: bool) -> dict[str, Any]:
-        """Everything that resuming, evaluating and predicting need; whole in rank 0."""
+        """Everything needed to resume, evaluate and predict; complete on rank 0."""
         session = self.session
         try:
             source = session.source_state()
-        except Exception as error:  # of an environment that is gone, for example
+        except Exception as error:  # because an environment is gone, for example
             if self.abandoned or not session.collector.started:
                 raise
             self.logger.message(f"warning: {error}")
@@ -453,7 +453,7 @@ class Run:
     # the end -------------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict[str, Any]:
-        """Write the last checkpoint, evaluate, write what that changed, and return the run's metrics."""
+        """Write the last checkpoint, evaluate, save the result, and return the run's metrics."""
         with self.pause():
             pass
         if self.latest and self._logged_update != self.updates:
@@ -479,7 +479,7 @@ class Run:
         }
 
     def close(self) -> None:
-        """Close environments and files; everything is saved by now, so what an environment raises here is a warning."""
+        """Close environments and files; everything is saved, so an exception of an environment is only a warning."""
         self._closing = True
         try:
             self.session.close()
@@ -488,7 +488,7 @@ class Run:
         except Exception as error:
             if not isinstance(error, EnvironmentFailure):
                 error = EnvironmentFailure.from_error(self.config.env_id, error)
-            self.logger.message(f"warning: when it was closed, {error}")
+            self.logger.message(f"warning: while closing, {error}")
         finally:
             self._closing = False
         self.logger.close()
@@ -499,9 +499,9 @@ class Run:
     def signals(self) -> Iterator[None]:
         """SIGINT and SIGTERM ask the run to stop; a second one stops it at once.
 
-        An evaluation ends at once. A turn of the loop is finished, so that resuming is exact, unless it takes more than
-        `STOP_SECONDS`: then it is abandoned after its update or inside the environment, whichever comes first. An
-        environment that takes as long to close is left.
+        An evaluation ends at once. The current turn of the loop is finished, so that a resume is exact, unless it takes
+        more than `STOP_SECONDS`: then it is interrupted after its update or inside the environment, whichever comes
+        first. An environment that takes as long to close is not waited for.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -512,8 +512,8 @@ class Run:
                 self._at_once = True
                 raise KeyboardInterrupt
             self._signal = number
-            what = "this evaluation is dropped" if self._evaluating else "stopping after this update"
-            self.logger.message(f"{what}; a checkpoint will be written (again to stop at once)")
+            what = "this evaluation is discarded" if self._evaluating else "stopping after this update"
+            self.logger.message(f"{what}; a checkpoint will be written (press again to stop at once)")
             if hasattr(signal, "setitimer"):
                 previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
                 signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
@@ -542,9 +542,9 @@ class Run:
 
     @contextmanager
     def abandonment(self) -> Iterator[None]:
-        """Leave the loop in the middle of a turn once a signal has asked for the end, whatever breaks the turn then.
+        """Leave the loop in the middle of a turn after a signal, whatever error interrupts the turn then.
 
-        Where all ranks have the failure, they have the signal too.
+        If all ranks have the failure, they have the signal too.
         """
         try:
             yield
@@ -559,24 +559,24 @@ class Run:
             self.stop_reason = signal.Signals(self._signal).name
 
     def _can_save_after(self, error: BaseException) -> bool:
-        """Whether every rank can; where not all have the error, another may wait for something else."""
+        """Whether every rank can; if not all have the error, another rank may be waiting for something else."""
         return self.ranks.knows(error) and not self.ranks.largest(not can_save_after(error))
 
     def _abandon_turn(self) -> None:
-        """Give up what the turn under way collected and did not store, and the environments' episodes."""
+        """Discard the experience of the current turn that is not stored yet, and the environments' episodes."""
         self._in_turn, self.abandoned = False, True
         self.session.collector.abandon()
         self.logger.message(
-            "warning: the turn under way is abandoned: an unfinished rollout is dropped, episodes start over, and "
-            "a resume from here is not exact"
+            "warning: stopped in the middle of a turn: an unfinished rollout is discarded, episodes start over, "
+            "and a resume from here is not exact"
         )
 
     @contextmanager
     def rescue(self) -> Iterator[None]:
-        """Save what was learned on the way out of a failure, and say where it is."""
+        """Save the learner after a failure and print where it is."""
         try:
             yield
-        except TrainingFailure:  # which keeps the last good checkpoint and says where it is
+        except TrainingFailure:  # it keeps the last good checkpoint and names it
             raise
         except BaseException as error:
             if self._progress() != self._saved and not self._at_once and self._can_save_after(error):
@@ -584,7 +584,7 @@ class Run:
                     if self._in_turn:
                         self._abandon_turn()
                     self.save_checkpoint()
-                except Exception as failure:  # the first error is the one to tell
+                except Exception as failure:  # only the first error is raised
                     self.logger.message(f"warning: step {self.step} could not be saved: {failure}")
             if self._saved is not None and self._saved[0]:
                 latest = self.checkpoints.latest

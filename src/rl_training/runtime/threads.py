@@ -1,4 +1,4 @@
-"""How many threads torch gets: one where networks are small, else as many as learn fastest on this machine now."""
+"""How many threads torch gets: one for small networks, otherwise the number that is measured to be fastest."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rl_training.runtime.params import Params
 from rl_training.runtime.spec import AlgorithmSpec, StoreContext
 
 WIDEST_ON_ONE, MOST_THREADS = 128, 8
-SECONDS = 1.0  # for all measurements together, and at most for each with few updates
-FEW_UPDATES = 3  # of which one that waited for a core would decide
-NEARLY_AS_FAST = 1.1  # times the shortest time: then fewer threads are taken
+SECONDS = 1.0  # for all measurements together, and at most for each
+FEW_UPDATES = 3  # with fewer, one that waited for a core would decide
+NEARLY_AS_FAST = 1.1  # times the shortest time: within that, fewer threads win
 MEASURED_LANES = ("rollout", "replay")  # their stores take made-up experience
 
 
 @contextmanager
 def threads_restored() -> Iterator[None]:
-    """Leave torch's number of threads as it was."""
+    """Restore torch's number of threads afterwards."""
     threads = torch.get_num_threads()
     try:
         yield
@@ -49,8 +49,8 @@ def time_updates(
 ) -> dict[int, float]:  # fmt: skip
     """Seconds that an update takes with 1, 2, 4, ... up to `most` threads, until more do not help.
 
-    Empty where that is not measured. Another learner, with a store of its own, learns from noise: nothing of the run
-    moves. Each update has one minibatch.
+    Empty if it is not measured. A separate learner and store learn from noise, so the run itself does not change. Each
+    update has one minibatch.
     """
     if most == 1 or spec.lane not in MEASURED_LANES or hasattr(params, "dataset_kind"):
         return {}
@@ -72,7 +72,7 @@ def time_updates(
 
 
 def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Experience:
-    """Full of noise."""
+    """Experience filled with noise."""
     experience = Experience(layout)
     experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
     for noisy in (experience.obs, experience.rewards):
@@ -84,7 +84,7 @@ def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Ex
 
 
 def one_minibatch(params: Params, num_envs: int) -> dict[str, Any]:
-    """Changes of the hyper-parameters with which a turn is one update on as many rows as the run's have."""
+    """Changes of the hyper-parameters that make a turn one update, on as many rows as an update of the run."""
     said = params.model_dump()
     once = ("update_epochs", "value_updates", "gradient_updates_per_step", "n_step")
     changes: dict[str, Any] = {**dict.fromkeys(once, 1), "learning_starts": 0, "replay_folder": None}
@@ -97,7 +97,7 @@ def one_minibatch(params: Params, num_envs: int) -> dict[str, Any]:
 
 def _time_update(algorithm: Algorithm, phase: str, batch: Any, threads: int, seconds: float) -> float:
     torch.set_num_threads(threads)
-    algorithm.update(batch, phase=phase, global_step=0, sync=False)  # it pays for what is made once
+    algorithm.update(batch, phase=phase, global_step=0, sync=False)  # includes one-time costs
     times: list[float] = []
     begun = time.perf_counter()
     while not times or time.perf_counter() - begun < (seconds if len(times) >= FEW_UPDATES else SECONDS):

@@ -1,1 +1,1 @@
-"""Stores: what is kept of experience and how it becomes batches, one per kind; they know no trainer and no tool."""
+"""Stores keep experience and turn it into batches, one store per kind of learning."""

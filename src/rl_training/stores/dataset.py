@@ -1,4 +1,4 @@
-"""The dataset lane: minibatches of recorded data and no step of an environment (BC)."""
+"""The dataset lane: minibatches of recorded data, without environment steps (BC)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rl_training.runtime.params import Params
 from rl_training.runtime.spec import StoreContext
 from rl_training.stores.prior_data import DatasetParams, check_same_data, describe_origin, find_dataset
 
-MOST_HELDOUT = 1024  # rows of one look at the held-out data
+MOST_HELDOUT = 1024  # held-out rows per evaluation
 
 
 class DatasetLaneParams(Params, DatasetParams):
     """Hyper-parameters of the dataset lane."""
 
     batch_size: int = Field(256, ge=1, le=10**6, description="Rows per update.")
-    heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is only looked at.")
-    heldout_interval: int = Field(100, ge=1, description="Updates between two looks at the held-out data.")
+    heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is held out.")
+    heldout_interval: int = Field(100, ge=1, description="Updates between evaluations on the held-out data.")
 
 
 class DatasetStore:
     """One minibatch a turn, counted as one timestep; no environment is stepped.
 
-    Whole episodes are held out; every `heldout_interval` updates a batch brings rows of them along.
+    Whole episodes are held out; every `heldout_interval` updates a batch includes rows of them.
     """
 
     def __init__(self, context: StoreContext) -> None:
@@ -45,7 +45,7 @@ class DatasetStore:
         self.updates = 0
 
     def describe(self) -> str:
-        """The rows on both sides and where they come from, for the start of a run."""
+        """The number of training and held-out rows and their origin, printed when a run starts."""
         return f"{len(self.training):,} recorded transitions, {len(self.heldout):,} more held out, from {self.origin}"
 
     def request(self, step: int) -> Request:
@@ -66,9 +66,9 @@ class DatasetStore:
         yield "policy", batch
 
     def _heldout_rows(self) -> Array:
-        """Every row where one look can hold them, else as many at random."""
+        """All held-out rows if there are few, otherwise a random sample."""
         count = len(self.heldout)
-        # also where it is not used: the batches to come, and so recorded runs, depend on the generator's place
+        # always drawn: later batches, and so recorded runs, depend on the generator's state
         drawn = self.rng.integers(0, count, min(MOST_HELDOUT, count))
         return np.arange(count) if count <= MOST_HELDOUT else drawn
 
@@ -77,7 +77,7 @@ class DatasetStore:
         return {name: torch.from_numpy(array.take(rows, axis=0)).to(self.device) for name, array in arrays.items()}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
-        """Nothing flows back."""
+        """Recorded data needs no feedback."""
 
     def state_dict(self) -> dict[str, Any]:
         """Generator, count and the hash of the data."""
@@ -91,4 +91,4 @@ class DatasetStore:
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

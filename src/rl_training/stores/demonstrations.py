@@ -37,7 +37,7 @@ from rl_training.stores.recording import record_policy
 from rl_training.stores.rollouts import RolloutStore
 from rl_training.validation import StrictModel
 
-RECORDED_STEPS = 10_000  # of a checkpoint's policy where no size is given, as many as of random play
+RECORDED_STEPS = 10_000  # default size, as for random play
 PROBED_STEPS = 200  # of random play that may show that episodes end early
 NEEDED = {"npz": "expert_dataset_path", "minari": "expert_dataset_id", "checkpoint": "expert_checkpoint"}
 READERS = {  # kinds that read a field
@@ -55,11 +55,11 @@ class ExpertParams(StrictModel):
 
     expert_dataset_kind: DatasetKind = Field("random", description="Where the expert's steps come from.")
     expert_dataset_path: DataPath = Field(
-        None, description="An npz file or the name of a packaged one, or Minari's folder."
+        None, description="An npz file, the name of a packaged one, or Minari's folder."
     )
     expert_dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
-    expert_dataset_size: int | None = Field(None, ge=1, description="Steps to record, or to take of a larger set.")
-    expert_dataset_seed: int = Field(0, ge=0, description="Seed of recorded steps.")
+    expert_dataset_size: int | None = Field(None, ge=1, description="Steps to record, or to use of a larger set.")
+    expert_dataset_seed: int = Field(0, ge=0, description="Seed of the recorded steps.")
     expert_checkpoint: DataPath = Field(None, description="Checkpoint whose policy is recorded before the run.")
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ class ExpertParams(StrictModel):
         return self
 
     def as_dataset(self) -> DatasetParams:
-        """The same under the names that data has elsewhere; a checkpoint is an expert's alone."""
+        """The same settings under the names that other data uses; only an expert can be a checkpoint."""
         return DatasetParams(**{name: getattr(self, f"expert_{name}") for name in DatasetParams.model_fields})
 
 
@@ -100,7 +100,7 @@ def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
 
 
 class DemonstrationStore(RolloutStore):
-    """Rollouts to which the expert's steps are added, and how long ended episodes then stay absorbed."""
+    """Rollouts with the expert's steps, and how long ended episodes stay in the absorbing state."""
 
     reads_tensors = False  # it looks at the ends of episodes
 
@@ -137,7 +137,7 @@ class DemonstrationStore(RolloutStore):
         return f"{super().describe()}, {steps}, from {origin}{self.warning}"
 
     def add(self, experience: Experience, step: int) -> int:
-        """As a rollout, with how long its ends stay absorbed."""
+        """As a rollout, with the time that ended episodes stay in the absorbing state."""
         if self.absorbing_steps is not None:
             lengths = [episode.length for episode in experience.episodes]
             self.absorbing_steps[:] = absorbing_steps(
@@ -190,17 +190,17 @@ def closed(dataset: TransitionDataset, episodes: Array) -> Array:
 
 
 def describe_episodes(dataset: TransitionDataset) -> str:
-    """How many episodes there are and what they return; one without an end has no return yet."""
+    """The number of episodes and their mean return; an incomplete episode has no return."""
     returns = closed(dataset, dataset.episode_returns)
     parts = []
     if len(returns):
         parts.append(f"{len(returns)} episode{'s' if len(returns) != 1 else ''} of return {returns.mean():.1f}")
     if dataset.last_episode_is_open:
-        parts.append("one without its end")
+        parts.append("one incomplete episode")
     return " and ".join(parts)
 
 
 def ends_early(context: StoreContext) -> bool:
-    """Whether some random play terminates an episode."""
+    """Whether an episode of random play terminates."""
     steps = play_at_random(context.recipe, context.spaces, context.seed, PROBED_STEPS)
     return any(step.terminated for step in steps)

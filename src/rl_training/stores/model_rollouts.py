@@ -41,31 +41,31 @@ class ModelParams(TemperatureParams):
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
 
     policy_learning_rate: float = Field(
-        3e-4, ge=0, le=10, description="Step size of actor, critics and temperature; learning_rate means the same."
+        3e-4, ge=0, le=10, description="Learning rate of actor, critics and temperature; the same as learning_rate."
     )
-    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor: how far the targets move per update.")
-    model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the model's Adam.")
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
+    model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the model's Adam.")
     model_weight_decay: float = Field(
-        0.0, ge=0, description="L2 of the model's weights, as a multiple of the published (2.5e-5 to 1e-4 by layer)."
+        0.0, ge=0, description="L2 penalty of the model, as a multiple of the published one (2.5e-5 to 1e-4 by layer)."
     )
     model_hidden_sizes: Widths = Field(
         (200, 200, 200, 200), description="Widths of the hidden layers of each member of the model."
     )
-    num_ensembles: int = Field(7, ge=1, le=100, description="Members of the model.")
+    num_ensembles: int = Field(7, ge=1, le=100, description="Number of members of the model.")
     num_elites: int | None = Field(
-        None, ge=1, description="Members, those of least held-out error, that are rolled out; null is all but two."
+        None, ge=1, description="Members with the smallest held-out error, used for rollouts; null: all but two."
     )
     model_batch_size: int = Field(256, ge=1, le=10**6, description="Rows per gradient step of each member.")
     model_updates: int = Field(
-        2_000, ge=1, description="Most gradient steps of one fit; the held-out error mostly stops it earlier."
+        2_000, ge=1, description="Maximum gradient steps per fit; the held-out error usually stops it earlier."
     )
-    rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which a round starts.")
-    rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps of a rollout, rounded.")
+    rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which rollouts start.")
+    rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps per rollout, rounded.")
     rollout_refresh_interval: int = Field(
-        1_000, ge=1, description="Policy updates between rounds of rollouts, looked at once per training turn."
+        1_000, ge=1, description="Policy updates between rounds of rollouts, checked once per training turn."
     )
     synthetic_buffer_capacity: int = Field(
-        100_000, ge=1, le=10**9, description="Imagined transitions kept, at least a round; the oldest are forgotten."
+        100_000, ge=1, le=10**9, description="Imagined transitions kept, at least one round; the oldest are dropped."
     )
     synthetic_batch_ratio: float = Field(0.95, ge=0, le=1, description="Share of every policy batch that is imagined.")
 
@@ -152,7 +152,7 @@ class ModelRollouts:
 
     @property
     def round_due(self) -> bool:
-        """Whether rollouts are old, or there are none."""
+        """Whether new rollouts are due."""
         return not len(self.buffer) or self.updates_since_round >= self.params.rollout_refresh_interval
 
     def imagine(self, algorithm: MBPO, states: Tensor, horizon: float) -> None:
@@ -318,9 +318,9 @@ class ModelDatasetStore:
         self.fitted = bool(state["fitted"])
         self.rollouts.load_state_dict(state["rollouts"])
         if "replay" not in state:
-            return ["the checkpoint holds no imagined transitions; they are made again before learning goes on."]
+            return ["the checkpoint has no imagined transitions; they are made again before learning continues."]
         self.rollouts.buffer.load_state_dict(state["replay"]["synthetic"])
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -27,7 +27,7 @@ READERS = {"dataset_path": ("npz", "checkpoint", "minari"), "dataset_id": ("mina
 
 
 def absolute(path: str | None) -> str | None:
-    """A path of the user's from any folder, so that a run can be resumed in another one; a packaged name stays."""
+    """The absolute path, so that a run can be resumed from any folder; the name of a packaged file stays."""
     return os.path.abspath(path) if path is not None and os.path.exists(path) else path
 
 
@@ -39,11 +39,11 @@ class DatasetParams(StrictModel):
 
     dataset_kind: DatasetKind = Field("random", description="Where the recorded data comes from.")
     dataset_path: DataPath = Field(
-        None, description="An npz file or the name of a packaged one, a checkpoint with its replay, or Minari's folder."
+        None, description="An npz file, the name of a packaged one, a checkpoint with its replay, or Minari's folder."
     )
     dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
-    dataset_size: int | None = Field(None, ge=1, description="Transitions to generate, or to take of a larger set.")
-    dataset_seed: int = Field(0, ge=0, description="Seed of generated data.")
+    dataset_size: int | None = Field(None, ge=1, description="Transitions to generate, or to use of a larger set.")
+    dataset_seed: int = Field(0, ge=0, description="Seed of the generated data.")
 
 
 class PriorDataParams(ReplayParams, DatasetParams):
@@ -52,13 +52,13 @@ class PriorDataParams(ReplayParams, DatasetParams):
     one_step_with: ClassVar[str] = "prior data"
 
     offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
-    offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data alone before the first step.")
+    offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")
 
 
 def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces, *, prefix: str = "") -> TransitionDataset:
     """The recorded data as a policy sees it: encoded observations, actions in [-1, 1] or as choices.
 
-    `prefix` stands before the names of the fields in a refusal.
+    `prefix` is put before the names of the fields in an error.
     """
     refuse_unread(params, READERS, "dataset_kind")
     path = params.dataset_path
@@ -74,7 +74,7 @@ def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces, *,
 
 
 def refuse_unread(params: StrictModel, readers: Mapping[str, Sequence[str]], kind_field: str) -> None:
-    """Refuse a field that names data where the kind does not read it: the run would be on other data.
+    """Refuse a field that names data which the kind does not read, because the run would use other data.
 
     Not a validator, because a finished run whose config has such a field still predicts.
     """
@@ -88,13 +88,13 @@ def refuse_unread(params: StrictModel, readers: Mapping[str, Sequence[str]], kin
 
 
 def refuse_missing(name: str, path: str | os.PathLike[str], wanted: str) -> None:
-    """Refuse a path at which there is nothing."""
+    """Refuse a path that does not exist."""
     if not os.path.exists(path):
         raise UserError(f"{name} is {path}, which does not exist; it must be {wanted}.")
 
 
 def describe_origin(params: DatasetParams, dataset: TransitionDataset, env_id: str) -> str:
-    """Where the data comes from, for the start of a run."""
+    """Where the data comes from, printed when a run starts."""
     named = {
         "random": "random play",
         "npz": f"{params.dataset_path}",
@@ -105,7 +105,7 @@ def describe_origin(params: DatasetParams, dataset: TransitionDataset, env_id: s
 
 
 def note_other_env(dataset: TransitionDataset, env_id: str) -> str:
-    """A remark where the data says that it is of an environment with another id: a version, a variant, or a mistake."""
+    """A note if the data was recorded in an environment with another id: a version, a variant, or a mistake."""
     recorded_in = dataset.metadata.get("env_id")
     return f" (note: recorded in {recorded_in}, not in {env_id})" if recorded_in not in (None, env_id) else ""
 
@@ -136,7 +136,7 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None) -> Transi
 
 
 def check_same_data(digest: str | None, dataset: TransitionDataset | None, what: str) -> None:
-    """Refuse to go on with data that is not what a checkpoint was trained with."""
+    """Refuse to continue with data other than what the checkpoint was trained with."""
     if digest != (None if dataset is None else dataset.sha256):
         raise UserError(f"the {what} is not what the checkpoint was trained with (its hash differs).")
 
@@ -167,7 +167,7 @@ class PriorReplayStore(ReplayStore):
         return self.pretrain_updates_done < self.params.offline_pretrain_updates
 
     def request(self, step: int) -> Request:
-        """No step while pretraining; else as replay does."""
+        """No steps while pretraining; otherwise as in replay."""
         self.metrics = {
             "pretrain_updates_done": float(self.pretrain_updates_done),
             "offline_batch_size": float(self.offline_batch_size),

@@ -20,17 +20,17 @@ from rl_training.runtime.params import Activation, Params, Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
 from rl_training.validation import StrictModel
 
-# Why no schedule moves a number: the end of a sentence.
-LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between looks at `clipped_targets`, and when they are too much
+# Why a number cannot be scheduled: the end of a sentence.
+LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 
 
 class OffPolicyParams(Params):
-    """Hyper-parameters of learners from transitions."""
+    """Hyper-parameters of algorithms that learn from transitions."""
 
     hidden_sizes: Widths = Field((256, 256), description="Widths of the hidden layers.")
     activation: Activation = Field("relu", description="Activation of the hidden layers.")
-    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm; null does not clip.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Maximum gradient norm; null: no clipping.")
     optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizer.")
     batch_size: int = Field(256, ge=1, le=10**6, description="Transitions per update.")
 
@@ -43,16 +43,16 @@ class ReplayParams(OffPolicyParams):
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
     random_action_hold: float = Field(
-        8.0, ge=1, le=10**6, description="Mean steps for which such a random action is held, unless there are masks."
+        8.0, ge=1, le=10**6, description="Mean steps for which a random action is repeated, unless there are masks."
     )
     train_frequency: int = Field(1, ge=1, description="Environment steps, summed over environments, per training turn.")
     gradient_updates_per_step: int = Field(1, ge=1, le=10_000, description="Updates per training turn.")
-    n_step: int = Field(1, ge=1, le=1_000, description="Steps of reward before bootstrapping.")
-    prioritized: bool = Field(False, description="Sample in proportion to the last error instead of uniformly.")
-    prioritized_alpha: float = Field(0.6, ge=0, le=1, description="How much the error counts in sampling.")
-    prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="First strength of the importance weights.")
-    prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Last strength of the importance weights.")
-    prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that none is never drawn.")
+    n_step: int = Field(1, ge=1, le=1_000, description="Number of rewards in a return before bootstrapping.")
+    prioritized: bool = Field(False, description="Sample by the last error instead of uniformly.")
+    prioritized_alpha: float = Field(0.6, ge=0, le=1, description="Exponent of the error in sampling; 0 is uniform.")
+    prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="Initial exponent of the importance weights.")
+    prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Final exponent of the importance weights.")
+    prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that all can be sampled.")
     replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class ReplayParams(OffPolicyParams):
         return self
 
     def fixed_numbers(self) -> dict[str, str]:
-        """What is stored with the rows, and the ends of a built-in schedule."""
+        """Also what the stored rows depend on, and the ends of a built-in schedule."""
         stored = dict.fromkeys(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it")
         ends = ("prioritized_beta_start", "prioritized_beta_end")
         built_in = dict.fromkeys(ends, "it is a part of prioritized_beta's own schedule")
@@ -82,38 +82,38 @@ class ReplayParams(OffPolicyParams):
 
 
 class ActorCriticParams(ReplayParams):
-    """Targets that move slowly, and rates of their own for the actor and the critics."""
+    """Slowly moving targets, and separate learning rates for the actor and the critics."""
 
-    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor: how far the targets move per update.")
-    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the critics; null is learning_rate.")
-    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the actor; null is learning_rate.")
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
+    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the critics; null: learning_rate.")
+    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the actor; null: learning_rate.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also the common rate where nobody follows it."""
+        """Also the common rate, if nothing uses it."""
         both = self.critic_learning_rate is not None and self.actor_learning_rate is not None
-        unread = {"learning_rate": "critic_learning_rate and actor_learning_rate are given and go before it"}
+        unread = {"learning_rate": "critic_learning_rate and actor_learning_rate are given and replace it"}
         return super().fixed_numbers() | (unread if both and getattr(self, "alpha", None) != "auto" else {})
 
 
 class DeterministicActorParams(ActorCriticParams):
-    """An actor that is explored around by noise, and climbs the critic's gradient."""
+    """A deterministic actor with exploration noise that follows the critic's gradient."""
 
-    exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
+    exploration_noise: float = Field(0.1, ge=0, le=10, description="Std of the noise on actions in [-1, 1].")
     action_gradient_clip: float | None = Field(
-        None, gt=0, description="Largest norm of dQ/da in the actor's step; null does not clip."
+        None, gt=0, description="Maximum norm of dQ/da in the actor's step; null: no clipping."
     )
 
 
 class TemperatureParams(StrictModel):
-    """SAC's temperature, of every algorithm that contains SAC; a part of `Params`."""
+    """SAC's temperature, for every algorithm based on SAC; a part of `Params`."""
 
     alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
     target_entropy: float | None = Field(
-        None, description="Entropy that auto holds; null is minus the number of action dimensions."
+        None, description="Target entropy of auto; null: minus the number of action dimensions."
     )
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also the temperature while it is tuned, or else what tuning reads."""
+        """Also the temperature if it is tuned, otherwise the settings of the tuning."""
         fixed = {"target_entropy": f"alpha is {self.alpha}, and only 'auto' reads it"}
         if self.alpha == "auto":
             fixed = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
@@ -161,16 +161,16 @@ class BufferStore:
         return {"rng": self.rng.bit_generator.state, "credit": self.credit, "replay": self.buffer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`; a checkpoint may be without its buffer."""
+        """The inverse of `state_dict`; a checkpoint may lack its buffer."""
         self.rng.bit_generator.state = state["rng"]
         self.credit = state["credit"]
         if "replay" not in state:
-            return ["the checkpoint holds no replay buffer; it is filled again before learning goes on."]
+            return ["the checkpoint has no replay buffer; it is filled again before learning continues."]
         self.buffer.load_state_dict(state["replay"])
         return []
 
     def close(self) -> None:
-        """Remove the buffer's files: the checkpoint holds what is in them."""
+        """Remove the buffer's files; the checkpoint has their contents."""
         self.buffer.close()
 
 
@@ -185,7 +185,7 @@ class ReplayStore(BufferStore):
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.prioritized_beta: float = self.params.prioritized_beta_start
-        self.credit = 0  # environment steps not yet answered by a training turn
+        self.credit = 0  # environment steps that no training turn has used yet
         self.buffer = make_buffer(
             self.params, self.spaces, context.num_envs, context.device, context.recipe.image_frame_stack
         )
@@ -195,7 +195,7 @@ class ReplayStore(BufferStore):
 
     @property
     def gamma(self) -> float:
-        """The buffer's discount, which a schedule moves with the learner's."""
+        """The buffer's discount; a schedule changes it together with the learner's."""
         return self.buffer.gamma
 
     @gamma.setter
@@ -215,7 +215,7 @@ class ReplayStore(BufferStore):
         return Request(0, params.train_frequency, random=self.random_steps(step), hold=params.random_action_hold)
 
     def add(self, experience: Experience, step: int) -> int:
-        """Into the buffer; every step from `learning_starts` on is worth one of credit."""
+        """Add to the buffer; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
         return experience.transitions
 
@@ -242,7 +242,7 @@ class ReplayStore(BufferStore):
             self._watch_clipping(result.metrics["clipped_targets"])
 
     def _watch_clipping(self, clipped: Any) -> None:
-        """Say once when much of the targets has lain outside of the support for a while."""
+        """Warn once if many targets have been outside the support for a while."""
         self._updates += 1
         if self._updates % LOOK_EVERY or self._looks_at_clipping >= LOOKS:
             return
@@ -256,7 +256,7 @@ class ReplayStore(BufferStore):
 def make_buffer(
     params: ReplayParams, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1
 ) -> ReplayBuffer:
-    """The buffer that these hyper-parameters ask for."""
+    """Make the buffer for these hyper-parameters."""
     layout: dict[str, Any] = {
         "n_step": params.n_step, "gamma": params.gamma, "device": device, "obs_shape": spaces.obs_shape,
         "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,

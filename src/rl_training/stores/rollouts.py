@@ -31,7 +31,7 @@ class RolloutParams(Params):
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps per environment and rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
-    policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy of this many updates ago.")
+    policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy from this many updates ago.")
 
     @property
     def lag(self) -> int:
@@ -48,7 +48,7 @@ def rollout_spec(learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:
 
 
 class RolloutStore:
-    """Keeps one rollout and hands it over as one batch, valued by the learner."""
+    """Keeps one rollout and returns it as one batch, with values from the learner."""
 
     reads_tensors = True  # experience may be tensors on the learner's device
 
@@ -78,7 +78,7 @@ class RolloutStore:
 
     @torch.no_grad()
     def _evaluate(self, algorithm: Algorithm) -> None:
-        """Values of all observations by the critic that learns, unless they were computed in acting."""
+        """Values of all observations by the learner's critic, unless they were computed while acting."""
         experience, device = self.experience, self.device
         policy: Any = algorithm.acting()
 
@@ -104,7 +104,7 @@ class RolloutStore:
         return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)])
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """The rollout, once; not when a short one holds nothing but reset rows."""
+        """The rollout, once; nothing if a short one has only reset rows."""
         experience, device = self.experience, self.device
         if isinstance(experience.obs, Tensor):
             yield "policy", self._hand_over(algorithm)
@@ -148,10 +148,10 @@ class RolloutStore:
         return batch | {"values": values[:-1], "bootstrap_value": values[-1]}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
-        """Nothing flows back."""
+        """Rollouts need no feedback."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The generator: a rollout does not outlive its turn."""
+        """The generator only, because a rollout lasts one turn."""
         return {"rng": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -160,4 +160,4 @@ class RolloutStore:
         return []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -20,7 +20,7 @@ class SequenceParams(Params):
 
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Rows kept, summed over environments.")
     batch_size: int = Field(16, ge=1, le=10**5, description="Windows per update.")
-    sequence_length: int = Field(64, ge=1, le=10**5, description="Consecutive steps of a window.")
+    sequence_length: int = Field(64, ge=1, le=10**5, description="Consecutive steps per window.")
     train_ratio: float = Field(32.0, gt=0, le=10**6, description="Replayed steps per environment step.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
     replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
@@ -38,8 +38,8 @@ class SequenceParams(Params):
 class SequenceStore(BufferStore):
     """Keeps steps, and samples windows [B, L].
 
-    An update replays `batch_size * sequence_length` steps; one is due whenever `train_ratio` times the steps taken
-    since `learning_starts` comes to as many.
+    An update replays `batch_size * sequence_length` steps; one is due for every that many of `train_ratio` times the
+    steps taken since `learning_starts`.
     """
 
     def __init__(self, context: StoreContext) -> None:
@@ -63,7 +63,7 @@ class SequenceStore(BufferStore):
         return Request(steps=1, random=self.random_steps(step))
 
     def add(self, experience: Experience, step: int) -> int:
-        """Into the buffer; every step from `learning_starts` on asks for `train_ratio` replayed ones."""
+        """Add to the buffer; every step from `learning_starts` on makes `train_ratio` replayed steps due."""
         self.credit += self.train_ratio * self.keep(experience, step)
         return experience.transitions
 
@@ -78,4 +78,4 @@ class SequenceStore(BufferStore):
             yield "policy", self.buffer.sample(self.params.batch_size, self.rng)
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
-        """Nothing flows back."""
+        """Sequences need no feedback."""

@@ -24,9 +24,9 @@ EDGE = 0.05  # of the support, on both sides
 class SupportParams(StrictModel):
     """Hyper-parameters of a categorical head; a part of `Params`."""
 
-    v_min: float | None = Field(None, description="Smallest return of the distribution; null measures it.")
-    v_max: float | None = Field(None, description="Largest return of the distribution; null measures it.")
-    num_atoms: int = Field(51, ge=2, le=10_001, description="Atoms of the distribution.")
+    v_min: float | None = Field(None, description="Smallest return of the distribution; null: measured.")
+    v_max: float | None = Field(None, description="Largest return of the distribution; null: measured.")
+    num_atoms: int = Field(51, ge=2, le=10_001, description="Number of atoms of the distribution.")
 
     @model_validator(mode="after")
     def _support_has_width(self) -> SupportParams:
@@ -35,7 +35,7 @@ class SupportParams(StrictModel):
         return self
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
-        """As ever; before `settle`, ends of the support that nobody gave are those of `UNKNOWN`."""
+        """The arguments as usual; before `settle`, ends of the support that are not given are those of `UNKNOWN`."""
         arguments: dict[str, Any] = super().arguments_of(owner)  # type: ignore[misc]  # of the Params, as below
         ends = dict(zip(("v_min", "v_max"), UNKNOWN, strict=True))
         return {name: ends.get(name) if value is None else value for name, value in arguments.items()}
@@ -46,7 +46,7 @@ class SupportParams(StrictModel):
         return inherited | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
 
     def settle(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Any:
-        """With both ends of the support."""
+        """A copy with both ends of the support set."""
         if self.v_min is not None and self.v_max is not None:
             return self
         schedule = self.schedules.get("gamma")  # type: ignore[attr-defined]
@@ -54,20 +54,20 @@ class SupportParams(StrictModel):
         low, high = derive_support(recipe, spaces, gamma, seed)
         low = low if self.v_min is None else self.v_min
         high = high if self.v_max is None else self.v_max
-        if high <= low:  # the end that is given lies beyond all that was seen
+        if high <= low:  # the given end is beyond everything that was seen
             low, high = (low, low + 1.0) if self.v_max is None else (high - 1.0, high)
         return self.model_copy(update={"v_min": low, "v_max": high})
 
 
 def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int) -> tuple[float, float]:
-    """Ends that returns will hardly leave, from the environment's `reward_range` or from a few random episodes.
+    """Ends that returns will rarely exceed, from the environment's `reward_range` or a few random episodes.
 
     No return exceeds the largest reward at every step of the longest episode; where rewards are rare that is far too
     much, so a learner is also not expected to gain more than `ROOM_ABOVE` times the range of random returns.
     """
     env = make_env(recipe)
     declared, limit = getattr(env.unwrapped, "reward_range", None), getattr(env.spec, "max_episode_steps", None)
-    with suppress(Exception, SystemExit):  # it was made only to be looked at
+    with suppress(Exception, SystemExit):  # it was made only for this
         env.close()
     steps = limit or recipe.max_episode_steps or math.inf
     weight = min(steps, (1.0 - gamma**steps) / (1.0 - gamma) if gamma < 1.0 else STEPS)  # of a reward at every step
