@@ -192,7 +192,7 @@ WRONG = {
     "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), "network Sequential has a Dropout; a policy has to act"),
     "no name": ("big", "network is 'big', which cannot be imported by that name; give the module, class or function"),
     "no module of that name": ("no_such_package:Net", "network 'no_such_package:Net': the module 'no_such_package'"),
-    "no such class": (f"{__name__}:Nothing", "test_own_network has no class or function 'Nothing'."),
+    "no such class": (f"{__name__}:Nothing", "test_own_network has no class or function 'Nothing'; known: "),
 }  # fmt: skip
 
 
