@@ -166,7 +166,7 @@ class Raises:
 def test_a_folder_without_runs_is_one_sentence() -> None:
     result = invoke("runs", "nothing")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "nothing holds no run" in result.stderr
+    assert "nothing contains no runs" in result.stderr
 
 
 def test_an_age_has_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:

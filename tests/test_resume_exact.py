@@ -179,7 +179,7 @@ def test_what_is_given_again_unchanged_is_no_change(tmp_path: Path) -> None:
         ({"total_timesteps": "soon"}, "total_timesteps is 'soon'"),
         ({"total_timesteps": 32}, "total_timesteps is 32, but .* is at step 64 already"),
         ({"env_id": "Pendulum-v1"}, "the checkpoint was made for observations"),
-        ({"algo": "a2c"}, "algo_kwargs: unknown key"),
+        ({"algo": "a2c"}, "algo is 'a2c', but the run is of ppo"),
     ],
 )
 def test_a_wrong_change_is_refused_with_force_too(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
