@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-# Names of presets of a learner's axes -> that learner.
+# Name of a preset -> the learner that it configures.
 PRESETS_OF = dict.fromkeys(("DoubleDQN", "DuelingDQN", "NoisyDQN", "PrioritizedDQN", "NStepDQN"), "DQN")
 PRESETS_OF["RainbowDQN"] = "C51DQN"
 

@@ -1,4 +1,4 @@
-"""What the rollout family shares: acting, the batch of a rollout, advantages, and the normalizers' turn to move."""
+"""Shared by the rollout family: acting, rollout batches, advantages, and normalizer updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_training.algorithms.optimization import Backward, Optimizer
 
 
 class RewardScale(nn.Module):
-    """Rewards over the running deviation of the discounted return, clipped; nothing is subtracted."""
+    """Rewards divided by the running deviation of the discounted return, then clipped; no mean is subtracted."""
 
     ranks: Any = None
 
@@ -64,7 +64,7 @@ class ActorCriticAlgorithm(PolicyActing):
     optimizer: Optimizer
     normalize_advantages: bool
     reads_logprobs = True  # of the policy that acted
-    reads_values = True  # of the critic that acted, where the batch has them; else observations to value itself
+    reads_values = True  # of the critic that acted, if the batch has them; otherwise it values the observations
 
     def __init__(
         self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False,
@@ -76,24 +76,24 @@ class ActorCriticAlgorithm(PolicyActing):
         self.reward_scale = RewardScale(gamma) if normalize_rewards else None
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
-        """log-probabilities, values and entropy [B] of rows, and the way from a loss's slopes there to gradients."""
+        """Log-probabilities, values and entropy [B] of rows, and a function from a loss's slopes there to gradients."""
         inputs = rows["obs"], rows["actions"], rows.get("action_masks")
         return self.optimizer.trace(self.policy, *inputs, call=self.policy.evaluate_actions)
 
     def time_major(self, batch: Batch) -> dict[str, Tensor]:
-        """What returns are computed from, all [T, N]: rewards, discounts and cuts."""
+        """The inputs for computing returns, all [T, N]: rewards, discounts and cuts."""
         terminated, cuts = read_ends(batch)
         rewards = batch["rewards"].float()
         if self.reward_scale is not None:
-            self.reward_scale.gamma = self.gamma  # a schedule may have moved it
+            self.reward_scale.gamma = self.gamma  # a schedule may have changed it
             rewards = self.reward_scale(rewards, cuts, batch.get("valid"))
         return {"rewards": rewards, "discounts": self.gamma * (~terminated).to(rewards.dtype), "cuts": cuts}
 
     @torch.no_grad()
     def successor_values(self, values: Tensor, batch: Batch) -> Tensor:
-        """Value of each row's successor [T, N]: of the final observation at a truncation, the bootstrap at the end.
+        """Value of each row's successor [T, N]: of the final observation at a truncation, the bootstrap in the last.
 
-        Of `bootstrap_obs` [N, ...] by the critic that learns; else as the batch gives it.
+        The learning critic values `bootstrap_obs` [N, ...]; without it the batch has `bootstrap_value`.
         """
         given = "bootstrap_obs" not in batch
         last = batch["bootstrap_value"].to(values.dtype) if given else self.policy.values(batch["bootstrap_obs"])
@@ -104,12 +104,12 @@ class ActorCriticAlgorithm(PolicyActing):
 
     @torch.no_grad()
     def value_finals(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch with `truncation_values` [T, N] by the critic that learns in the place of `final_obs`."""
+        """The batch with `final_obs` replaced by `truncation_values` [T, N] from the learning critic."""
         others = {name: value for name, value in batch.items() if name != "final_obs"}
         if "final_obs" not in batch:
             return others
         truncated = batch["truncated"]
-        if batch["final_obs"].dim() == 3 and not truncated.is_cpu:  # to find the few rows, the host would have to wait
+        if batch["final_obs"].dim() == 3 and not truncated.is_cpu:  # finding the few rows would make the host wait
             values = self.policy.values(batch["final_obs"].flatten(0, 1))
             return others | {"truncation_values": values.view_as(truncated)}
         rows = truncated.flatten().nonzero().squeeze(-1)
@@ -118,7 +118,7 @@ class ActorCriticAlgorithm(PolicyActing):
         return others | {"truncation_values": values.view_as(truncated)}
 
     def advantages(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """GAE advantages and returns [T, N] from the behaviour critic's values."""
+        """GAE advantages and returns [T, N] from the behavior critic's values."""
         values = batch.get("values")
         if values is None:
             flat = batch["obs"].flatten(0, 1)
@@ -140,7 +140,7 @@ class ActorCriticAlgorithm(PolicyActing):
         return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
 
     def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Advantages as the loss takes them: on request normalized, over all ranks."""
+        """Advantages for the loss, normalized over all ranks on request."""
         return normalize(advantages, weights, self.ranks) if self.normalize_advantages else advantages
 
     def move_normalizers(self, rows: Batch) -> None:
@@ -156,7 +156,7 @@ class ActorCriticAlgorithm(PolicyActing):
 def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
     """Whether each row terminated, and whether its episode ended there either way.
 
-    Without `terminated`, `dones` that are not `truncated` mean it.
+    Without `terminated`, rows with `dones` but not `truncated` terminated.
     """
     ended = terminated = batch["terminated" if "terminated" in batch else "dones"].bool()
     if "truncated" in batch:
@@ -178,7 +178,7 @@ def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
 
 
 def normalize(x: Tensor, weights: Tensor | None = None, ranks: Any = None) -> Tensor:
-    """Zero mean and unit deviation, over the rows whose weight is not 0 or those of all ranks; one alone stays."""
+    """Zero mean and unit deviation, over rows of nonzero weight or over all ranks; a single row is unchanged."""
     if x.numel() < 2:
         return x
     if weights is None:

@@ -1,6 +1,6 @@
-"""APPO: PPO's clipped surrogate on V-trace targets, for experience of an older policy.
+"""APPO: PPO's clipped surrogate on V-trace targets, for experience from an older policy.
 
-Two readings exist. The default has no target network, like Sample Factory (Petrenko et al. 2020, arXiv:2006.11751): the
+Two versions exist. The default has no target network, like Sample Factory (Petrenko et al. 2020, arXiv:2006.11751): the
 ratio is pi/mu with mu the policy that acted, and V-trace uses the same ratio. Its advantage is V-trace's without the
 factor rho, since the surrogate multiplies by the ratio already; Sample Factory multiplies by both. With `target_policy`
 it is RLlib's (after Luo et al. 2019, IMPACT, arXiv:1912.00167): V-trace uses pi_T/mu with a slowly copied pi_T, the
@@ -30,7 +30,7 @@ METRICS = (
 
 
 def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
-    """From what `impala_loss` takes; the surrogate's ratio is target over behaviour probability."""
+    """From what `impala_loss` takes; the surrogate's ratio is target over behavior probability."""
     logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
     gain = clipped_surrogate(logratio, batch["pg_advantages"], clip_coef)
     return vtrace_losses(batch, gain, ent_coef, vf_coef, ratio_statistics(logratio, clip_coef))
@@ -109,7 +109,7 @@ class APPO(IMPALA):
         self.target.load_state_dict(self.policy.state_dict())
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """`update_epochs` passes over the rollout, V-trace anew on each since the values move."""
+        """`update_epochs` passes over the rollout; each minibatch recomputes V-trace, since the values change."""
         rollout = self.trajectories(batch)
         steps: list[Tensor] = []
         for _ in range(self.update_epochs):

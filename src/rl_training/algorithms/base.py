@@ -1,4 +1,4 @@
-"""`Algorithm`: what every learner is. An author writes `act` and `learn`; the rest is here."""
+"""`Algorithm`: the base class of every learner. An author writes `act` and `learn`; the rest is here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array
 
 @dataclass
 class UpdateResult:
-    """What one update did; metrics may stay tensors until somebody reads them, of any shape whose mean they are, since
-    most updates are never looked at. But for `watch`, one number, which tells at every update whether it is finite."""
+    """The result of one update.
+
+    Metrics may stay tensors until they are read, since most never are; a tensor of several numbers is read as its mean.
+    `watch` names the metric that every update checks for being finite; it must be one number.
+    """
 
     metrics: dict[str, Any]
     num_gradient_steps: int = 1
@@ -33,7 +36,7 @@ class UpdateResult:
     watch: str = "loss"
 
     def __post_init__(self) -> None:
-        """Let go of the graphs behind losses."""
+        """Release the graphs behind losses."""
         for name, value in self.metrics.items():
             if isinstance(value, Tensor) and value.requires_grad:
                 self.metrics[name] = value.detach()
@@ -51,14 +54,14 @@ class ActOutput:
 class Algorithm(nn.Module):
     """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete.
 
-    `numbers` is the table of what a schedule may move: read and set as attributes of the learner, and read by its
-    optimizers at every step. None is a number that is not set. The config says what they are, so no state holds them.
+    `numbers` is the table of what a schedule may change: its entries are attributes of the learner, and its optimizers
+    read them at every step. None means not set. They come from the config, so no state holds them.
     """
 
     ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
     synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
     steps: tuple[str, ...] = ()  # methods that `accelerate` may capture or compile (see `CapturedStep`)
-    eager_part: ClassVar[str] = ""  # what of an update that leaves out, in words
+    eager_part: ClassVar[str] = ""  # the part of an update that they leave out, in words
 
     def __new__(cls, *_: Any, **arguments: Any) -> Any:
         check_bounds(arguments)
@@ -97,7 +100,7 @@ class Algorithm(nn.Module):
         raise NotImplementedError
 
     def numpy_policy(self) -> NumpyPolicy | None:
-        """Acting on the same weights without torch, where the network that acts is small enough to gain by it."""
+        """Acting on the same weights without torch, if the acting network is small enough to gain from it."""
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make()
 
@@ -108,7 +111,7 @@ class Algorithm(nn.Module):
     # what is shared --------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, *, phase: str = "policy", global_step: int = 0, sync: bool = True) -> UpdateResult:
-        """Train mode, `learn` (or `update_model`), counting, and with `sync` metrics as floats."""
+        """Set train mode, call `learn` (or `update_model`) and count it; with `sync`, metrics become floats."""
         if not self.training:
             self.train()
         result = self.learn(batch) if phase == "policy" else self.update_model(batch)
@@ -137,16 +140,15 @@ class Algorithm(nn.Module):
             return
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
-            self.__dict__[name] = value  # so that reading it, ten times an update, does not come to `__getattr__`
+            self.__dict__[name] = value  # so that reading it, ten times per update, bypasses `__getattr__`
 
     def make_optimizer(
         self, name: str, parameters: Iterable[nn.Parameter], learning_rate: str = "learning_rate", **options: Any
     ) -> Optimizer:
         """An optimizer that is part of the state; `name` is its place in the state and in error messages.
 
-        It is of the kind that the learner was made with, unless the options say another. `learning_rate`, `eps` and
-        `max_grad_norm` are names in `numbers` ("a|b" is a where that is set, else b), or numbers that no schedule
-        moves.
+        Its kind is the learner's unless the options name another. `learning_rate`, `eps` and `max_grad_norm` are names
+        in `numbers` ("a|b" is a if that is set, else b), or numbers that no schedule changes.
         """
         options = {"kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"} | options
         optimizer = Optimizer(parameters, learning_rate=learning_rate, numbers=self.numbers, **options)
@@ -155,7 +157,7 @@ class Algorithm(nn.Module):
         return optimizer
 
     def joint(self, mean: Tensor) -> Tensor:
-        """A mean over a batch, over those of all ranks where there are several."""
+        """A batch mean, averaged over all ranks if there are several."""
         return mean if self.ranks is None else self.ranks.mean_(mean.detach().clone())
 
     @property
@@ -169,11 +171,11 @@ class Algorithm(nn.Module):
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def scheduled(self, name: str) -> bool:
-        """Whether `name` is a number that a schedule may move."""
+        """Whether `name` is a number that a schedule may change."""
         return self.synonyms.get(name, name) in self.numbers
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Counters and generator, besides the tensors of `state_dict`."""
+        """Counters and generator, in addition to the tensors of `state_dict`."""
         device = self.generator.device.type
         return {"num_updates": self.num_updates, "device": device, "generator": self.generator.get_state()}
 

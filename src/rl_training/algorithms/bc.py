@@ -1,7 +1,7 @@
-"""BC: behavioural cloning, the policy as a supervised learner of recorded actions (Pomerleau 1988, ALVINN).
+"""BC: behavioral cloning, the policy as a supervised learner of recorded actions (Pomerleau 1988, ALVINN).
 
-Every kind of action has one loss, the negative log-likelihood -log pi(a|s): cross-entropy for choices, that of a
-Gaussian for continuous actions, whose deviation becomes what its mean cannot explain.
+Every kind of action has one loss, the negative log-likelihood -log pi(a|s): cross-entropy for choices, and
+a Gaussian's for continuous actions, whose deviation learns what its mean cannot explain.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def bc_loss(batch: Batch, ent_coef: float = 0.0) -> dict[str, Tensor]:
 
 
 class BC(ActorCriticAlgorithm):
-    """The learner; the batch has obs and actions [B], and `heldout_obs`, `heldout_actions` when those are to be judged.
+    """The learner; the batch has obs and actions [B], and sometimes `heldout_obs` and `heldout_actions` to evaluate.
 
-    `heldout_loss` is reported as it was when it was last computed (before any held-out rows came: of the first batch).
+    `heldout_loss` is the last one computed; before any held-out rows have come, it is the loss of the first batch.
     """
 
     steps = ("gradient_step",)
@@ -40,7 +40,7 @@ class BC(ActorCriticAlgorithm):
         self.optimizer = self.make_optimizer("optimizer", self.policy.actor_parameters())
 
     def losses(self, obs: Tensor, actions: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """`bc_loss` of recorded rows [B], and the policy's own first choice there."""
+        """`bc_loss` of recorded rows [B], and the policy's mode there."""
         policy = self.policy.distribution(obs)
         losses = bc_loss({"logprobs": policy.log_prob(actions), "entropy": policy.entropy()}, self.ent_coef)
         return losses, policy.mode().detach()
@@ -56,7 +56,7 @@ class BC(ActorCriticAlgorithm):
         return {**metrics, "grad_norm": self.optimizer.step(losses["loss"])}
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step on the batch; the held-out rows are judged before it."""
+        """One gradient step on the batch; the held-out rows are evaluated before it."""
         if "heldout_obs" in batch:
             with torch.no_grad():
                 self.heldout_loss.copy_(self.losses(batch["heldout_obs"], batch["heldout_actions"])[0]["loss"])

@@ -1,4 +1,4 @@
-"""Bounds of the numbers that learners' constructors take, by name, whoever the learner is."""
+"""Bounds of the numbers that learners' constructors take, by name, the same for every learner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOUNDS = {name: (bound, holds) for bound, (holds, names) in _ARGUMENTS.items() f
 
 
 def check_bounds(arguments: Mapping[str, Any]) -> None:
-    """Refuse the first number out of its bounds; None is one that is not set, and a word no number."""
+    """Refuse the first number that is out of its bounds; None (not set) and strings are skipped."""
     for name, value in arguments.items():
         if name in BOUNDS and isinstance(value, (int, float)):
             bound, holds = BOUNDS[name]

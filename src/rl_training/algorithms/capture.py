@@ -24,8 +24,9 @@ OUTSIDE = frozenset({"epsilon", "exploration_noise", "target_kl", "penalty_coef"
 class Numbers(dict[str, Any]):
     """A learner's table of numbers: floats, or None where one is not set.
 
-    With a `device`, one that is set becomes a 0-dim tensor there, which later values fill, so that a captured step
-    reads them: also one that does not move yet, or else a resumed run, which may begin anywhere, would round otherwise.
+    With a `device`, a number that is set becomes a 0-dim tensor there, and later values are written into it, so that a
+    captured step reads them. That includes numbers that do not change yet: a resumed run would otherwise round
+    differently.
     `constants` are what a step does not read in place: floats, and whether a number is set.
     """
 
@@ -43,13 +44,13 @@ class Numbers(dict[str, Any]):
         self.constants = tuple("set" if isinstance(x, Tensor) else x for key, x in self.items() if key not in OUTSIDE)
 
     def update(self, *others: Any, **values: float | None) -> None:
-        """As `dict.update`, one by one."""
+        """Like `dict.update`, one by one."""
         for name, value in dict(*others, **values).items():
             self[name] = value
 
 
 def accelerate_step(step: Step, how: str, numbers: Numbers) -> Step:
-    """The step compiled where `how` says so, and captured where the numbers' device can."""
+    """The step, compiled if `how` is "compile", and captured if the numbers' device can capture."""
     function = torch.compile(step, dynamic=False) if how == "compile" else step
     captures = numbers.device is not None and numbers.device.type in CAPTURING
     return CapturedStep(function, numbers) if captures else function
@@ -59,7 +60,7 @@ class CapturedStep:
     """A step, run plainly for its first calls, then captured once per signature of its inputs and replayed.
 
     Its inputs and outputs are tensors in tuples, lists and dicts. It draws nothing, reads no tensor on the host and
-    keeps what it changes where it is. Every call is one step, captured or not.
+    changes tensors only in place. Every call is one step, captured or not.
     """
 
     def __init__(self, function: Step, numbers: Numbers) -> None:
@@ -92,7 +93,7 @@ class CapturedStep:
         return graph.replay(tensors)
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
-        """On a side stream, as capturing asks of the calls before it."""
+        """Run on a side stream, as CUDA graphs require of warm-up calls."""
         with torch.cuda.device(_device_of(inputs)):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -107,12 +108,12 @@ class CapturedStep:
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures on a device: each stream has a workspace of cuBLAS."""
+    """One stream for all captures on a device, since each stream has its own cuBLAS workspace."""
     return torch.cuda.Stream(device)
 
 
 class Recording:
-    """One captured call: memory of its own for inputs and outputs. Recording runs none of the kernels."""
+    """One captured call, with its own memory for inputs and outputs. Recording runs none of the kernels."""
 
     graph: Any
 
@@ -128,9 +129,9 @@ class Recording:
     def record(self, function: Callable[[], None]) -> None:
         """Capture the kernels of a function."""
         collects = gc.isenabled()
-        gc.disable()  # to free an old graph, of a run that is over, would end the capture
+        gc.disable()  # freeing the graph of a finished run would end the capture
         try:
-            with torch.cuda.device(_device_of(self.inputs)):  # another one's kernels would run and not be captured
+            with torch.cuda.device(_device_of(self.inputs)):  # another device's kernels would run, not be captured
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
                 stream = capture_stream(torch.cuda.current_device())
@@ -171,14 +172,14 @@ def _sign(tree: Any, tensors: list[Tensor]) -> Any:
 
 
 def _device_of(tree: Any) -> torch.device | None:
-    """Of its first tensor."""
+    """The device of its first tensor."""
     tensors: list[Tensor] = []
     _sign(tree, tensors)
     return tensors[0].device if tensors else None
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same tuples, lists and dicts with another tensor in the place of each."""
+    """Apply a function to every tensor in nested tuples, lists and dicts."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):

@@ -3,7 +3,7 @@
 DDPG with a critic that gives a categorical distribution of the return on fixed atoms: the n-step Bellman target of the
 target distribution at mu'(s') is projected onto the atoms (Bellemare et al. 2017) and learned by cross-entropy, and the
 actor climbs the expectation. Here one process collects; the paper has many. Targets trail by `tau` per update, as
-DDPG's; the paper copies them now and then, which is `tau` 1 with a `target_update_interval`.
+in DDPG; the paper copies them periodically, which is `tau` 1 with a `target_update_interval`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def d4pg_loss(batch: Batch) -> dict[str, Tensor]:
 class D4PG(DDPG):
     """The learner; `model` has `support` [K], `actor(obs)`, `distribution_logits(obs, actions)` [B, K] and `q_values`.
 
-    Priorities are the cross-entropies. `v_min`, `v_max` and `num_atoms`, when given, must be those of the model.
+    Priorities are the cross-entropies. `v_min`, `v_max` and `num_atoms`, when given, must match the model.
     """
 
     def __init__(

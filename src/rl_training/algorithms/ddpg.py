@@ -75,7 +75,7 @@ class DDPG(GaussianExploration):
         return self.model.actor
 
     def draw_noise(self, actions: Tensor) -> Tensor | None:
-        """What `target_values` needs drawn; DDPG nothing."""
+        """The noise that `target_values` needs; none for DDPG."""
         return None
 
     def target_values(self, next_obs: Tensor, noise: Tensor | None) -> Tensor:
@@ -104,7 +104,7 @@ class DDPG(GaussianExploration):
         return losses
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """A critic step; every `policy_delay` of them an actor step and the targets' move."""
+        """A critic step; after every `policy_delay` of them, an actor step and a target update."""
         metrics, priorities = self.critic_step(transition_columns(batch), self.draw_noise(batch["actions"]))
         if (self.num_updates + 1) % self.policy_delay == 0:
             self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())

@@ -1,4 +1,4 @@
-"""Dreamer: behaviour learned in the imagination of a world model (Hafner et al. 2023, arXiv:2301.04104, DreamerV3).
+"""Dreamer: behavior learned in the imagination of a world model (Hafner et al. 2023, arXiv:2301.04104, DreamerV3).
 
 The world model learns from replayed windows: reconstruction + reward + continue + KL between posterior and prior. From
 every posterior state the actor then dreams `imagination_horizon` steps with the prior; the critic regresses on the
@@ -49,7 +49,7 @@ class ReturnScale(nn.Module):
 
     @torch.no_grad()
     def update(self, returns: Tensor) -> Tensor:
-        """Fold returns in; what advantages are divided by, []."""
+        """Fold returns in; returns the divisor of advantages, []."""
         ordered = returns.flatten().sort().values
         low, high = (ordered[round(share * (len(ordered) - 1))] for share in RETURN_QUANTILES)
         self.ends.lerp_(torch.stack([low, high]), 1.0 - self.decay)
@@ -103,7 +103,7 @@ class Dreamer(Algorithm):
     # acting ----------------------------------------------------------------------------------------------------
 
     def acting(self) -> nn.Module:
-        """What a state and an action need: encoder (with its input), RSSM, actor."""
+        """The parts that acting needs: encoder (with its input), RSSM, actor."""
         model = self.world_model
         return nn.ModuleList([model.observation_input, model.encoder, model.rssm, self.actor])
 
@@ -193,9 +193,9 @@ class Dreamer(Algorithm):
         return Dream(torch.stack(visited), torch.stack(taken))
 
     def behavior_step(self, dream: Dream, alive: Tensor) -> dict[str, Tensor]:
-        """One gradient step of the critic and one of the actor on a dream; `alive` [N] is 0 where it begins at an end.
+        """One gradient step of the critic and one of the actor on a dream; `alive` [N] is 0 where it starts at an end.
 
-        R_t = r_{t+1} + g c_{t+1} ((1 - l) v_{t+1} + l R_{t+1}); a step counts as much as its state is likely to be met.
+        R_t = r_{t+1} + g c_{t+1} ((1 - l) v_{t+1} + l R_{t+1}); a step's weight is the chance of reaching its state.
         """
         model, before = self.world_model, dream.features[:-1]
         with torch.no_grad(), self._autocast():
@@ -210,7 +210,7 @@ class Dreamer(Algorithm):
         returns = lambda_returns(rewards=rewards, discounts=discounts, next_values=values[1:], lambda_=self.gae_lambda)
         weights = torch.cat([alive.unsqueeze(0), discounts[:-1]]).cumprod(0)
         scale = self.return_scale.update(returns)
-        # Cross-entropy is linear in its target: to the returns and, as a regulariser, to the slow critic's values.
+        # Cross-entropy is linear in its target: to the returns and, as a regularizer, to the slow critic's values.
         codes = self.critic.codes(returns) + self.critic.codes(slow_values)
         critic_loss = (weights * categorical_cross_entropy(logits[:-1].float(), codes)).mean()
         advantages = (returns - values[:-1]) / scale

@@ -1,4 +1,4 @@
-"""Acting that learners share: of a deterministic policy (DDPG and its children, NAF), and of a policy that samples."""
+"""Acting that learners share: with a deterministic policy (DDPG and its subclasses, NAF), or with one that samples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rl_training.algorithms.base import ActOutput, Algorithm, Carry, NumpyPolicy
 
 
 class GaussianExploration(Algorithm):
-    """A learner whose `model.actor(obs)` is mu(s) in [-1, 1], which it explores around by Gaussian noise."""
+    """A learner whose `model.actor(obs)` is mu(s) in [-1, 1], and which explores with Gaussian noise."""
 
     model: Any
-    exploration_noise: float  # the deviation of the noise; a schedule may move it
+    exploration_noise: float  # the deviation of the noise; a schedule may change it
 
     @torch.no_grad()
     def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
@@ -26,13 +26,13 @@ class GaussianExploration(Algorithm):
         return ActOutput(actions)
 
     def numpy_policy(self) -> NumpyPolicy | None:
-        """The same in numpy, where the network that acts has such a form."""
+        """The same in numpy, if the acting network has a numpy form."""
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make(lambda: self.exploration_noise)
 
 
 class PolicyActing(Algorithm):
-    """A learner of a `policy` that samples (`act`) and values what it sees: the rollout family, GAIL."""
+    """A learner of a `policy` that samples (`act`) and estimates values: the rollout family, GAIL."""
 
     policy: Any
 

@@ -1,9 +1,9 @@
 """FQF: quantiles at fractions that the network proposes per state (Yang et al. 2019, arXiv:1911.02140).
 
-The quantile function is IQN's, trained at the midpoints of the fractions. The fractions minimise the 1-Wasserstein
+The quantile function is IQN's, trained at the midpoints of the fractions. The fractions minimize the 1-Wasserstein
 error of the approximation: their loss has its exact gradient (proposition 1) towards tau_i, with the quantile function
 held fixed, and an entropy bonus against collapse; one small layer on detached features learns it with its own RMSProp.
-Target quantiles stand at the fractions that the online layer proposes for the next state.
+Target quantiles are taken at the fractions that the online layer proposes for the next state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_training.errors import UserError
 
 
 class FQF(QLearning):
-    """The learner; `q_network` has `propose` and a `fraction_layer` besides what IQN asks for (see `MLPFQFNetwork`)."""
+    """The learner; `q_network` has `propose` and a `fraction_layer`, and what IQN needs (see `MLPFQFNetwork`)."""
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, fraction_learning_rate: float = 2.5e-9,
@@ -59,7 +59,7 @@ class FQF(QLearning):
         return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
 
     def trace(self, rows: Any) -> tuple[Tensor, Backward]:
-        """Quantiles [B, A, N] at the midpoints of the fractions that the network proposes, which go into the rows."""
+        """Quantiles [B, A, N] at the midpoints of the fractions that the network proposes, which are added to rows."""
         features = self.q_network.features(rows["obs"])
         fractions = self.q_network.propose(features)
         rows.update(features=features.detach(), fractions=fractions)
@@ -83,7 +83,7 @@ class FQF(QLearning):
         return SampleTerms(losses, slopes, losses, q_values, targets, metrics, head_loss)
 
     def step_head(self, terms: SampleTerms) -> None:
-        """A step of the fractions; neither optimizer reaches the other's parameters."""
+        """A gradient step of the fractions; neither optimizer reaches the other's parameters."""
         assert terms.head_loss is not None
         self.fraction_optimizer.step(terms.head_loss)
 

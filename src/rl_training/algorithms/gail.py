@@ -1,13 +1,13 @@
 """GAIL: generative adversarial imitation learning (Ho and Ermon 2016, arXiv:1606.03476).
 
-A discriminator D(s, a) learns to tell the expert's pairs (label 1) from the policy's (label 0); what it says of the
-policy's pairs is the reward on which PPO, unchanged, learns. The environment's own reward is never read.
+A discriminator D(s, a) learns to tell the expert's pairs (label 1) from the policy's (label 0); its output for the
+policy's pairs is the reward from which PPO, unchanged, learns. The environment's own reward is never read.
 
 Absorbing states (Kostrikov et al. 2019, arXiv:1809.02925): where episodes can end early, a reward that is always
 positive pays for staying alive and one that is always negative for ending, whatever the expert did. So an end leads to
-one further state, in which the episode stays: the discriminator sees it as often as either side spends steps there
-until the horizon, and an end is worth gamma / (1 - gamma) times its reward. For ever, not up to the horizon, because
-the value of a truncated episode (PPO bootstraps it) is that of an episode which goes on for ever too.
+an absorbing state, in which the episode stays: the discriminator sees it once per step that either side spends there
+until the horizon, and an end is worth gamma / (1 - gamma) times its reward. That sum is infinite, not up to the
+horizon, because the value of a truncated episode (PPO bootstraps it) is also that of an episode that never ends.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ REWARD_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gail_loss(batch: Batch, gradient_penalty: float = 0.0) -> dict[str, Tensor]:
-    """Binary cross-entropy and accuracy from expert_logits [E] and generator_logits [B], each side half of it.
+    """Binary cross-entropy and accuracy from expert_logits [E] and generator_logits [B], each side weighted by half.
 
-    With a weight, `gradient_penalties` [P] are added.
+    If `gradient_penalty` is not 0, it weights the mean of `gradient_penalties` [P], which is added.
     """
     expert, generated = batch["expert_logits"], batch["generator_logits"]
     loss = 0.5 * (F.softplus(-expert).mean() + F.softplus(generated).mean())
@@ -48,18 +48,18 @@ def penalize_gradient(logits: Tensor, inputs: Sequence[Tensor], target: float = 
     """(||dD/d inputs|| - target)^2 per row [B], the norm over all inputs [B, ...] together; has a gradient itself."""
     gradients = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
     squares = torch.stack([gradient.flatten(1).square().sum(-1) for gradient in gradients]).sum(0)
-    return ((squares + 1e-12).sqrt() - target).square()  # at 0 a root's own slope is infinite
+    return ((squares + 1e-12).sqrt() - target).square()  # at 0 the root's slope is infinite
 
 
 class Pairs(NamedTuple):
-    """What one side visited: obs [B, ...], actions [B, ...], and the steps it then spent absorbed, in all."""
+    """What one side visited: obs [B, ...], actions [B, ...], and its total steps in the absorbing state."""
 
     obs: Tensor
     actions: Tensor
     absorbing_steps: int = 0
 
     def draw(self, size: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """`size` of its steps, uniformly (None: every one), as obs, actions and whether they are absorbing."""
+        """Draw `size` steps uniformly (None: all of them): obs, actions and whether each is absorbing."""
         count, total = len(self.obs), len(self.obs) + self.absorbing_steps
         device = self.obs.device
         if size is None:
@@ -71,11 +71,11 @@ class Pairs(NamedTuple):
 
 
 class GAIL(PolicyActing):
-    """The learner; the batch is a rollout [T, N] as PPO's, with expert_obs and expert_actions [E].
+    """The learner; the batch is a rollout [T, N] as for PPO, with expert_obs and expert_actions [E].
 
     With `absorbing_states` it also has `absorbing_steps` [T, N] and `expert_absorbing_steps` [E]: how many steps until
-    the horizon follow a row that terminated. `discriminator_updates` 0 leaves the discriminator as it is: a new one
-    of ours (`MLPGAILDiscriminator`) is constant.
+    the horizon follow a row that terminated. With `discriminator_updates` 0 the discriminator is not trained; a new
+    `MLPGAILDiscriminator` is constant.
     """
 
     steps = ("discriminator_step",)
@@ -103,7 +103,7 @@ class GAIL(PolicyActing):
 
     @property
     def policy(self) -> Any:
-        """PPO's, which acts here with this learner's own generator."""
+        """PPO's policy, which acts here with this learner's generator."""
         return self.ppo.policy
 
     def learn(self, batch: Batch) -> UpdateResult:
@@ -125,7 +125,7 @@ class GAIL(PolicyActing):
         return result
 
     def sides(self, batch: Batch) -> tuple[Pairs, Pairs]:
-        """The pairs of expert and policy, an engine's reset rows left out."""
+        """The pairs of expert and policy, without an engine's reset rows."""
         obs, actions = batch["obs"].flatten(0, 1), batch["actions"].flatten(0, 1)
         if batch.get("valid") is not None:
             valid = batch["valid"].flatten().nonzero().squeeze(-1)
@@ -135,7 +135,7 @@ class GAIL(PolicyActing):
         return Pairs(batch["expert_obs"], batch["expert_actions"], expert_steps), Pairs(obs, actions, steps)
 
     def draw(self, expert: Pairs, generated: Pairs, penalizes: bool) -> tuple[list[Any], Tensor | None]:
-        """Steps of both sides, and where between their pairs the slope is penalized."""
+        """Steps of both sides, and how far between their pairs the gradient is penalized."""
         drawn = [side.draw(self.discriminator_batch_size, self.generator) for side in (expert, generated)]
         obs, pairs = drawn[0][0], min(len(side[0]) for side in drawn)
         return drawn, torch.rand(pairs, generator=self.generator, device=obs.device) if penalizes else None
@@ -145,7 +145,7 @@ class GAIL(PolicyActing):
         self.discriminator_optimizer.step(self.discriminator_losses(drawn, shares)["discriminator_loss"])
 
     def discriminator_losses(self, drawn: Sequence[Any], shares: Tensor | None) -> dict[str, Tensor]:
-        """`gail_loss` of steps drawn from both sides, with a penalty where `shares` [P] say between which points."""
+        """`gail_loss` of steps drawn from both sides, with a gradient penalty at the `shares` [P] between them."""
         obs, actions, absorbing = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         count = len(drawn[0][0])
         logits = self.discriminator(obs, actions, *[absorbing] * self.absorbing_states)
@@ -164,14 +164,14 @@ class GAIL(PolicyActing):
 
     @torch.no_grad()
     def rewards(self, batch: Batch) -> Tensor:
-        """What the discriminator gives for every pair of a rollout [T, N]; nothing on an engine's reset rows."""
+        """The discriminator's reward for every pair of a rollout [T, N]; 0 on an engine's reset rows."""
         logits = self.discriminator(batch["obs"].flatten(0, 1), batch["actions"].flatten(0, 1))
         rewards = REWARD_FORMS[self.reward_form](logits).view(batch["obs"].shape[:2])
         return rewards if batch.get("valid") is None else torch.where(batch["valid"].bool(), rewards, 0.0)
 
     @torch.no_grad()
     def with_ends(self, rewards: Tensor, batch: Batch) -> Tensor:
-        """The rewards [T, N], with the absorbing state's for ever after a termination."""
+        """The rewards [T, N]; a termination adds the absorbing state's rewards, forever."""
         if not self.absorbing_states:
             return rewards
         one = batch["obs"][0, :1], batch["actions"][0, :1]  # any row: nothing of it is read

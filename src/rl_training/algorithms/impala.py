@@ -1,7 +1,7 @@
 """IMPALA: actor-critic with V-trace off-policy correction (Espeholt et al. 2018, arXiv:1802.01561).
 
-The policy that acted may be older than the policy that learns; V-trace weighs each temporal difference with the clipped
-ratio pi/mu. Losses are means over the rollout, not sums as in the paper, so learning rates are those of other learners.
+The policy that acted may be older than the policy that learns; V-trace weights each temporal difference by the clipped
+ratio pi/mu. Losses are means over the rollout, not sums as in the paper, so learning rates are like other learners'.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def vtrace_losses(
     batch: Batch, gain: tuple[Tensor, Tensor], ent_coef: float, vf_coef: float,
     statistics: dict[str, Tensor] | None = None,
 ) -> Losses:  # fmt: skip
-    """The losses of a policy's gain with V-trace targets for the critic; the statistics say what V-trace did."""
+    """The losses of a policy's gain, with V-trace targets for the critic and statistics of what V-trace did."""
     targets = batch["vtrace_targets"].detach()
     did = {
         "rho_mean": (batch["target_logprobs"].detach() - batch["behavior_logprobs"]).exp(),
@@ -39,10 +39,10 @@ def vtrace_losses(
 
 class IMPALA(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, B] with the actor's `behavior_logprobs` and the `bootstrap_obs` [B, ...]
-    after it, which the critic that learns values at every step (or a given `bootstrap_value` [B]).
+    after it, which the learning critic evaluates at every step (or a given `bootstrap_value` [B]).
 
-    `gae_lambda` below 1 shortens the traces (not in the paper); `importance_correction` off forces every ratio to 1,
-    which is the control that shows what V-trace is for.
+    `gae_lambda` below 1 shortens the traces (not in the paper); without `importance_correction` every ratio is 1, as
+    a control that shows what V-trace contributes.
     """
 
     reads_values = False
@@ -73,7 +73,7 @@ class IMPALA(ActorCriticAlgorithm):
         return rollout
 
     def trace_rollout(self, rollout: Batch) -> tuple[dict[str, Tensor], Backward]:
-        """target_logprobs, values and entropy [T, B] of the learning policy, and the way back, as `trace` gives it."""
+        """target_logprobs, values and entropy [T, B] of the learning policy, and the backward pass, as in `trace`."""
         rows = {name: rollout[name].flatten(0, 1) for name in ("obs", "actions", "action_masks") if name in rollout}
         policy, backward = self.trace(rows)
         shape = rollout["rewards"].shape
@@ -86,7 +86,7 @@ class IMPALA(ActorCriticAlgorithm):
     def vtrace(
         self, rollout: Batch, logprobs: Tensor, values: Tensor, pg_rho_clip: float | None
     ) -> tuple[Tensor, Tensor]:
-        """V-trace targets and advantages [T, B] with ratios of `logprobs` to the behaviour policy's."""
+        """V-trace targets and advantages [T, B] with ratios of `logprobs` to the behavior policy's."""
         log_rhos = logprobs - rollout["behavior_logprobs"]
         if not self.importance_correction:
             log_rhos = torch.zeros_like(log_rhos)

@@ -1,6 +1,6 @@
 """IQN: the quantile function at random fractions (Dabney et al. 2018, arXiv:1806.06923).
 
-Fractions are drawn anew for every transition, independently for the online (N) and the target quantiles (N'); K more,
+Fractions are drawn for every transition, independently for the online (N) and the target quantiles (N'); K more,
 shared by the batch, choose the next action and act. Quantile Huber loss, summed over N and averaged over N'.
 """
 
@@ -65,7 +65,7 @@ class IQN(QLearning):
         return SampleTerms(losses, slopes, losses, quantiles, targets)
 
     def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
-        """Means [N, A] over K fractions: drawn anew, or midpoints when deterministic."""
+        """Means [N, A] over K fractions: newly drawn, or midpoints when deterministic."""
         count = self.num_acting_quantiles
         even = (torch.arange(count, device=obs.device) + 0.5) / count
         taus = even if deterministic else self.uniform(count)

@@ -1,8 +1,8 @@
 """MBPO: model-based policy optimization (Janner et al. 2019, arXiv:1906.08253).
 
 SAC whose batches are mostly imagined: an ensemble of probabilistic networks learns p(r, s' - s | s, a) from real
-transitions, and short rollouts of the current policy through it start at real states. `fit` is all of the model's
-learning; when the model is fitted, when rollouts are made and which batch holds what is decided where batches are made.
+transitions, and short rollouts of the current policy through it start at real states. `fit` does all of the
+model's learning. The code that makes batches decides when to fit, when to roll out and what a batch holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 
 HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
-PATIENCE, LEAST_GAIN = 5, 0.01  # epochs without a member's error falling by this share, after which a fit stops
+PATIENCE, LEAST_GAIN = 5, 0.01  # a fit stops after so many epochs in which no member's error falls by this share
 Termination = Callable[[Tensor], Tensor]  # next observations [B, O] -> whether the episode ends there [B]
 
 
@@ -95,7 +95,7 @@ class MBPO(SAC):
     def model_step(self, batch: Batch) -> dict[str, Tensor]:
         """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...]; its metrics.
 
-        The head of termination learns where the batch has `terminated`.
+        The termination head learns if the batch has `terminated`.
         """
         prediction = self.dynamics_model(batch["obs"], batch["actions"])
         shared = batch["obs"].dim() == 2
@@ -115,9 +115,9 @@ class MBPO(SAC):
 
     @torch.no_grad()
     def heldout_errors(self, batch: Batch) -> Tensor:
-        """Mean squared error of each member on rows [B, ...] that none learned from, in standardised units: [E].
+        """Mean squared error of each member on rows [B, ...] that none learned from, in standardized units: [E].
 
-        Where the batch has `terminated`, with the cross-entropy of the head.
+        If the batch has `terminated`, the termination head's cross-entropy is added.
         """
         prediction = self.dynamics_model(batch["obs"], batch["actions"])
         self.last_disagreement.copy_(disagreement(prediction.means))
@@ -127,11 +127,11 @@ class MBPO(SAC):
     def fit(
         self, data: Mapping[str, Tensor], rng: np.random.Generator, most_updates: int, batch_size: int
     ) -> Iterator[Batch]:
-        """Batches for `update_model` out of rows [N, ...], until held-out rows say stop; then elites are chosen.
+        """Batches for `update_model` from rows [N, ...] until the held-out error stops falling; then elites are chosen.
 
-        A fifth of the rows is held out; each member learns from its own bootstrap sample of the others, [E, B, ...].
-        It starts from the weights of the last fit and ends with those of its best epoch, where a gain counts from one
-        per cent. What it was before counts for nothing: it has seen most held-out rows in earlier fits.
+        A fifth of the rows is held out; each member learns from its own bootstrap sample of the rest, [E, B, ...].
+        It starts from the weights of the last fit and ends with those of its best epoch, where gains count above one
+        percent. The weights from before do not compete: they have seen most held-out rows in earlier fits.
         """
         total = len(data["rewards"])
         order, held = rng.permutation(total), min(max(1, int(HELDOUT_SHARE * total)), MOST_HELDOUT)
@@ -161,10 +161,10 @@ class MBPO(SAC):
 
     @torch.no_grad()
     def imagine(self, obs: Tensor, terminates: Termination | None = None) -> dict[str, Tensor]:
-        """One step of the current policy in the model from [B, O]: transitions, whose rows come in another order.
+        """One step of the current policy in the model from [B, O]: transitions, in another row order.
 
-        Every row and step has an elite drawn at random, and only that one computes it: rows in random order are cut
-        into equal groups, elites in random order take one each. Ends come from `terminates`, or from the model's head.
+        A random elite computes each row: the shuffled rows are cut into equal groups, and each of the shuffled elites
+        takes one. Ends come from `terminates`, or from the model's head.
         """
         rows, count, device = len(obs), len(self.elites), obs.device
         elites = self.elites[torch.randperm(count, generator=self.generator, device=device)]
@@ -186,7 +186,7 @@ class MBPO(SAC):
         return {"obs": obs, "actions": actions, "rewards": rewards, "next_obs": next_obs, "terminated": terminated}
 
     def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:
-        """What SAC is told of predicted rewards [B]: as they are."""
+        """The rewards that SAC gets for predicted rewards [B]: unchanged."""
         return rewards
 
 

@@ -16,12 +16,12 @@ from rl_training.algorithms.mbpo import MBPO, mbpo_model_loss
 
 
 def mopo_model_loss(batch: Batch) -> dict[str, Tensor]:
-    """As `mbpo_model_loss`, under MOPO's name."""
+    """Like `mbpo_model_loss`, under MOPO's name."""
     return mbpo_model_loss(batch, "mopo_model_loss")
 
 
 class MOPO(MBPO):
-    """The learner; as MBPO's, with `penalty_coef` (lambda)."""
+    """The learner; like MBPO, with `penalty_coef` (lambda)."""
 
     model_loss_name = "mopo_model_loss"
 

@@ -59,7 +59,7 @@ class NAF(GaussianExploration):
         return losses, (targets - q_values.detach()).abs_()
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """A gradient step and the target's move."""
+        """A gradient step and a target update."""
         metrics, priorities = self.critic_step(transition_columns(batch))
         self._target.polyak_(self.tau)
         self.model.observation_input.update(batch["obs"])

@@ -1,7 +1,7 @@
 """Parameters as one flat tensor, and the optimizers over it: gradient, clipping and step in one call.
 
 A small network spends its update on overhead, not on arithmetic. One flat tensor makes the gradient norm, Adam, a
-target copy and a polyak step one operation each, whatever the number of layers.
+target copy and a polyak step one operation each, for any number of layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_training.errors import UserError
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
-PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # whatever a learner's options are
+PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
 
 
@@ -36,7 +36,7 @@ def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Para
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors as one [P]: itself where they are its pieces in order (a written-out pass makes them so), else a copy."""
+    """Tensors as one [P], without a copy if they are its consecutive pieces (as from a written-out pass)."""
     first = tensors[0]
     end = start = first.data_ptr()
     for tensor in tensors:
@@ -44,13 +44,13 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
             return _flatten_dense_tensors(tensors)
         end += tensor.nbytes
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbours by accident
+    if end > storage.data_ptr() + storage.nbytes():  # neighbors by accident
         return _flatten_dense_tensors(tensors)
     return first.as_strided(((end - start) // first.itemsize,), (1,))
 
 
 def _number(option: str) -> Any:
-    """An option that is read where its number stands."""
+    """A property that reads an option from the table that holds it."""
 
     def read(optimizer: Optimizer) -> Any:
         table, name, common = optimizer._where[option]
@@ -63,9 +63,8 @@ def _number(option: str) -> Any:
 class Optimizer(nn.Module):
     """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
 
-    A module, so that its moments are in the algorithm's `state_dict` without a list of them anywhere. `learning_rate`,
-    `eps` and `max_grad_norm` may be names in the table `numbers`, which is read at every step; "a|b" is a where that
-    is set, else b.
+    It is a module, so that its moments are in the algorithm's `state_dict`. `learning_rate`, `eps` and `max_grad_norm`
+    may be names in the table `numbers`, which is read at every step; "a|b" is a if that is set, else b.
     """
 
     ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
@@ -121,8 +120,8 @@ class Optimizer(nn.Module):
         )
 
     def trace(self, network: Any, *inputs: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Backward]:
-        """A network's outputs, or what its method `call` gives, without a graph, and the way from a loss's slopes there
-        to the parameters' gradients: its own (`network.trace`) where it has one, autograd's elsewhere."""
+        """Outputs of a network, or of its method `call`, without a graph, and a function from a loss's slopes there to
+        the parameters' gradients: the network's own (`network.trace`) if it has one, else autograd's."""
         own = network.trace(*inputs) if hasattr(network, "trace") else None
         if own is not None:
             return own
@@ -138,7 +137,7 @@ class Optimizer(nn.Module):
         return detached[0] if isinstance(outputs, Tensor) else type(outputs)(*detached), backward
 
     def add_gradients(self, gradients: Gradients, loss: Tensor) -> Gradients:
-        """Given gradients with those of one more loss added."""
+        """The given gradients plus those of one more loss."""
         more = torch.autograd.grad(loss, self._params, allow_unused=True)
         return [x if y is None else y if x is None else x + y for x, y in zip(gradients, more, strict=True)]
 
@@ -151,7 +150,7 @@ class Optimizer(nn.Module):
         if self.ranks is not None:
             self.ranks.mean_(grad)
         norm, longest = torch.linalg.vector_norm(grad), self.max_grad_norm
-        if longest is not None and (not norm.is_cpu or norm.item() > longest):  # looking is free there
+        if longest is not None and (not norm.is_cpu or norm.item() > longest):  # looking is free on a CPU
             grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
         return norm

@@ -18,9 +18,9 @@ from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipp
 
 
 def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
-    """From new_logprobs, logprobs (of the behaviour policy), advantages, values, returns and entropy, all [B].
+    """From new_logprobs, logprobs (of the behavior policy), advantages, values, returns and entropy, all [B].
 
-    With `old_values` of the behaviour critic the values' loss is clipped too.
+    With `old_values` of the behavior critic, the value loss is clipped too.
     """
     logratio = batch["new_logprobs"] - batch["logprobs"]
     gain = clipped_surrogate(logratio, batch["advantages"], clip_coef)
@@ -63,7 +63,7 @@ class PPO(ActorCriticAlgorithm):
         return torch.stack([*losses.values(), grad_norm])
 
     def minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
-        """The rows once, shuffled, in pieces of `minibatch_size`; a last piece too small to normalize joins none."""
+        """The rows once, shuffled, in pieces of `minibatch_size`; a last piece of one row is dropped."""
         count = len(rows["advantages"])
         size = min(self.minibatch_size or count, count)
         order = torch.randperm(count, generator=self.generator, device=rows["advantages"].device)

@@ -1,6 +1,6 @@
-"""What the DQN family shares: acting, target network, noise, and the gradient step; a head adds targets and losses.
+"""Shared by the DQN family: acting, target network, noise, and the gradient step; a head adds targets and losses.
 
-One learner per head (scalar, categorical, quantile, implicit, fully parameterised). Double Q-learning is a switch here,
+One learner per head (scalar, categorical, quantile, implicit, fully parameterized). Double Q-learning is a switch here,
 dueling and noisy layers are properties of the network, n-step returns and priorities come with the batch.
 """
 
@@ -25,8 +25,8 @@ NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]
 
 
 class SampleTerms(NamedTuple):
-    """Of a batch: losses [B], unweighted, and their slopes by the taken action's outputs ([B] or [B, K]); priorities
-    [B]; values and targets [B, ...] for metrics. A head may add metrics, and a loss for an optimizer of its own.
+    """Losses [B] of a batch, unweighted, and their slopes at the taken action's outputs ([B] or [B, K]); priorities
+    [B]; values and targets [B, ...] for metrics. A head may add metrics, and a loss for its own optimizer.
     """
 
     losses: Tensor
@@ -38,7 +38,7 @@ class SampleTerms(NamedTuple):
     head_loss: Tensor | None = None
 
     def summary(self, weights: Tensor | None) -> dict[str, Tensor]:
-        """The loss of the whole batch, and what is the mean of each metric."""
+        """The loss of the whole batch, and the values whose mean is each metric."""
         return {
             "loss": weighted_mean(self.losses, weights), "q_value_mean": self.q_values, "target_mean": self.targets,
             "td_error_mean": self.td_errors, **(self.metrics or {}),
@@ -46,11 +46,11 @@ class SampleTerms(NamedTuple):
 
 
 class QLearning(Algorithm):
-    """A learner of action values from transitions; `q_network` is any module [B, ...] -> [B, A] or what the head says.
+    """A learner of action values from transitions; `q_network` is any module [B, ...] -> [B, A] or as the head needs.
 
     `target_update_interval` counts updates; `tau` below 1 moves the target only that share of the way each time.
-    A batch holds obs, actions, rewards, next_obs and `dones` or `terminated`, or `discounts` (which win over them);
-    optional are `weights` of the loss and `next_action_masks` [B, A], true where an action is legal.
+    A batch holds obs, actions, rewards, next_obs and `dones` or `terminated`, or `discounts` (which override them);
+    `weights` of the loss and `next_action_masks` [B, A], true where an action is legal, are optional.
     """
 
     steps = ("critic_step",)
@@ -73,14 +73,14 @@ class QLearning(Algorithm):
         return list(self.q_network.parameters())
 
     def make_target(self) -> None:
-        """Copy the network; the last line of a constructor, when every optimizer has flattened its parameters."""
+        """Copy the network; call it last in a constructor, when every optimizer has flattened its parameters."""
         self.target = TargetNetwork(self.q_network)
         self.target_network: Any = self.target.network
 
     # what a head writes ----------------------------------------------------------------------------------------
 
     def values(self, outputs: Tensor) -> Tensor:
-        """Action values [B, A] of what the network gives."""
+        """Action values [B, A] from the network's outputs."""
         return outputs
 
     def numpy_values(self, outputs: Array) -> Array:
@@ -88,7 +88,7 @@ class QLearning(Algorithm):
         return outputs
 
     def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
-        """Values [N, A] of the online network, to act by."""
+        """Values [N, A] of the online network, for acting."""
         return self.values(self.q_network(obs))
 
     def targets(self, rows: Batch) -> Any:
@@ -96,7 +96,7 @@ class QLearning(Algorithm):
         raise NotImplementedError
 
     def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
-        """Outputs of the online network, and the way from a loss's slopes there to its gradients."""
+        """Outputs of the online network, and a function from a loss's slopes there to its gradients."""
         return self.optimizer.trace(self.q_network, rows["obs"])
 
     def terms(self, rows: Batch, outputs: Tensor, targets: Any) -> SampleTerms:
@@ -104,7 +104,7 @@ class QLearning(Algorithm):
         raise NotImplementedError
 
     def step_head(self, terms: SampleTerms) -> None:
-        """What a head trains by itself, after the values."""
+        """Train what only this head has, after the values."""
 
     # the update ------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class QLearning(Algorithm):
         return metrics, terms.td_errors
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step, then the target network when it is due."""
+        """One gradient step, then a target update when it is due."""
         draws = self.draws(len(batch["actions"]))
         metrics, self.last_td_errors = self.critic_step(transition_columns(batch), draws)
         observation_input = getattr(self.q_network, "observation_input", None)
@@ -155,7 +155,7 @@ class QLearning(Algorithm):
     def next_scores(self, rows: Batch, outputs: Tensor) -> Tensor:
         """Scores [B, A] that choose the next action: the target's own, or the online network's with double Q-learning.
 
-        `outputs` is what the target network gives at the next observations. An illegal action is never chosen.
+        `outputs` are the target network's at the next observations. An illegal action is never chosen.
         """
         scores = self.values(self.q_network(rows["next_obs"]) if self.double_q else outputs)
         return mask_scores(scores, rows.get("next_action_masks"))
@@ -182,7 +182,7 @@ class QLearning(Algorithm):
         return ActOutput(scores.argmax(-1))
 
     def numpy_form(self, method: str) -> Any:
-        """What the network's `method` makes of it in numpy; None where it has no such method or form."""
+        """The numpy form that the network's `method` returns; None if it has no such method or form."""
         make = getattr(self.q_network, method, None)
         return None if make is None else make()
 
@@ -202,7 +202,7 @@ class QLearning(Algorithm):
             explore = None
             if not deterministic and self.epsilon > 0.0:
                 explore = rng.random(len(obs)) < self.epsilon
-                if explore.all():  # nobody asks the network
+                if explore.all():  # no row needs the network
                     return random_actions(rng, len(obs), (num_actions,), masks)
             scores = values(obs, None if deterministic else rng)
             if masks is not None:
@@ -216,7 +216,7 @@ class QLearning(Algorithm):
 
 
 def mask_scores(scores: Tensor, masks: Tensor | None) -> Tensor:
-    """Scores [B, A] with -inf at illegal actions; as they are where none is legal, which only an end has."""
+    """Scores [B, A] with -inf at illegal actions; unchanged where none is legal, as only at an end."""
     if masks is None:
         return scores
     legal = masks.bool()

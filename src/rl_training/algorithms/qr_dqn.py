@@ -1,6 +1,6 @@
 """QR-DQN: quantiles of the return at fixed fractions (Dabney et al. 2018, arXiv:1710.10044).
 
-theta_i estimates the quantile at (i + 1/2) / N; each is drawn to the target quantiles r + gamma theta'_j of the best
+theta_i estimates the quantile at (i + 1/2) / N; each is pulled to the target quantiles r + gamma theta'_j of the best
 next action by the quantile Huber loss, summed over i and averaged over j.
 """
 

@@ -1,6 +1,6 @@
 """SAC: soft actor-critic with a tuned temperature (Haarnoja et al. 2018, arXiv:1812.05905).
 
-The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the actor minimises
+The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the actor minimizes
 alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrized, and alpha holds the policy's entropy at `target_entropy`.
 """
 
@@ -32,7 +32,7 @@ def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float)
 def sac_loss(batch: Batch) -> dict[str, Tensor]:
     """From q1_values, q2_values, target_q_values, sampled_logprobs, sampled_q1, sampled_q2, all [B], and alpha.
 
-    Of more critics: q_values and sampled_q_values [E, B]. `weights` [B] is optional.
+    For more critics: q_values and sampled_q_values [E, B]. `weights` [B] is optional.
     """
     sampled = twins(batch, "sampled_q_values", "sampled_q{}").amin(0)
     losses = critic_losses(twins(batch, "q_values", "q{}_values"), batch["target_q_values"], batch.get("weights"))
@@ -40,7 +40,7 @@ def sac_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 def twins(batch: Batch, stacked: str, single: str) -> Tensor:
-    """An ensemble's values [E, B] from their stacked name, or from the names of two."""
+    """An ensemble's values [E, B] from one stacked entry, or from those of two critics."""
     return batch[stacked] if stacked in batch else torch.stack([batch[single.format(1)], batch[single.format(2)]])
 
 
@@ -109,7 +109,7 @@ class SAC(Algorithm):
         return None
 
     def climbed(self, q_values: Tensor) -> Tensor:
-        """What the actor climbs of critics [E, B]: here the smallest [B]."""
+        """The values [B] that the actor climbs, from critics [E, B]: here the smallest."""
         return q_values.amin(0)
 
     def critic_step(self, batch: Batch, noise: Tensor, subset: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
@@ -138,7 +138,7 @@ class SAC(Algorithm):
         return losses
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """A critic step; every `actor_update_interval` of them an actor and temperature step; the targets' move."""
+        """A critic step, at every `actor_update_interval` an actor and temperature step, and a target update."""
         obs, alpha = batch["obs"], self.alpha
         metrics, priorities = self.critic_step(transition_columns(batch), self.draw_noise(obs), self.draw_subset())
         if (self.num_updates + 1) % self.actor_update_interval == 0:

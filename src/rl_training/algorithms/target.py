@@ -11,9 +11,9 @@ from torch import Tensor, nn
 class TargetNetwork:
     """A copy of `online` without gradients; `network` is the module to register and to call.
 
-    Make it after the optimizers, which move the parameters of `online` into flat tensors: parameters that lie side by
-    side there do so in the copy, and `copy_` and `polyak_` are one operation for all of them. Buffers (a normalizer's
-    statistics, a support) are not copied but shared, so that they are equal at any time. Not a module itself: the
+    Make it after the optimizers, which move the parameters of `online` into flat tensors: parameters that are
+    adjacent there are so in the copy, and `copy_` and `polyak_` are one operation for all of them. Buffers (a
+    normalizer's statistics, a support) are shared, not copied, so that they are always equal. Not a module itself: the
     learner's `self.target_network = target.network` puts it into the state once, under the online network's names.
     """
 

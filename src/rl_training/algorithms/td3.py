@@ -22,7 +22,7 @@ def td3_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class TD3(DDPG):
-    """The learner; as DDPG's, with a model whose `critics` are twins [2, B]."""
+    """The learner; like DDPG, with a model whose `critics` are twins [2, B]."""
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, policy_noise: float = 0.2, noise_clip: float = 0.5,
@@ -33,7 +33,7 @@ class TD3(DDPG):
         self.policy_delay = policy_delay
 
     def draw_noise(self, actions: Tensor) -> Tensor:
-        """Clipped target noise [B, A]; actions live in [-1, 1], so it needs no scale of theirs."""
+        """Clipped target noise [B, A]; actions are in [-1, 1], so it needs no scaling."""
         noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
         return noise.mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
 

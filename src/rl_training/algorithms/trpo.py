@@ -1,8 +1,8 @@
 """TRPO: trust region policy optimization (Schulman et al. 2015, arXiv:1502.05477).
 
 The policy moves by sqrt(2 delta / x'Fx) x with F x = g solved by conjugate gradients, F the Hessian of the KL
-divergence over the whole batch, and backtracks until KL <= delta and the surrogate improved; else it stays. The critic
-learns by gradient steps of its own that never touch what the policy depends on.
+divergence over the whole batch, and backtracks until KL <= delta and the surrogate improved; otherwise it stays. The
+critic learns by its own gradient steps, which never touch what the policy depends on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rl_training.algorithms.optimization import flatten_parameters
 
 
 def surrogate(new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """What the policy's step raises: the mean of r A (eq. 14), all [B]."""
+    """The objective of the policy's step: the mean of r A (eq. 14), all [B]."""
     return ((new_logprobs - logprobs).exp() * advantages).mean()
 
 
 def trpo_loss(batch: Batch) -> dict[str, Tensor]:
-    """From new_logprobs, logprobs, advantages, values, returns, entropy, all [B]; what a step did passes through."""
+    """From new_logprobs, logprobs, advantages, values, returns, entropy, all [B]; a step's statistics pass through."""
     gain = surrogate(batch["new_logprobs"], batch["logprobs"], batch["advantages"])
     losses = {
         "surrogate_gain": gain, "policy_loss": -gain, "value_loss": squared_error(batch["values"], batch["returns"])[0],
@@ -39,7 +39,7 @@ def trpo_loss(batch: Batch) -> dict[str, Tensor]:
 class TRPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
-    synonyms = {"learning_rate": "value_learning_rate"}  # there is no other
+    synonyms = {"learning_rate": "value_learning_rate"}  # the only one
     steps = ("value_step",)
     eager_part = "the policy's step, whose line search looks at the KL"
 
@@ -61,7 +61,7 @@ class TRPO(ActorCriticAlgorithm):
         self.value_optimizer = self.make_optimizer("value_optimizer", critic, "value_learning_rate")
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
-        """Gradient of a scalar with respect to the policy, flat [P]; the graph stays for the next."""
+        """Gradient of a scalar with respect to the policy, flat [P]; the graph is kept for the next call."""
         gradients = torch.autograd.grad(scalar, self._actor_params, retain_graph=True, create_graph=create_graph)
         return torch.cat([g.reshape(-1) for g in gradients])
 

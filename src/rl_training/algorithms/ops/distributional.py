@@ -14,7 +14,7 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
     """Project a distribution onto a fixed support (Bellemare et al. 2017, eq. 7): [B, M], [B, M], [K] -> [B, K].
 
     `atoms` may come in any order and are clipped to the support's ends. `support` is increasing and need not be
-    equally spaced. Each atom's mass is split between its two neighbours by distance, so that none is lost, also when
+    equally spaced. Each atom's mass is split between its two neighbors by distance, so that none is lost, even when
     an atom falls exactly on a support point.
     """
     if atoms.is_cuda:
@@ -101,7 +101,7 @@ def fraction_gradient(quantiles_tau: Tensor, quantile_hats: Tensor) -> Tensor:
 
 
 def two_hot(x: Tensor, bins: Tensor) -> Tensor:
-    """Weights on the two neighbouring bins whose mean is x: [...], increasing bins [K] -> [..., K].
+    """Weights on the two neighboring bins whose mean is x: [...], increasing bins [K] -> [..., K].
 
     x is clipped to the range of the bins, and must be on their scale (symlog(x) for bins that are linear in symlog).
     """

@@ -1,8 +1,8 @@
-"""Losses with their slopes: each function here gives value and derivative together, and tests compare them by autograd.
+"""Losses with their slopes: each function here returns value and derivative together; tests check them by autograd.
 
 Autograd takes longer to differentiate a loss of a few small tensors than the passes of a small network take. Where that
-counts, a learner takes the slopes at the network's outputs from here and hands them to the network's own way back
-(`Optimizer.trace`). Values are differentiable by autograd too; slopes never carry a graph.
+counts, a learner takes the slopes at the network's outputs from here and passes them to the network's own backward
+pass (`Optimizer.trace`). Values are differentiable by autograd too; slopes never carry a graph.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def actor_critic_losses(
     gain: tuple[Tensor, Tensor], error: tuple[Tensor, Tensor], entropy: Tensor, ent_coef: float, vf_coef: float,
     weights: Tensor | None = None, statistics: Mapping[str, Tensor] | None = None,
 ) -> Losses:  # fmt: skip
-    """What the rollout family minimises: -mean gain + c_v mean error - c_e mean entropy; slopes in that order.
+    """What the rollout family minimizes: -mean gain + c_v mean error - c_e mean entropy; slopes in that order.
 
-    `gain` comes with its slope towards the log-probabilities, `error` with its own towards the values. All [...]; rows
-    of weight 0 do not count. The means of `statistics` are added.
+    `gain` comes with its slope towards the log-probabilities, `error` with its slope towards the values. All [...];
+    rows of weight 0 do not count. The means of `statistics` are added.
     """
     statistics = statistics or {}
     share = shares(entropy, weights)
@@ -48,13 +48,13 @@ def actor_critic_losses(
 
 
 def means(*columns: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The mean of each, over the rows whose weight is not 0; 0 where there is none, as in a minibatch of reset rows."""
+    """The mean of each over rows of nonzero weight; 0 if there are none, as in a minibatch of reset rows."""
     table = torch.stack(columns).flatten(1)
     return (table.mean(1) if weights is None else table @ shares(table[0], weights.flatten())).unbind()
 
 
 def shares(x: Tensor, weights: Tensor | None = None) -> Any:
-    """What each row counts in a mean: one number for all, or a tensor by weight."""
+    """The share of each row in a mean: one number for all, or a tensor by weight."""
     return 1.0 / x.numel() if weights is None else weights / weights.sum().clamp(min=1e-8)
 
 
@@ -69,7 +69,8 @@ def value_error(
 ) -> tuple[Tensor, Tensor]:
     """Half the squared error per sample, and its slope.
 
-    With `old_values` the larger of it and that of values held within `clip_coef` of them, as PPO's first code has it.
+    With `old_values`, the larger of it and the error of values clipped to within `clip_coef` of them, as in the
+    original PPO code.
     """
     errors = values - returns
     halves = 0.5 * errors.square()
@@ -81,15 +82,15 @@ def value_error(
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi(a|s) A per sample, to be maximised, and its slope towards log pi; A is taken as given."""
+    """log pi(a|s) A per sample, to be maximized, and its slope towards log pi; A is taken as given."""
     return logprobs * advantages.detach(), advantages.detach()
 
 
 def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | Tensor) -> tuple[Tensor, Tensor]:
-    """PPO's objective per sample, min(r A, clip(r, 1 - e, 1 + e) A), to be maximised (Schulman et al. 2017, eq. 7).
+    """PPO's objective per sample, min(r A, clip(r, 1 - e, 1 + e) A), to be maximized (Schulman et al. 2017, eq. 7).
 
     `logratio` is log pi(a|s) - log pi_old(a|s); all tensors have one shape [...]. With its slope towards `logratio`:
-    r A, and 0 where the clip holds it back.
+    r A, and 0 where the clip is active.
     """
     ratio, advantages = logratio.exp(), advantages.detach()
     moved = ratio * advantages
@@ -98,7 +99,7 @@ def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | T
 
 
 def huber(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Huber losses with delta 1 and their slopes, elementwise: x^2 / 2 up to there, |x| - 1/2 beyond it."""
+    """Huber losses with delta 1 and their slopes, elementwise: x^2 / 2 for |x| <= 1, else |x| - 1/2."""
     errors = values - targets
     held = errors.clamp(-1.0, 1.0)
     return held * torch.sub(errors, held, alpha=0.5), held.detach()
@@ -127,7 +128,7 @@ def chosen_slopes(slopes: Tensor, actions: Tensor, outputs: Tensor, weights: Ten
 
 
 def index_actions(actions: Tensor, outputs: Tensor) -> Tensor:
-    """Where the taken actions [B] stand in outputs [B, A] or [B, A, K], as `gather` and `scatter` read it."""
+    """Index of the taken actions [B] in outputs [B, A] or [B, A, K], for `gather` and `scatter`."""
     if outputs.dim() == 2:
         return actions.unsqueeze(1)
     return actions.view(-1, 1, 1).expand(-1, 1, outputs.shape[2])
@@ -146,5 +147,5 @@ class _Sloped(torch.autograd.Function):
 
 
 def with_slope(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Any) -> Tensor:
-    """The values [B, ...] of a function that also gives its slopes (in the shape of x), for autograd; towards x."""
+    """The values [B, ...] of a function that also returns its slopes (in the shape of x); autograd uses them for x."""
     return _Sloped.apply(function, x, *others)

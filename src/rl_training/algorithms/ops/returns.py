@@ -22,7 +22,7 @@ _LOOP_ROWS = 12
 def gae(
     rewards: Tensor, discounts: Tensor, values: Tensor, next_values: Tensor, cuts: Tensor, lambda_: float | Tensor
 ) -> Tensor:
-    """Generalised advantage estimates [T, N] (Schulman et al. 2016, eq. 16), all inputs [T, N].
+    """Generalized advantage estimates [T, N] (Schulman et al. 2016, eq. 16), all inputs [T, N].
 
     A_t = delta_t + g_t lambda A_{t+1} with delta_t = r_t + g_t V_{t+1} - V_t; the second term is dropped where cut.
     The value target of the same rows is `advantages + values`.

@@ -21,7 +21,7 @@ def double_q_values(q_selector: Tensor, q_value: Tensor) -> Tensor:
 
 
 def transition_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a step reads of a batch of transitions; a captured one copies nothing else."""
+    """The columns that a step reads from a batch of transitions; a captured step copies nothing else."""
     end = "discounts" if "discounts" in batch else "terminated" if "terminated" in batch else "dones"
     return {name: batch[name] for name in (*COLUMNS, end) if name in batch}
 
