@@ -1,4 +1,4 @@
-"""Pieces that networks are made of: MLPs, CNN encoders, observation input and running normalization."""
+"""Building blocks of networks: MLPs, CNN encoders, observation input and running normalization."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def mlp(
 class ImageEncoder(nn.Sequential):
     """Convolutions that fit the size of the image, then one linear layer: [B, C, H, W] -> [B, out_dim].
 
-    From 36 pixels a side the three layers of the DQN paper; below that one 3x3 layer, as MinAtar's authors use. `width`
-    is that of their linear layer. With `out_dim` 0 there is none, for a network whose head has it.
+    From 36 pixels a side it has the three layers of the DQN paper; below that one 3x3 layer, as MinAtar's authors use.
+    `width` is the width of their linear layer. With `out_dim` 0 there is none, for a network whose head has it.
     """
 
     def __init__(self, shape: Sequence[int], out_dim: int | None = None) -> None:
@@ -75,7 +75,7 @@ class ImageEncoder(nn.Sequential):
 
 
 class MixedEncoder(nn.Module):
-    """Every image through convolutions of its own, the vector as it is, joined: [B, D] of `MixedInput` -> [B, out_dim].
+    """Each image through its own convolutions, joined with the vector: [B, D] of `MixedInput` -> [B, out_dim].
 
     `shapes` are those of the images, with channels first.
     """
@@ -96,17 +96,17 @@ class MixedEncoder(nn.Module):
 
 
 def encoded_dim(obs_dim: int, encoder: nn.Module | None) -> int:
-    """Width of what the layers behind an encoder read: the observation itself where there is none."""
+    """Input width of the layers after an encoder: the observation's if there is none."""
     return obs_dim if encoder is None else int(encoder.out_dim)  # type: ignore[arg-type]
 
 
 def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
-    """What the layers behind an encoder read: the observation itself where there is none."""
+    """The input of the layers after an encoder: the observation itself if there is none."""
     return x if encoder is None else encoder(x)
 
 
 class ObservationNorm(nn.Module):
-    """Running mean and variance of observations; moved only by `update`, so it is frozen wherever nobody learns."""
+    """Running mean and variance of observations; changed only by `update`, so it is frozen outside learning."""
 
     ranks: Any = None  # of learners whose rows count too (runtime/ranks.py)
 
@@ -142,7 +142,7 @@ class ObservationNorm(nn.Module):
 
 
 class ObservationInput(nn.Module):
-    """Raw observations as the first layer wants them: floats, images over their scale, normalized on request."""
+    """Raw observations as the first layer needs them: floats, images divided by their scale, normalized on request."""
 
     def __init__(self, *, image_scale: float | None = None, normalize_size: int | None = None) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class ObservationInput(nn.Module):
 class MixedInput(ObservationInput):
     """Images and a vector, packed into bytes by `EnvSpaces.encode`, as one row of floats: [B, bytes] -> [B, D].
 
-    Pixels come first, over the scale of their image, then the vector, normalized on request. Rows that are floats
+    Pixels come first, divided by their image's scale, then the vector, normalized on request. Rows that are floats
     already are only scaled: an exported policy has no bytes.
     """
 
@@ -180,7 +180,7 @@ class MixedInput(ObservationInput):
     def split(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels [..., P] on their own scale and the vector [..., V], as floats."""
         pixels, vector = obs[..., : len(self.scales)], obs[..., len(self.scales) :]
-        if obs.dtype == torch.uint8 and vector.shape[-1]:  # a copy: floats begin at a multiple of four bytes
+        if obs.dtype == torch.uint8 and vector.shape[-1]:  # a copy: floats must start at a multiple of four bytes
             vector = vector.clone(memory_format=torch.contiguous_format).view(torch.float32)
         return pixels.float(), vector.float()
 

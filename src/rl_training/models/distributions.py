@@ -27,7 +27,7 @@ class Distribution(Protocol):
     """A batch of B action distributions."""
 
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
-        """Draw; `noise` drawn before, Gumbel's [B, A] or a Gaussian's [B, D], stands in for a generator."""
+        """Draw; `noise` drawn earlier, Gumbel's [B, A] or a Gaussian's [B, D], replaces the generator."""
 
     def mode(self) -> Tensor: ...
 
@@ -50,7 +50,7 @@ class Categorical:
         self.log_probs = logits.log_softmax(-1)
 
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
-        """Draw by the Gumbel trick: argmax of log-probabilities plus noise, minus the log of exponential numbers."""
+        """Draw by the Gumbel trick: argmax of log-probabilities plus noise (minus the log of exponential draws)."""
         if noise is None:
             noise = torch.empty_like(self.log_probs).exponential_(generator=generator).log_().neg_()
         return (self.log_probs + noise).argmax(-1)

@@ -65,7 +65,7 @@ def conv_plan(shape: Sequence[int], depth: int) -> list[tuple[int, int, int]]:
 
 
 def is_small_image(shape: Sequence[int]) -> bool:
-    """Whether an observation of this shape is an image that is not strided over."""
+    """Whether this is the shape of an image too small for strided convolutions."""
     return len(shape) == 3 and min(shape[1:]) < SMALL_IMAGE
 
 
@@ -116,7 +116,7 @@ class PartsEncoder(nn.Module):
 
 
 def split_parts(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Parts of these shapes that lie side by side in rows [..., D]."""
+    """Split rows [..., D] into consecutive parts of these shapes."""
     parts = zip(rows.split([math.prod(shape) for shape in shapes], -1), shapes, strict=True)
     return [part.unflatten(-1, tuple(shape)) for part, shape in parts]
 
@@ -182,9 +182,9 @@ class PartsDecoder(nn.Module):
 
 
 class TwoHotHead(nn.Module):
-    """A number as a distribution over bins, symexp of equal steps; a new head says exactly 0.
+    """A number as a distribution over bins, symexp of equal steps; a new head predicts exactly 0.
 
-    The number is the mean of the bins themselves, as in the published code: an even mix of 0 and 1,000 reads 500.
+    The number is the mean of the bins themselves, as in the published code: an even mix of 0 and 1,000 is 500.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class TwoHotHead(nn.Module):
         return self.network(features)
 
     def mean(self, logits: Tensor) -> Tensor:
-        """The number that the logits stand for: [..., K] -> [...].
+        """The number that the logits encode: [..., K] -> [...].
 
-        Bins are summed in pairs b and -b: left to right, rounding alone would give a head that knows nothing a value.
+        Bins are summed in pairs b and -b: left to right, rounding would give an untrained head a value other than 0.
         """
         probs, half = logits.float().softmax(-1), len(self.bins) // 2
         return ((probs[..., -half:] - probs[..., :half].flip(-1)) * self.bins[-half:]).sum(-1)
@@ -223,7 +223,7 @@ class RewardHead(TwoHotHead):
 
 
 class ContinueHead(nn.Module):
-    """Logits that the episode goes on after a state."""
+    """Logits of the episode continuing after a state."""
 
     def __init__(self, *, feature_dim: int, hidden_sizes: Sequence[int], activation: str = "silu") -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class ContinueHead(nn.Module):
         return self.network(features).squeeze(-1)
 
     def loss(self, logits: Tensor, terminated: Tensor) -> Tensor:
-        """Cross-entropy to 1 - terminated [...]; a truncation is no end."""
+        """Cross-entropy to 1 - terminated [...]; a truncation is not an end."""
         return F.binary_cross_entropy_with_logits(logits.float(), 1.0 - terminated, reduction="none")
 
 
@@ -271,8 +271,8 @@ class States(NamedTuple):
 class RSSM(nn.Module):
     """Recurrent state-space model: h' = GRU(h, z, a), prior p(z'|h'), posterior q(z'|h', observation).
 
-    Whatever does not depend on the recurrent state is computed for all steps at once, outside the scan: the actions'
-    and the embeddings' share of their layers before it, the priors after it.
+    What does not depend on the recurrent state is computed for all steps at once, outside the scan: the actions' and
+    the embeddings' share of their layers before it, the priors after it.
     """
 
     def __init__(
@@ -321,8 +321,8 @@ class RSSM(nn.Module):
     ) -> States:
         """The scan over embeddings [L, B, E], actions that led there [L, B, A], is_first [L, B], noise [L, B, S, 1].
 
-        `start` are features [B, F] before the first step (zeros if None). Where `is_first`, h, z and action are zeroed
-        first, so that nothing of an earlier episode in the window is known.
+        `start`: features [B, F] before the first step (zeros if None). Where `is_first`, h, z and action are zeroed
+        first, so that nothing carries over from an earlier episode in the window.
         """
         keep = 1.0 - is_first.to(actions.dtype).unsqueeze(-1)
         action_inputs = self.action_input(actions * keep).unbind(0)
@@ -349,7 +349,7 @@ class RSSM(nn.Module):
 
 
 class WorldModel(nn.Module):
-    """The five parts, and the observations as they read and predict them."""
+    """The five parts, and observations in the form that they read and predict."""
 
     def __init__(
         self, *, encoder: Any, rssm: RSSM, decoder: Any, reward_head: RewardHead, continue_head: ContinueHead,
@@ -365,7 +365,7 @@ class WorldModel(nn.Module):
         return self.decoder.targets(self.observation_input(obs))
 
     def predict(self, features: Tensor) -> Tensor:
-        """The observations that features stand for, on the environment's own scale: [L, B, F] -> [L, B, *obs_shape]."""
+        """The observations that features encode, on the environment's own scale: [L, B, F] -> [L, B, *obs_shape]."""
         decoded = self.decoder(features).float()
         if self.decoder.is_image:
             return decoded.sigmoid() * (self.observation_input.image_scale or 1.0)

@@ -1,7 +1,7 @@
-"""Dreamer's behaviour: actors for choices and for continuous actions, and the critic, all on features [..., F].
+"""Dreamer's behavior: actors for choices and for continuous actions, and the critic, all on features [..., F].
 
-An actor speaks three dialects: `raw` is what it drew and what its density is of, `as_input` what the world model reads,
-`as_action` what leaves the policy.
+Actions have three forms: `raw` is what the actor drew and what its density refers to, `as_input` gives what the world
+model reads, and `as_action` what the policy returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OUTPUT_GAIN = 0.01  # a new policy is close to uniform
 
 
 class Critic(TwoHotHead):
-    """The return from a state on."""
+    """The return from a state onward."""
 
 
 class CategoricalActor(nn.Module):
@@ -52,11 +52,11 @@ class CategoricalActor(nn.Module):
         return (log_probs * raw).sum(-1), categorical_entropy(log_probs)
 
     def as_input(self, raw: Tensor) -> Tensor:
-        """One-hot, as they are."""
+        """One-hot, unchanged."""
         return raw
 
     def as_action(self, raw: Tensor) -> Tensor:
-        """Whole numbers [...]."""
+        """Integers [...]."""
         return raw.argmax(-1)
 
     def input_of(self, actions: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class CategoricalActor(nn.Module):
 
 
 class GaussianActor(nn.Module):
-    """Independent Gaussians with means in (-1, 1); raw is unbounded, what is done with it is clipped to [-1, 1]."""
+    """Independent Gaussians with means in (-1, 1); raw is unbounded, the action is clipped to [-1, 1]."""
 
     def __init__(
         self, *, feature_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str = "silu"
@@ -95,7 +95,7 @@ class GaussianActor(nn.Module):
         return gaussian_log_prob(raw, mean, log_std), gaussian_entropy(log_std)
 
     def as_input(self, raw: Tensor) -> Tensor:
-        """Clipped, as the environment does with them."""
+        """Clipped, as by the environment."""
         return raw.clamp(-1.0, 1.0)
 
     def as_action(self, raw: Tensor) -> Tensor:
@@ -103,5 +103,5 @@ class GaussianActor(nn.Module):
         return raw.clamp(-1.0, 1.0)
 
     def input_of(self, actions: Tensor) -> Tensor:
-        """Replayed actions, as they are."""
+        """Replayed actions, unchanged."""
         return actions.float()

@@ -1,4 +1,4 @@
-"""E networks of one shape as one batched network, so that twin critics cost one call and not two."""
+"""E networks of one shape as one batched network, so that twin critics cost one call instead of two."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Layer(NamedTuple):
 class MLPEnsemble(nn.Module):
     """E independent MLPs: [B, inputs], the same rows for all, or [E, B, inputs] -> [E, B, outputs], or [E, B] for one.
 
-    `layer_norm` puts LayerNorm between each hidden linear layer and its activation (RLPD). Weights are orthogonal, each
-    member's its own.
+    `layer_norm` puts LayerNorm between each hidden linear layer and its activation (RLPD). Weights are orthogonal,
+    drawn for each member.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MLPEnsemble(nn.Module):
         self._split = self._write_out(self._layers)
 
     def _write_out(self, layers: Sequence[_Layer]) -> SplitMLP | None:
-        """The passes of these layers written out, where they have such a form."""
+        """The written-out passes of these layers, if they have such a form."""
         if self.layer_norm or not isinstance(self.activation, (nn.ReLU, nn.Tanh)):
             return None
         head = StackedPass if self.outputs > 1 else StackedHead
@@ -67,7 +67,7 @@ class MLPEnsemble(nn.Module):
         return [_Layer(*(_select(p, subset) for p in layer)) for layer in self._layers]  # type: ignore[arg-type]
 
     def run(self, x: Tensor, subset: Tensor | slice | None = None) -> Tensor:
-        """Outputs of every member, or only of those in `subset` (indices [M] or a slice), which costs only those."""
+        """Outputs of every member, or only of those in `subset` (indices [M] or a slice), at their cost alone."""
         layers, split = self._layers, self._split
         if subset is not None:
             layers = self._select_layers(subset)
@@ -94,7 +94,7 @@ class MLPEnsemble(nn.Module):
 class CriticEnsemble(MLPEnsemble):
     """E critics on (features, actions): [B, F], [B, A] -> [E, B], or [E, B, outputs] for several outputs.
 
-    All of them read the features through one `encoder`, where there is one.
+    All of them read the features through one `encoder`, if there is one.
     """
 
     def __init__(self, *, num_critics: int, encoder: nn.Module | None = None, **shape: Any) -> None:
@@ -106,7 +106,7 @@ class CriticEnsemble(MLPEnsemble):
         return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset)
 
     def trace(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and the way from its slopes to the gradients; None where that is autograd's."""
+        """`forward` without a graph, and a function from its slopes to the gradients; None where autograd is needed."""
         if self.encoder is not None:
             return None
         x, split = torch.cat([features, actions], -1), self._split

@@ -56,12 +56,12 @@ class MLPActorCritic(nn.Module):
         self._both, self._critic = WrittenOut(), WrittenOut()
 
     def features(self, obs: Tensor) -> Tensor:
-        """What actor and critic read."""
+        """The input of actor and critic."""
         return encode(self.encoder, self.observation_input(obs))
 
     def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:
         """The policy at observations [B, ...]."""
-        # By autograd alone, since TRPO differentiates it many times over.
+        # By autograd alone, since TRPO differentiates it repeatedly.
         return self._distribution_of(self.actor(self.features(obs)), action_masks)
 
     def _distribution_of(self, outputs: Tensor, action_masks: Tensor | None) -> Distribution:
@@ -76,7 +76,7 @@ class MLPActorCritic(nn.Module):
         return self.values_of(self.features(obs))
 
     def values_of(self, features: Tensor) -> Tensor:
-        """State values [B] from what `features` gives."""
+        """State values [B] from the output of `features`."""
         return self._critic(features, self.critic)[0].squeeze(-1)
 
     def evaluate(self, obs: Tensor, action_masks: Tensor | None = None) -> tuple[Distribution, Tensor]:
@@ -101,8 +101,8 @@ class MLPActorCritic(nn.Module):
     def trace(
         self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
     ) -> tuple[Evaluation, Backward] | None:
-        """`evaluate_actions` without a graph, and the way from slopes of its three outputs (None for an entropy of
-        weight 0) to the gradients of `parameters()`; None where that is autograd's, as behind an encoder."""
+        """`evaluate_actions` without a graph, and a function from slopes of its three outputs (None for an entropy of
+        weight 0) to the gradients of `parameters()`; None where autograd is needed, as after an encoder."""
         traced = None if self.encoder is not None else self._both.trace(self.features(obs), self.actor, self.critic)
         if traced is None:
             return None
@@ -126,7 +126,7 @@ class MLPActorCritic(nn.Module):
         return Evaluation(logprobs.detach(), values.squeeze(-1), entropy.detach()), gradients
 
     def trace_values(self, features: Tensor) -> tuple[Tensor, Backward]:
-        """`values_of` without a graph, and the way from its slopes to the gradients of the critic's parameters."""
+        """`values_of` without a graph, and a function from its slopes to the gradients of the critic's parameters."""
         traced = self._critic.trace(features, self.critic)
         if traced is not None:
             return traced[0][0].squeeze(-1), lambda slopes: traced[1](slopes.unsqueeze(-1))
@@ -139,7 +139,7 @@ class MLPActorCritic(nn.Module):
         return [p for p in self.parameters() if id(p) not in critic]
 
     def numpy_policy(self) -> Callable[[Array, Array | None, np.random.Generator, bool], Array] | None:
-        """Acting in numpy on the same weights; None behind an encoder or on a GPU."""
+        """Acting in numpy on the same weights; None with an encoder or on a GPU."""
         prepare, forward = numpy_input(self.observation_input), numpy_forward(self.actor)
         if self.encoder is not None or prepare is None or forward is None:
             return None

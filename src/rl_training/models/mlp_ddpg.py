@@ -14,7 +14,7 @@ from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
 from rl_training.models.passes import WrittenOut
 
-# obs [N, ...], masks (never any here), generator, deterministic -> actions [N, A]
+# obs [N, ...], masks (unused here), generator, deterministic -> actions [N, A]
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
 
 FIRST = slice(0, 1)  # of the critics: the one that the actor climbs
@@ -39,7 +39,7 @@ class DeterministicActor(nn.Module):
         return self._passes(x, list(self.network)[:-1])[0].tanh()
 
     def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
-        """Acting in numpy on the same weights, with noise of the deviation at the time; None on a GPU or if large."""
+        """Acting in numpy on the same weights, with noise of the current deviation; None on a GPU or if large."""
         prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
         if self.encoder is not None or prepare is None or forward is None:
             return None
@@ -62,10 +62,10 @@ def noisy_policy(forward: Callable[[Array], Array], deviation: Callable[[], floa
 class ActorAndCritics(nn.Module):
     """An `actor` of the given kind and `critics`, which share nothing but the observation's input layer.
 
-    Of an `encoder` the actor has one and the critics together another, a copy to begin with, each trained by its own
-    loss. With one for both, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
-    arXiv:1910.01741); leaving it out, as they do, is cheaper, but ties actor and critics, which here have an optimizer
-    and a target each. `critic_options` are those of `CriticEnsemble`.
+    With an `encoder`, the actor has one and the critics share another, initially a copy, each trained by its own loss.
+    With one for both, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
+    arXiv:1910.01741). Leaving that gradient out, as they do, is cheaper, but ties actor and critics, which here have
+    their own optimizers and targets. `critic_options` are those of `CriticEnsemble`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ActorAndCritics(nn.Module):
         self.critics = CriticEnsemble(inputs=inputs, encoder=copy.deepcopy(encoder), **shape, **critic_options)
 
     def features(self, obs: Tensor) -> Tensor:
-        """What the critics read, before their encoder."""
+        """The input of the critics, before their encoder."""
         return self.actor.observation_input(obs)
 
     def ensemble_values(self, obs: Tensor, actions: Tensor) -> Tensor:

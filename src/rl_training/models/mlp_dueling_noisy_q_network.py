@@ -1,4 +1,4 @@
-"""`MLPDuelingNoisyQNetwork`: `MLPQNetwork` with its axes set."""
+"""`MLPDuelingNoisyQNetwork`: a preset of `MLPQNetwork`."""
 
 from __future__ import annotations
 

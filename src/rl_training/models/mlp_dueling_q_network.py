@@ -1,4 +1,4 @@
-"""`MLPDuelingQNetwork`: `MLPQNetwork` with its axes set."""
+"""`MLPDuelingQNetwork`: a preset of `MLPQNetwork`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MLPFQFNetwork(MLPIQNNetwork):
         log_widths = self.fraction_layer(features.detach()).log_softmax(-1)
         widths = log_widths.exp()
         ends = widths.new_zeros(2, widths.shape[0], 1)
-        ends[1] = 1.0  # exactly, where the sum would be so only up to rounding
+        ends[1] = 1.0  # exactly, since the sum is 1 only up to rounding
         taus = torch.cat([ends[0], widths.cumsum(-1)[:, :-1].clamp(max=1.0), ends[1]], -1)
         edges = taus.detach()
         return Fractions(taus, (edges[:, 1:] + edges[:, :-1]) * 0.5, widths, -(widths * log_widths).sum(-1))

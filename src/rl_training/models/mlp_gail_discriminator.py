@@ -15,8 +15,8 @@ class MLPGAILDiscriminator(nn.Module):
     """D(s, a) as a logit [B], positive where a pair looks like the expert's.
 
     `encoder` reads images, and an `observation_input` with a size normalizes vectors. The last layer starts at 0: an
-    untrained discriminator gives every pair the same chance. With `absorbing_states` one more input says that a row is
-    the state after an episode's end, which has no observation and no action of its own.
+    untrained discriminator gives every pair the same chance. With `absorbing_states` one more input marks the state
+    after an episode's end, which has no observation and no action.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class MLPGAILDiscriminator(nn.Module):
         return self.logits(*self.prepare(obs, actions, absorbing))
 
     def prepare(self, obs: Tensor, actions: Tensor, absorbing: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Both as floats between which one may interpolate; choices are one-hot.
+        """Both as floats that can be interpolated; choices are one-hot.
 
-        Actions are clipped as the environment clips them: the expert's are, and a Gaussian's tails would tell the two
-        apart although they do the same.
+        Actions are clipped as the environment clips them: the expert's are, so a Gaussian's tails would tell the two
+        apart even if they act the same.
         """
         obs = self.observation_input(obs)
         if self.continuous:
@@ -56,5 +56,5 @@ class MLPGAILDiscriminator(nn.Module):
         return obs, actions
 
     def logits(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Logits [B] of what `prepare` gave."""
+        """Logits [B] from the output of `prepare`."""
         return self.network(torch.cat([encode(self.encoder, obs), actions], -1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Quantile function of the return at any fraction, for implicit quantile networks and what extends them."""
+"""Quantile function of the return at any fraction, for implicit quantile networks and their extensions."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ BOUNDS_WEIGHT = 0.01  # how hard the loss pulls the two bounds of the log-varian
 
 
 class Prediction(NamedTuple):
-    """Of (reward, change of observation): means and log-variances [E, B, 1 + O]; of the end: logits [E, B]."""
+    """Means and log-variances [E, B, 1 + O] of (reward, change of observation); logits [E, B] of the end."""
 
     means: Tensor
     logvars: Tensor
@@ -27,9 +27,9 @@ class Prediction(NamedTuple):
 class MLPMOPOEnsembleModel(nn.Module):
     """p(r, s' - s | s, a) by E members, each a Gaussian with its own variance (Chua et al. 2018, Janner et al. 2019).
 
-    Inputs and outputs are in the environment's own units: both are standardised inside, with statistics that are
-    buffers and moved by `standardize` alone. The log-variance is softly held between bounds that are learned. One more
-    output is the logit of termination, which learns where batches say what terminated.
+    Inputs and outputs are in the environment's own units: both are standardized inside, with statistics that are
+    buffers and changed only by `standardize`. The log-variance is softly held between bounds that are learned. One more
+    output is the logit of termination, which learns if batches have `terminated`.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class MLPMOPOEnsembleModel(nn.Module):
             self.register_buffer(f"{name}_std", torch.ones(size))
 
     def forward(self, obs: Tensor, actions: Tensor, subset: Tensor | None = None) -> Prediction:
-        """Of every member, or of those in `subset` [M], which costs only those.
+        """Predictions of every member, or only of those in `subset` [M], at their cost alone.
 
-        Rows [B, ...] are for all of them, rows [E, B, ...] for each its own.
+        Rows [B, ...] are shared by all members; rows [E, B, ...] give each its own.
         """
         inputs = (torch.cat([obs, actions], -1) - self.input_mean) / self.input_std
         means, logvars, logits = self.members.run(inputs, subset).split([self.targets, self.targets, 1], -1)
@@ -69,16 +69,16 @@ class MLPMOPOEnsembleModel(nn.Module):
         return Prediction(means, logvars, logits.squeeze(-1))
 
     def bound(self, logvars: Tensor) -> Tensor:
-        """Log-variances of standardised targets, softly between `min_logvar` and `max_logvar`."""
+        """Log-variances of standardized targets, softly between `min_logvar` and `max_logvar`."""
         logvars = self.max_logvar - F.softplus(self.max_logvar - logvars)
         return self.min_logvar + F.softplus(logvars - self.min_logvar)
 
     def bounds_loss(self) -> Tensor:
-        """What keeps the bounds no wider than the data asks for."""
+        """Keeps the bounds no wider than the data needs."""
         return BOUNDS_WEIGHT * (self.max_logvar.sum() - self.min_logvar.sum())
 
     def weight_loss(self) -> Tensor:
-        """L2 of every layer's weights with the published coefficients, stretched over as many layers as there are."""
+        """L2 of every layer's weights with the published coefficients, interpolated over the layers."""
         squares = torch.stack([p.square().sum() for name, p in self.members.named_parameters() if "weight" in name])
         return 0.5 * (self.decays * squares).sum()
 

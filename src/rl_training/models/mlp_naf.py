@@ -30,7 +30,7 @@ class MLPNAFModel(nn.Module):
         self.network = mlp(features, hidden_sizes, 2 * action_dim + 1 + below, activation, output_gain=0.01)
         self._passes = WrittenOut()
         self._sizes = [action_dim, 1, action_dim, below]  # mu, V, log of L's diagonal, L below the diagonal
-        # Where each entry of L stands in (diagonal, below, one zero), so that L is one gather and no assignment.
+        # Index of each entry of L in (diagonal, below, one zero), so that one gather builds L.
         place = torch.full((action_dim, action_dim), action_dim + below)
         place[range(action_dim), range(action_dim)] = torch.arange(action_dim)
         rows, columns = torch.tril_indices(action_dim, action_dim, -1)
@@ -49,11 +49,11 @@ class MLPNAFModel(nn.Module):
         return mu.tanh(), value.squeeze(-1), factor
 
     def actor(self, obs: Tensor) -> Tensor:
-        """mu(s) [B, A], the action that maximises Q."""
+        """mu(s) [B, A], the action that maximizes Q."""
         return self._outputs(obs)[:, : self.action_dim].tanh()
 
     def forward(self, obs: Tensor) -> Tensor:
-        """The same, for whoever holds a policy."""
+        """The same, so that the model can be called as a policy."""
         return self.actor(obs)
 
     def state_values(self, obs: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class MLPNAFModel(nn.Module):
         return value - 0.5 * image.square().sum(-1)
 
     def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
-        """Acting in numpy on the same weights, with noise of the deviation at the time; None on a GPU or if large."""
+        """Acting in numpy on the same weights, with noise of the current deviation; None on a GPU or if large."""
         prepare, forward, size = numpy_input(self.observation_input), numpy_forward(self.network), self.action_dim
         if self.encoder is not None or prepare is None or forward is None:
             return None

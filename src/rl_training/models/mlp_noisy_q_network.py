@@ -1,4 +1,4 @@
-"""`MLPNoisyQNetwork`: `MLPQNetwork` with its axes set."""
+"""`MLPNoisyQNetwork`: a preset of `MLPQNetwork`."""
 
 from __future__ import annotations
 

@@ -12,15 +12,14 @@ from rl_training.models.noisy import NoisyNetwork, make_layer
 from rl_training.models.numpy_forms import Array, NumpyStep, numpy_chain, numpy_input, numpy_step
 from rl_training.models.passes import Backward, WrittenOut
 
-# obs [N, D] and a generator for noise (None: mean weights) -> what `forward` gives, without torch
+# obs [N, D] and a generator for noise (None: mean weights) -> what `forward` returns, without torch
 NumpyNetwork = Callable[[Array, "np.random.Generator | None"], Array]
 
 
 def hidden_layers(inputs: int, sizes: Sequence[int], activation: str, *, noisy: bool) -> tuple[nn.Sequential, int]:
     """Layers of these widths and the width they end with; with `noisy` the last of them has noise.
 
-    Only the last: noise belongs to the layers behind the ones that read the observation, as the convolutions of the
-    paper's network have none.
+    Only the last: layers that read the observation have no noise, like the convolutions of the paper's network.
     """
     layers: list[nn.Module] = []
     for i, size in enumerate(sizes):
@@ -30,9 +29,9 @@ def hidden_layers(inputs: int, sizes: Sequence[int], activation: str, *, noisy: 
 
 
 class DuelingHead(nn.Module):
-    """V + A - mean over actions of A, each stream with a hidden layer of its own (Wang et al. 2016, eq. 9).
+    """V + A - mean over actions of A, each stream with its own hidden layer (Wang et al. 2016, eq. 9).
 
-    With several outputs per action the same sum in distribution space, as in Rainbow: [..., D] -> [..., A * K].
+    With several outputs per action, the same sum of each output, as in Rainbow: [..., D] -> [..., A * K].
     """
 
     def __init__(self, inputs: int, width: int, action_dim: int, outputs: int, activation: str, *, noisy: bool) -> None:
@@ -70,8 +69,8 @@ class DuelingHead(nn.Module):
 class MLPQNetwork(NoisyNetwork):
     """Observations [B, ...] -> action values [B, A], or [B, A, K] with `num_outputs` K (logits, quantiles).
 
-    `dueling` gives the last hidden layer to value and advantage each; `noisy` makes the last hidden layer and the
-    output layer noisy. With an `encoder` its features take the place of the observation.
+    `dueling` gives value and advantage their own last hidden layers; `noisy` makes the last hidden layer and the
+    output layer noisy. With an `encoder`, its features replace the observation.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class MLPQNetwork(NoisyNetwork):
         return outputs if len(self.output_shape) == 1 else outputs.view(-1, *self.output_shape)
 
     def trace(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and the way from its slopes to the gradients; None where that is autograd's."""
+        """`forward` without a graph, and a function from its slopes to the gradients; None where autograd is needed."""
         found = None
         if self.encoder is None:
             found = self._passes.trace(self.observation_input(obs), [*self.trunk, self.head])
@@ -115,7 +114,7 @@ class MLPQNetwork(NoisyNetwork):
         return outputs.view(-1, *self.output_shape), lambda grad: backward(grad.flatten(1))
 
     def numpy_network(self) -> NumpyNetwork | None:
-        """The forward pass in numpy on the same weights; None behind an encoder, on a GPU or for wide layers."""
+        """The forward pass in numpy on the same weights; None with an encoder, on a GPU or for wide layers."""
         prepare = numpy_input(self.observation_input)
         forward = numpy_chain([numpy_step(self.trunk), numpy_step(self.head)])
         if self.encoder is not None or prepare is None or forward is None:

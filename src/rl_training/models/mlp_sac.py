@@ -90,7 +90,7 @@ class MLPSACModel(ActorAndCritics):
         self.num_critics = num_critics
 
     def sample_actions(self, obs: Tensor, generator: torch.Generator | None = None) -> SampledActions:
-        """Draw actions and give their log-probabilities."""
+        """Draw actions, with their log-probabilities."""
         noise = torch.randn(len(obs), self.action_dim, generator=generator, device=obs.device)
         return self.actor.sample(obs, noise)
 

@@ -6,6 +6,6 @@ from rl_training.models.mlp_ddpg import MLPDDPGModel
 
 
 class MLPTD3Model(MLPDDPGModel):
-    """As DDPG's, but `ensemble_values(obs, actions)` is [2, B]."""
+    """Like DDPG's, but `ensemble_values(obs, actions)` is [2, B]."""
 
     num_critics = 2

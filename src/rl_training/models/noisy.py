@@ -1,8 +1,8 @@
-"""Noisy linear layers and what a network with them shares (Fortunato et al. 2018, arXiv:1706.10295).
+"""Noisy linear layers, and the base class of networks with them (Fortunato et al. 2018, arXiv:1706.10295).
 
 Factorized Gaussian noise: w = mu + sigma f(e_out) f(e_in)^T with f(x) = sign(x) sqrt|x|. A layer draws nothing itself:
-its owner draws one vector for the whole network from its own generator and hands it out, so that every draw of a run is
-in the checkpoint and a captured function takes its noise as an argument.
+its owner draws one vector for the whole network from its own generator, so that a checkpoint covers every draw and a
+captured function takes its noise as an argument.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NoisyLinear(nn.Module):
         return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, noise_out))
 
     def numpy_step(self) -> NumpyStep | None:
-        """The same in numpy, with noise drawn anew at every call."""
+        """The same in numpy, with new noise at every call."""
         plain, inputs = linear_step(self), self.inputs
         if plain is None:
             return None

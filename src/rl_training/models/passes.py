@@ -1,10 +1,10 @@
-"""Forward and backward passes of small MLPs written out, and `WrittenOut`, by which a network uses them.
+"""Forward and backward passes of small MLPs written out, and `WrittenOut`, through which a network uses them.
 
-On a CPU an update of a small network is bookkeeping: a module call and a node of the graph per layer and direction.
+On a CPU a small network's update is mostly bookkeeping: a module call and a graph node per layer and direction.
 Here a whole network is one node, its gradients are pieces of one flat tensor, which the optimizer takes as it is, and
 tanh is numpy's, seven times as fast as torch's. To its caller it is a network like any other: autograd differentiates
-what is made of its outputs, by parameters or inputs, once or twice. Where a loss gives its slopes at the outputs there
-is no graph at all (`trace`). What has no written-out form (other activations, LayerNorm, noise, a GPU) goes through
+functions of its outputs by parameters or inputs, once or twice. Where a loss gives its slopes at the outputs, there is
+no graph at all (`trace`). What has no written-out form (other activations, LayerNorm, noise, a GPU) goes through
 autograd; the tests compare the two.
 """
 
@@ -91,13 +91,13 @@ class StackedHead(StackedPass):
 
 
 class Pieces(list[Tensor]):
-    """Gradients of parameters in order, which are pieces of one tensor; an optimizer takes that as it is."""
+    """Gradients of parameters in order, which are pieces of one tensor that an optimizer takes directly."""
 
     flat: Tensor
 
 
 class GradientMemory:
-    """Where the gradients of parameters are written: the same place every time, unless somebody holds a view of it."""
+    """Where the gradients of parameters are written: the same place every time, unless a view of it is still held."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
@@ -120,7 +120,7 @@ class GradientMemory:
 
 
 class no_graph:
-    """`torch.no_grad` at a quarter of its price: a small network's update enters it several times."""
+    """`torch.no_grad` at a quarter of its cost: a small network's update enters it several times."""
 
     def __enter__(self) -> None:
         self.before = torch.is_grad_enabled()
@@ -142,7 +142,7 @@ class SplitMLP:
 
     @classmethod
     def of(cls, network: Iterable[nn.Module]) -> SplitMLP | None:
-        """The passes of linear layers with tanh or ReLU, one of them throughout, after each or between them."""
+        """The passes of linear layers with tanh or ReLU (the same throughout) after each or between them, else None."""
         parts = list(network)
         kinds, ends = [type(part) for part in parts], len(parts) % 2
         if not parts or set(kinds[0::2]) != {nn.Linear} or set(kinds[1::2]) not in ({nn.Tanh}, {nn.ReLU}, set()):
@@ -173,7 +173,7 @@ class SplitMLP:
     def backward(
         self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor] | None, into_input: bool
     ) -> Tensor | None:
-        """From the gradient of the outputs to that of the input, and into `pieces` those of the parameters."""
+        """The input's gradient from that of the outputs; the parameters' gradients are written into `pieces`."""
         if self.active_end:
             grad = self._slope(grad, inputs[-1], torch.empty_like(grad))
         for i in range(len(self.layers) - 1, -1, -1):
@@ -208,7 +208,7 @@ class _Evaluation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad
         into_input, into_parameters = needs[2], True not in needs[:3] or is_asked_for(ctx.next_functions[1][0])
-        if torch.is_grad_enabled():  # of a graph that is itself to be differentiated, autograd makes this part too
+        if torch.is_grad_enabled():  # for a second derivative, autograd does this part too
             wanted = into_input, *[into_parameters] * len(ctx.parameters)
             return None, None, *_differentiate_plainly(ctx, grads, wanted)
         on_x: Tensor | None = None
@@ -222,7 +222,7 @@ class _Evaluation(torch.autograd.Function):
                 continue
             pieces = split.memory.take() if into_parameters else None
             on_input = split.backward(inputs, grad, pieces, into_input)
-            # views of their own, so that who holds one is counted
+            # separate views, so that their holders are counted
             on_parameters += [None] * len(split.parameters) if pieces is None else [g.detach() for g in pieces]
             if on_input is not None:
                 on_x = on_input if on_x is None else on_x + on_input
@@ -239,8 +239,8 @@ def _differentiate_plainly(ctx: Any, grads: Sequence[Tensor | None], wanted: Seq
 
 
 def is_asked_for(node: Any) -> bool:
-    """Whether the backward pass that runs now needs the gradient behind this node; torch refuses to say so of a leaf
-    that was asked for, and only of those."""
+    """Whether the running backward pass needs the gradient behind this node; torch raises for a leaf that was asked
+    for, and only then."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -258,7 +258,7 @@ def tanh_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
 
 
 def runs_written_out(x: Tensor) -> bool:
-    """Whether the passes can take these inputs: rows in the CPU's memory, and nobody tracing the network."""
+    """Whether the passes can take these inputs: rows in the CPU's memory, and not while compiling."""
     return x.is_cpu and x.dim() == 2 and not torch.compiler.is_compiling()
 
 
@@ -272,7 +272,7 @@ def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence
 
 
 def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tuple[list[Tensor], Backward]:
-    """Outputs of networks without a graph, and the way from their gradients to those of all parameters in order."""
+    """Outputs of networks without a graph, and a function from their gradients to those of all parameters in order."""
     with no_graph():
         passed = [split.forward(x) for split in splits]
 
@@ -289,9 +289,9 @@ def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tupl
 
 
 class WrittenOut:
-    """Networks that read the same rows, by their passes where all of them have such a form; not a module itself.
+    """Networks that read the same rows, run by their passes if all of them have such a form; not a module itself.
 
-    The owner says at every call what its networks consist of, so that a module that was replaced is followed.
+    The owner passes its networks' modules at every call, so that a replaced module is noticed.
     """
 
     def __init__(self) -> None:
@@ -305,8 +305,8 @@ class WrittenOut:
         return self._run_plainly(x) if splits is None else evaluate(splits, self._run_plainly, x)
 
     def trace(self, x: Tensor, *networks: Iterable[nn.Module]) -> tuple[Sequence[Tensor], Backward] | None:
-        """The same without a graph, and the way from gradients of the outputs to those of all parameters in order; None
-        where autograd has to do it."""
+        """The same without a graph, and a function from gradients of the outputs to those of all parameters in order;
+        None where autograd is needed."""
         splits = self._write_out(x, networks)
         return None if splits is None else trace(splits, self._memory, x)
 
