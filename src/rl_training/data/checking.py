@@ -19,7 +19,7 @@ def check_dataset(
 ) -> dict[str, Any]:
     """Counts, returns, ranges, coverage, and `problems`: one sentence for each (an empty list means none).
 
-    The spaces are Gymnasium's, those of the environment that the data set should fit.
+    The spaces are those of the Gymnasium environment that the data set should fit.
     """
     returns, lengths = dataset.episode_returns, dataset.episode_lengths
     bad = {name: np.count_nonzero(~np.isfinite(array)) for name, array in dataset.arrays().items()}
@@ -55,7 +55,7 @@ def _summary(values: Array) -> dict[str, float]:
 
 
 def _describe(array: Array) -> dict[str, Any]:
-    """Kind and range: one per dimension of short vectors, one overall of everything else."""
+    """Kind and range: one per dimension for short vectors, one overall for everything else."""
     axis = 0 if array.ndim == 2 and array.shape[1] <= 64 else None
     ranges = {"min": np.min(array, axis=axis).tolist(), "max": np.max(array, axis=axis).tolist()}
     return {"shape": list(array.shape[1:]), "dtype": str(array.dtype), **ranges}

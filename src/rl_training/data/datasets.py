@@ -1,4 +1,4 @@
-"""`TransitionDataset`: recorded transitions as arrays, for learning without an environment, or next to one."""
+"""`TransitionDataset`: recorded transitions as arrays, for learning without an environment, or alongside one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TransitionDataset:
     """M transitions in time order, episode after episode.
 
     `obs`, `next_obs` [M, ...]; `actions` [M] or [M, D] in the environment's own range; `rewards` [M] float32;
-    `terminated`, `truncated` [M] bool, apart; `behavior_logprobs` [M] where they were recorded. An episode ends where
+    `terminated`, `truncated` [M] bool; `behavior_logprobs` [M] where they were recorded. An episode ends where
     either flag is set and at the last row; `next_obs` is the true successor there too.
     """
 
@@ -70,7 +70,7 @@ class TransitionDataset:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array], source: str, **metadata: Any) -> TransitionDataset:
-        """From arrays under our names or D4RL's; `source` names their origin in a refusal."""
+        """From arrays under our names or D4RL's; `source` names their origin in error messages."""
         named = {_ALIASES.get(name, name): array for name, array in arrays.items()}
         missing = [name for name in REQUIRED if name not in named]
         if missing:
@@ -100,7 +100,7 @@ class TransitionDataset:
 
     @classmethod
     def from_replay(cls, buffer: ReplayBuffer, **metadata: Any) -> TransitionDataset:
-        """What a replay buffer holds; its actions are the policy's own, in [-1, 1] when continuous."""
+        """The transitions in a replay buffer; its actions are the policy's own, in [-1, 1] when continuous."""
         if not len(buffer):
             raise UserError("the replay buffer is empty; collect steps before making a data set of it.")
         return cls(**buffer.transitions(), metadata=metadata)
@@ -136,7 +136,7 @@ class TransitionDataset:
     def map(
         self, obs: Callable[[Array], Array] | None = None, actions: Callable[[Array], Array] | None = None
     ) -> TransitionDataset:
-        """The transitions with obs or actions as a learner wants them (`EnvSpaces.encode`, `unmap_actions`)."""
+        """The transitions with obs or actions as a learner needs them (`EnvSpaces.encode`, `unmap_actions`)."""
         changed: dict[str, Any] = {}
         if obs is not None:
             changed |= {"obs": obs(self.obs), "next_obs": obs(self.next_obs)}
@@ -168,7 +168,7 @@ class TransitionDataset:
         return np.diff(self.episode_ends, prepend=-1)
 
     def split(self, heldout_fraction: float, seed: int) -> tuple[TransitionDataset, TransitionDataset]:
-        """`(training, held out)`: whole episodes are held out, so that no neighbours leak (rows if there is one)."""
+        """`(training, held out)`: whole episodes are held out, so that no neighbors leak (rows if only one exists)."""
         if not 0.0 < heldout_fraction < 1.0 or len(self) < 2:
             raise UserError(f"heldout_fraction is {heldout_fraction} of {len(self)} rows; both sides need some.")
         rng = np.random.default_rng(seed)
@@ -193,7 +193,7 @@ class TransitionDataset:
 
 
 def read_npz(path: str | Path) -> dict[str, Array]:
-    """Every array of an npz file; a missing, damaged, pickled or exploding one is refused with one sentence."""
+    """Every array of an npz file; a missing, damaged, pickled or oversized file is refused with one sentence."""
     try:
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         if isinstance(loaded, np.lib.npyio.NpzFile):
@@ -212,7 +212,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
 
 
 def _claimed_bytes(archive: zipfile.ZipFile, name: str) -> int:
-    """Bytes that reading an array would take, by the zip's directory and by its own header."""
+    """Bytes that reading an array would take, by the zip's directory or the array's header, whichever is larger."""
     with archive.open(name) as member:
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -221,7 +221,7 @@ def _claimed_bytes(archive: zipfile.ZipFile, name: str) -> int:
 
 
 def refuse_too_large(path: str | Path, claimed: int, share: float = 1.0) -> None:
-    """Refuse data far larger than its file, and data of which memory cannot hold that share, before it is read."""
+    """Before reading, refuse data far larger than its file, or data whose `share` does not fit in memory."""
     held, free = os.path.getsize(path), available_memory()
     if claimed > max(SMALL, MOST_EXPANSION * held):
         raise UserError(

@@ -1,4 +1,4 @@
-"""`Experience`: what collecting brings, in preallocated arrays [T, N, ...]; numpy writes and torch reads in place."""
+"""`Experience`: collected steps in preallocated arrays [T, N, ...]; numpy writes and torch reads in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExperienceLayout:
     continuous: bool = False
     mask_size: int = 0  # 0: no masks
     holds_resets: bool = False  # of an engine with next-step autoreset, whose next row holds a final observation
-    logprobs: bool = False  # of the behaviour, with values where it acts with the weights that learn
+    logprobs: bool = False  # of the behavior policy, with values if it acts with the learning weights
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of every array."""
@@ -45,12 +45,12 @@ class ExperienceLayout:
 
 
 class Experience:
-    """`steps` rows of N environments, and one more of `obs` and `masks`: what comes after them.
+    """`steps` rows of N environments, and one more row of `obs` and `masks`, which follows them.
 
-    `final_obs` and `final_masks` are true in the rows where an episode ended; `valid`, while `has_resets`, is false in
-    the rows that only reset; `values` are there while `has_values`. `episodes` stand in the order of the rows that end
-    them. `version` is the turn whose weights acted. `parts` are there where columns are not the environments in order:
-    which environments some columns are of, and the columns, one's older steps first. The arrays may be tensors.
+    `final_obs` and `final_masks` count only in rows where an episode ended; `valid` (if `has_resets`) is false in rows
+    that only reset; `values` count if `has_values`. `episodes` are in the order of the rows that end them. `version` is
+    the turn whose weights acted. `parts` is used if the columns are not the environments in order: pairs of environment
+    indices and their columns, with an environment's older steps first. The arrays may be tensors.
     """
 
     def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Any] | None = None) -> None:
@@ -66,7 +66,7 @@ class Experience:
         self.clear()
 
     def clear(self) -> None:
-        """Empty, to be filled again."""
+        """Make it empty, to be filled again."""
         self.steps = self.transitions = self.version = 0
         self.episodes: list[Any] = []
         self.parts: list[tuple[Array, Experience]] = []
@@ -77,7 +77,7 @@ class Experience:
         return Experience(self.layout, {name: array[:, start:stop] for name, array in self.arrays.items()})
 
     def rows(self) -> Iterator[dict[str, Array | None]]:
-        """Step by step, what `add` of a replay buffer takes."""
+        """Step by step, the arguments of a replay buffer's `add`."""
         for envs, part in self.parts:
             part.steps, part.has_resets = self.steps, self.has_resets
             yield from ({**row, "envs": envs} for row in part.rows())

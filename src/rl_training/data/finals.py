@@ -42,7 +42,7 @@ class FinalObservations:
         return slots
 
     def free(self, slots: Array) -> None:
-        """The rows of these slots left the ring."""
+        """Release slots whose rows have left the ring."""
         self._free.extend(slots.tolist())
 
     def _grow(self, at_least: int) -> None:

@@ -14,12 +14,12 @@ from rl_training.play import closed_after, play
 
 
 def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """One environment of Gymnasium, or one sentence that says why not."""
+    """One Gymnasium environment, or a `UserError` that says why not."""
     import gymnasium
 
     try:
         return gymnasium.make(env_id, **(env_kwargs or {}))
-    except Exception as error:  # an id or arguments that a file names can fail in any way
+    except Exception as error:  # an id or arguments from a file can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{env_id} cannot be made: {reason}") from None
 
@@ -45,7 +45,7 @@ def make_random_dataset(
 
 
 def _random_action(space: Any, info: Any, env_id: str) -> Any:
-    """An action drawn uniformly; of those that the mask allows, whatever its dtype, whole or in parts."""
+    """An action drawn uniformly from those that the mask allows; the mask has any dtype, whole or in parts."""
     from gymnasium import spaces
 
     mask = info.get("action_mask") if isinstance(info, Mapping) else None

@@ -22,11 +22,11 @@ def load_transition_dataset(
     size: int | None = None, seed: int = 0, env_kwargs: Mapping[str, Any] | None = None,
     make_env: Callable[[], Any] | None = None, prefix: str = "",
 ) -> TransitionDataset:  # fmt: skip
-    """The data set of a kind, its actions in the environment's own range.
+    """The data set of the given kind, with actions in the environment's own range.
 
     `npz` reads `path`, or the packaged set of that name; `minari` reads `dataset_id` from Minari's folder, or from
-    `path` instead of it; `random` acts at random for `size` steps (default 10,000) in `env_id`, or in what `make_env()`
-    returns. For the others `size` keeps the first rows. `prefix` stands before `dataset_size` in a refusal.
+    `path` if given; `random` acts at random for `size` steps (default 10,000) in `env_id`, or in what `make_env()`
+    returns. For the others `size` keeps the first rows. `prefix` precedes `dataset_size` in error messages.
     """
     if size is not None and size < 1:
         raise UserError(f"{prefix}dataset_size is {size}; it must be at least 1.")
@@ -37,7 +37,7 @@ def load_transition_dataset(
         dataset = TransitionDataset.from_npz(find_npz(_need(path, "dataset_path", kind)))
     elif kind == "minari":
         dataset = read_minari(_need(dataset_id, "dataset_id", kind), path, size=size)
-    elif kind == "checkpoint":  # its config and spaces say how to read it, and data knows neither
+    elif kind == "checkpoint":  # reading it needs its config and spaces, unknown here
         raise UserError(
             "dataset_kind is 'checkpoint', which only a run reads; `rl-training dataset collect --checkpoint P "
             "--from-replay` writes such a replay to an npz file, which can be loaded here."

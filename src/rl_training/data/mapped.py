@@ -1,4 +1,4 @@
-"""Arrays in files: a folder of its own for every buffer, and room on the disk that is really there."""
+"""Arrays in files: one folder per buffer, with disk space reserved in advance."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _HOST = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
 class MappedFolder:
     """A new subfolder of `parent` for the files of one buffer, removed with `close`, or when the process ends.
 
-    A locked file in it says that its process lives; subfolders that killed processes of this host left are removed.
+    A locked file in it shows that its process is alive; subfolders left by killed processes of this host are removed.
     """
 
     def __init__(self, parent: str | os.PathLike[str]) -> None:
         try:
             Path(parent).mkdir(parents=True, exist_ok=True)
             remove_stale_folders(parent)
-            # It gets the name that others look for when its lock is held.
+            # It gets the name that others look for only once its lock is held.
             new = Path(tempfile.mkdtemp(prefix=f".replay-{_HOST}-{os.getpid()}-", dir=parent))
             lock = os.open(new / "lock", os.O_CREAT | os.O_RDWR)
             _try_lock(lock)
@@ -48,7 +48,7 @@ class MappedFolder:
     def make_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """A zeroed array whose memory is the file `<name>.npy`, every byte of it reserved on the disk.
 
-        Written to a file with holes, a full disk would end the process with SIGBUS.
+        With a file that has holes, a full disk would kill the process with SIGBUS.
         """
         path = self.path / f"{name}.npy"
         array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
@@ -60,7 +60,7 @@ class MappedFolder:
         return array
 
     def remove(self, name: str) -> None:
-        """Remove the file of an array that is not used any more."""
+        """Remove the file of an array that is no longer used."""
         (self.path / f"{name}.npy").unlink()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class MappedFolder:
 
 
 def remove_stale_folders(parent: str | os.PathLike[str]) -> None:
-    """Remove the subfolders of processes of this host that are dead: nobody holds their locks."""
+    """Remove the subfolders of dead processes of this host, whose locks are free."""
     for path in Path(parent).glob(f"replay-{_HOST}-*-*"):
         with contextlib.suppress(OSError):
             lock = os.open(path / "lock", os.O_RDWR)

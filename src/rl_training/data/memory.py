@@ -1,4 +1,4 @@
-"""How much memory experience needs, whether it is there, and the arrays themselves (in memory or as mapped files)."""
+"""How much memory experience needs, whether it is free, and the arrays themselves (in memory or as mapped files)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def rows_per_env(capacity: int, num_envs: int) -> int:
-    """Rows that each environment's ring gets of `capacity`."""
+    """Rows of each environment's ring, out of `capacity`."""
     if num_envs < 1 or capacity < num_envs:
         raise UserError(f"buffer_capacity is {capacity}, but {num_envs} environments need room for one step each.")
     return capacity // num_envs
@@ -62,7 +62,7 @@ def replay_specs(
     capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], frame_stack: int = 1, mask_size: int = 0,
     **layout: Any,
 ) -> dict[str, ArraySpec]:  # fmt: skip
-    """The arrays of a replay buffer, each [slots, num_envs, ...]; `layout` is of `step_specs`."""
+    """The arrays of a replay buffer, each [slots, num_envs, ...]; `layout` is for `step_specs`."""
     if frame_stack < 1 or (frame_stack > 1 and obs_shape[0] % frame_stack):
         raise UserError(f"frame_stack is {frame_stack}, which does not divide the {obs_shape[0]} channels of obs.")
     # One slot more than rows for the newest next observation, and k - 1 more for the oldest row's earlier frames.
@@ -159,7 +159,7 @@ def filled_parts(arrays: Mapping[str, Array], count: int) -> dict[str, Array]:
 
 
 def restore_parts(arrays: Mapping[str, Array], stored: Mapping[str, Array]) -> None:
-    """Write what `filled_parts` gave into arrays of the same layout."""
+    """Write what `filled_parts` returned into arrays of the same layout."""
     for name, array in arrays.items():
         array[: len(stored[name])] = stored[name]
 

@@ -32,7 +32,7 @@ def _minari() -> Any:
 
 @contextlib.contextmanager
 def _datasets_in(folder: str | Path | None) -> Iterator[None]:
-    """Let Minari look into `folder`; it takes one only from its environment variable."""
+    """Make Minari use `folder`, which it reads only from its environment variable."""
     before = os.environ.get(_FOLDER)
     if folder is not None:
         os.environ[_FOLDER] = str(folder)
@@ -60,17 +60,17 @@ def read_minari(
         return _read_episodes(source, dataset_id, size)
     except UserError:
         raise
-    except ImportError:  # the storage format's own package
+    except ImportError:  # the storage format's package
         raise UserError(_MISSING) from None
     except FileNotFoundError:
         raise UserError(f"{dataset_id} is not a local Minari data set; run: minari download {dataset_id}") from None
-    except Exception as error:  # what is damaged can fail in any way
+    except Exception as error:  # damaged data can fail in any way
         reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         raise UserError(f"{dataset_id} cannot be read by Minari: {type(error).__name__}: {reason}.") from None
 
 
 def _check_metadata(dataset_id: str) -> None:
-    """Refuse what Minari would act on unseen: without its spaces it makes the environment that the file describes."""
+    """Refuse metadata without spaces, for which Minari would make the environment that the file describes."""
     from minari.storage import get_dataset_path
 
     folder = Path(get_dataset_path(dataset_id)) / "data"
@@ -80,7 +80,7 @@ def _check_metadata(dataset_id: str) -> None:
     if missing := [name for name in ("observation_space", "action_space") if not isinstance(metadata.get(name), str)]:
         raise UserError(f"the Minari data set {dataset_id} has no {missing[0]} in its metadata.json; it must have one.")
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if metadata["total_episodes"] > held:  # Minari makes a number for each before it looks
+    if metadata["total_episodes"] > held:  # Minari makes a number for each before it reads them
         raise UserError(f"Minari data set {dataset_id} claims {metadata['total_episodes']} episodes in {held} bytes.")
 
 
@@ -110,7 +110,7 @@ def _read_episodes(source: Any, dataset_id: str, size: int | None) -> Transition
 
 
 def _claimed_bytes(file: Path) -> int:
-    """Bytes of every array in an HDF5 file, as their shapes say."""
+    """Bytes of all arrays in an HDF5 file, by their shapes."""
     import h5py
 
     sizes: list[int] = []
@@ -179,7 +179,7 @@ def write_minari(
             raise UserError(_MISSING) from None
         except (ValueError, FileExistsError) as error:
             raise UserError(f"Minari refuses {dataset_id}: {str(error).splitlines()[0]}") from None
-        except TypeError:  # what it raises for a name that it cannot take apart
+        except TypeError:  # raised for a name that it cannot parse
             raise UserError(f"{dataset_id} is not a Minari id; one is like cartpole/random-v0.") from None
 
 

@@ -18,7 +18,7 @@ _BLOCK = 64
 class SumTree:
     """Priorities of `size` leaves, found by cumulative sum.
 
-    Two levels: leaves in blocks of 64, and one sum per block. numpy pays per call and hardly per element, so that one
+    Two levels: leaves in blocks of 64, and one sum per block. numpy's cost is per call, hardly per element, so one
     cumulative sum over all blocks and one over the 256 blocks that a batch hits are cheaper than 20 binary levels. A
     block's sum is always recomputed from its leaves: nothing drifts, and leaves alone restore the tree bit for bit.
     """
@@ -35,13 +35,13 @@ class SumTree:
         return self.leaves.nbytes + self._sums.nbytes
 
     def set(self, index: Array, values: Array | float) -> None:
-        """Set leaves [B]; of equal indices the last one counts."""
+        """Set leaves [B]; of duplicate indices the last one counts."""
         self.leaves[index] = values
         touched = index // _BLOCK
         self._sums[touched] = self._blocks.take(touched, axis=0).sum(axis=1)
 
     def set_slice(self, rows: slice, value: float) -> None:
-        """Set a few neighbouring leaves, at less cost than `set`."""
+        """Set a few neighboring leaves, at less cost than `set`."""
         self.leaves[rows] = value
         touched = slice(rows.start // _BLOCK, (rows.stop - 1) // _BLOCK + 1)
         self._sums[touched] = self._blocks[touched].sum(axis=1)
@@ -73,7 +73,7 @@ class SumTree:
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
-    """Replay with P(i) = p_i^alpha / sum p^alpha, p = |error| + eps; new rows get the largest p so far (first 1)."""
+    """Replay with P(i) = p_i^alpha / sum p^alpha, p = |error| + eps; new rows get the largest p so far (at first 1)."""
 
     def __init__(self, *args: Any, alpha: float = 0.6, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -123,7 +123,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return {**state, "priorities": self._tree.leaves[:filled], "max_priority": self.max_priority}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken."""
+        """Continue exactly where `state_dict` was taken."""
         super().load_state_dict(state)
         self._tree.leaves[:] = 0.0
         self._tree.leaves[: len(state["priorities"])] = state["priorities"]

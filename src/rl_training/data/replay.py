@@ -17,10 +17,10 @@ class ReplayBuffer(TransitionRings):
     """The newest `capacity` transitions of `num_envs` environments.
 
     Each environment has a ring of `capacity // num_envs` rows. An observation is stored once: the next observation of
-    a row is the observation of the next slot, and where an episode ended it lies in a side store with one entry per
+    a row is the observation of the next slot, and where an episode ended it is in a side store with one entry per
     episode end, so that memory stays at 1 + 1 / (episode length) observations per step. With `frame_stack=k`,
     observations `[k * c, H, W]` are k frames, oldest first, of which only the newest is stored; an episode's first
-    frame stands for the ones before it, as in Gymnasium's FrameStackObservation.
+    frame is repeated for the ones before it, as in Gymnasium's FrameStackObservation.
 
     n-step windows stop at an episode's end and at the newest row: a row whose window is not complete yet bootstraps
     from the newest observation after fewer steps. `folder` keeps the arrays in mapped files instead of memory.
@@ -41,7 +41,7 @@ class ReplayBuffer(TransitionRings):
 
     @property
     def gamma(self) -> float:
-        """Discount per step; rewards are stored as they came, so that a new one holds for every row."""
+        """Discount per step; rewards are stored undiscounted, so that a new value applies to every row."""
         return self._gamma
 
     @gamma.setter
@@ -50,7 +50,7 @@ class ReplayBuffer(TransitionRings):
         self._powers = (value ** np.arange(self.n_step + 1)).astype(np.float32)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
-        """`batch_size` transitions, uniformly and with replacement, as `gather` gives them."""
+        """`batch_size` transitions, uniformly and with replacement, as `gather` returns them."""
         return self.gather(self._draw(batch_size, rng))
 
     def _draw(self, batch_size: int, rng: np.random.Generator) -> Array:
@@ -60,7 +60,7 @@ class ReplayBuffer(TransitionRings):
         return self._rows_of(rng.integers(0, total, batch_size))
 
     def _rows_of(self, ranks: Array) -> Array:
-        """Row indices of ranks 0 .. len - 1 (in step: oldest slot first; else environment by environment)."""
+        """Row indices of ranks 0 .. len - 1 (in lockstep: oldest slot first; else environment by environment)."""
         if self._lockstep:
             oldest = int(self._heads[0] - self._sizes[0]) % self._slots
             return (ranks + oldest * self.num_envs) % self._length if oldest else ranks
@@ -71,12 +71,12 @@ class ReplayBuffer(TransitionRings):
 
     def gather(self, rows: Array) -> dict[str, Tensor]:
         """The transitions at row indices [B]: obs, actions, rewards (discounted n-step sum), next_obs, terminated,
-        truncated (of the window's last step), dones (terminated as float32), discounts (gamma ** steps really used,
+        truncated (of the window's last step), dones (terminated as float32), discounts (gamma ** steps actually used,
         0 where terminated), indices; action_masks and next_action_masks where masks are stored."""
         rewards, last, powers = self._look_ahead(rows)
         slots = self._final_slots.take(last)
         ended = np.flatnonzero(slots >= 0)
-        after = last + self.num_envs  # may lie one turn of the ring too far
+        after = last + self.num_envs  # may be one turn of the ring too far
         terminated = self._terminated.take(last)
         dones = terminated.astype(np.float32)
         batch = {
@@ -103,7 +103,7 @@ class ReplayBuffer(TransitionRings):
         window = (rows[:, None] + self._window * self.num_envs) % self._length
         room = (self._heads[rows % self.num_envs] - rows // self.num_envs) % self._slots
         ended = self._final_slots.take(window) >= 0
-        # What lies beyond the newest row is stale; `room` cuts it off whatever it says.
+        # What lies beyond the newest row is stale; `room` cuts it off.
         lengths = np.minimum(np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, self.n_step), room)
         rewards = self._rewards.take(window) * self._powers[:-1]
         rewards[self._window >= lengths[:, None]] = 0.0
@@ -123,7 +123,7 @@ class ReplayBuffer(TransitionRings):
         return next_obs
 
     def _stack_index(self, rows: Array) -> Array:
-        """Where the frames [B, k] of the stacks at `rows` lie; never before the episode's first frame."""
+        """Rows [B, k] of the frames of the stacks at `rows`; never before the episode's first frame."""
         assert self._ages is not None
         back = np.minimum(self._backwards, self._ages.take(rows)[:, None])
         return (rows[:, None] - back * self.num_envs) % self._length

@@ -1,4 +1,4 @@
-"""One preallocated ring per environment: `EnvRings`, and where a replay buffer writes, `TransitionRings`."""
+"""One preallocated ring per environment: `EnvRings`, and `TransitionRings`, into which a replay buffer writes."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class EnvRings:
         return format_bytes(self.nbytes) + ("" if self.folder is None else f" reserved in {self.folder.path}")
 
     def close(self) -> None:
-        """Remove the mapped files, if there are any; the arrays can be read on."""
+        """Remove the mapped files, if there are any; the arrays stay readable."""
         if self.folder is not None:
             self.folder.close()
 
     def _filled_state(self, filled: int) -> dict[str, Any]:
-        """The first `filled` rows of the arrays, as views, and where the rings stand."""
+        """The first `filled` rows of the arrays, as views, and the positions of the rings."""
         arrays = filled_parts(self._arrays, filled)
         return {"arrays": arrays, "heads": self._heads.copy(), "sizes": self._sizes.copy()}
 
@@ -76,7 +76,7 @@ class EnvRings:
 
 
 class TransitionRings(EnvRings):
-    """Storage, writing and resuming of `ReplayBuffer`, which adds the reading.
+    """Storage, writing and resuming for `ReplayBuffer`, which adds the reading.
 
     All rings lie in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the
     slots of the observations that are acted on next: their rows have no action yet, and the `_sizes` rows before them
@@ -121,11 +121,11 @@ class TransitionRings(EnvRings):
         """Store one step of N environments, everything [N, ...]; the new rows can be sampled at once.
 
         `obs` was acted on; `next_obs` is what is acted on next. Where an episode ended, `final_obs` is its true last
-        observation; without it `next_obs` is taken for that (next-step autoreset, or plain tuples of a data set).
-        Rows with `valid` false only reset: nothing is stored for them. When `obs` is not the last `next_obs`, the
-        environment was moved by others: its open episode ends there as a truncation. `masks` are the legal actions
+        observation; without it `next_obs` is used for that (next-step autoreset, or plain tuples of a data set).
+        Rows with `valid` false only reset: nothing is stored for them. When `obs` is not the last `next_obs`, something
+        else moved the environment: its open episode ends there as a truncation. `masks` are the legal actions
         [N, A] in `obs`, `next_masks` in `next_obs`, `final_masks` in `final_obs` (all legal when None). `envs` are the
-        environments that the N rows are of (None: all).
+        environments of the N rows (None: all).
         """
         done = np.logical_or(terminated, truncated)
         if self.frame_stack > 1 and self._steps_checked < _STACK_CHECKS:
@@ -157,10 +157,10 @@ class TransitionRings(EnvRings):
         """For subclasses: these rows have just been written."""
 
     def _dropped(self, rows: slice | Array) -> None:
-        """For subclasses: these rows are not sampled any more."""
+        """For subclasses: these rows are no longer sampled."""
 
     def _rows_at(self, offset: int, envs: Array | None) -> slice | Array:
-        """Rows `offset` slots from each head: one slice [N] while all rings are in step, else indices."""
+        """Rows `offset` slots from each head: one slice [N] while all rings are in lockstep, else indices."""
         if envs is None:
             start = (int(self._heads[0]) + offset) % self._slots * self.num_envs
             return slice(start, start + self.num_envs)
@@ -171,7 +171,7 @@ class TransitionRings(EnvRings):
         return obs[:, -self._channels :] if self._channels else obs
 
     def _meet(self, obs: Array, masks: Array | None, of: Array) -> None:
-        """Make `obs` the current observation: nearly always it is already, bit for bit."""
+        """Make `obs` the current observation: nearly always it already is, bit for bit."""
         envs = None if self._lockstep else of
         rows = self._rows_at(0, envs)
         if not self._started or (len(of) < self.num_envs and not self._sizes[of].any()):
@@ -237,7 +237,7 @@ class TransitionRings(EnvRings):
         self._sizes[envs] = np.minimum(self._sizes[envs] + 1, self.rows_per_env)
 
     def _check_stacks(self, obs: Array, next_obs: Array, done: Array, has_finals: bool, valid: Array | None) -> None:
-        """Refuse observations that frames stored once could not rebuild."""
+        """Refuse observations that cannot be rebuilt from frames stored once."""
         self._steps_checked += 1
         c = self._channels
         going = ~done if valid is None else ~done & valid
@@ -271,7 +271,7 @@ class TransitionRings(EnvRings):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken; a state of another layout is refused."""
+        """Continue exactly where `state_dict` was taken; a state of another layout is refused."""
         check_same_layout(state["layout"], self._layout(), "replay buffer")
         self._final_slots.fill(-1)
         self._restore(state)

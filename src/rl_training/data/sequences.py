@@ -20,12 +20,12 @@ class RecurrentReplayBuffer(EnvRings):
 
     A row is an ARRIVAL: `obs[t]`, the action that LED there (`actions[t]`, taken at `obs[t - 1]`), the reward received
     on arriving, and whether `obs[t]` is terminal or the last one before a time limit. An episode of T steps is T + 1
-    rows: its first row has `is_first` true, reward 0 and action 0 (which is no action: a learner zeroes state and
+    rows: its first row has `is_first` true, reward 0 and action 0 (not a real action: a learner zeroes state and
     action there), its last one is the true final observation. So h_t = f(h_{t-1}, z_{t-1}, actions[t]) and the reward
     and continue heads at t predict `rewards[t]` and `1 - terminated[t]`: nothing has to be shifted.
 
     Windows may start inside an episode and may run across its end (`is_first` marks the next one's start), but never
-    across the place where the ring is being written. `capacity` counts rows.
+    across the ring's write position. `capacity` counts rows.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RecurrentReplayBuffer(EnvRings):
         self._begin(of, np.flatnonzero(resets | done if final_obs is not None else resets), next_obs)
 
     def _meet(self, obs: Array, of: Array) -> None:
-        """Begin an episode wherever `obs` is not the observation that arrived last (a start, or moved by others)."""
+        """Begin an episode wherever `obs` is not the observation that arrived last (a start, or moved from outside)."""
         stored = self._flat["obs"]
         newest = stored[(self._heads[of] - 1) % self.rows_per_env * self.num_envs + of]
         given = np.asarray(obs).astype(stored.dtype, copy=False)
@@ -75,7 +75,7 @@ class RecurrentReplayBuffer(EnvRings):
         self._begin(of, moved, given)
 
     def _cut(self, envs: Array) -> None:
-        """An episode that is followed by another one's first row was truncated if it had not ended."""
+        """Mark an episode as truncated if it had not ended when another one's first row follows."""
         envs = envs[self._sizes[envs] > 0]
         rows = (self._heads[envs] - 1) % self.rows_per_env * self.num_envs + envs
         self._flat["truncated"][rows] |= ~self._flat["terminated"][rows]
@@ -123,6 +123,6 @@ class RecurrentReplayBuffer(EnvRings):
         return {"layout": self._layout(), **self._filled_state(int(self._sizes.max()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken; a state of another layout is refused."""
+        """Continue exactly where `state_dict` was taken; a state of another layout is refused."""
         check_same_layout(state["layout"], self._layout(), "sequence buffer")
         self._restore(state)

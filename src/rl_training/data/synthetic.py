@@ -1,4 +1,4 @@
-"""`SyntheticBuffer`: imagined transitions, of which the oldest are forgotten."""
+"""`SyntheticBuffer`: imagined transitions, of which the oldest are overwritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_training.data.memory import Array, ArraySpec, allocate, check_same_layou
 class SyntheticBuffer:
     """A ring of `capacity` single transitions: obs, actions, rewards, next_obs and dones (terminated, as float32).
 
-    Rows stand alone, since those of a rollout through a model are not kept in order.
+    Rows are independent, since those of a model rollout are not kept in order.
     """
 
     def __init__(self, capacity: int, *, obs_dim: int, action_dim: int) -> None:
@@ -34,7 +34,7 @@ class SyntheticBuffer:
         return sum(array.nbytes for array in self._arrays.values())
 
     def add(self, transitions: Mapping[str, Tensor]) -> None:
-        """Store rows [B, ...] under the names that `sample` gives, `terminated` for dones; the newest stay."""
+        """Store rows [B, ...] under the names of `sample`, with `terminated` for dones; the newest are kept."""
         columns = {**transitions, "dones": transitions["terminated"]}
         count = len(columns["rewards"])
         rows = (self._head + np.arange(max(0, count - self.capacity), count)) % self.capacity
