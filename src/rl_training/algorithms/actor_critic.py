@@ -91,7 +91,7 @@ class ActorCriticAlgorithm(PolicyActing):
 
     @torch.no_grad()
     def successor_values(self, values: Tensor, batch: Batch) -> Tensor:
-        """Value of each row's successor [T, N]: of the final observation at a truncation, the bootstrap in the last.
+        """Value of each row's successor [T, N]: the final observation's at a truncation, the bootstrap in the last row.
 
         The learning critic values `bootstrap_obs` [N, ...]; without it the batch has `bootstrap_value`.
         """

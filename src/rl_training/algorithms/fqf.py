@@ -1,7 +1,7 @@
 """FQF: quantiles at fractions that the network proposes per state (Yang et al. 2019, arXiv:1911.02140).
 
 The quantile function is IQN's, trained at the midpoints of the fractions. The fractions minimize the 1-Wasserstein
-error of the approximation: their loss has its exact gradient (proposition 1) towards tau_i, with the quantile function
+error of the approximation: their loss has its exact gradient (proposition 1) in tau_i, with the quantile function
 held fixed, and an entropy bonus against collapse; one small layer on detached features learns it with its own RMSProp.
 Target quantiles are taken at the fractions that the online layer proposes for the next state.
 """

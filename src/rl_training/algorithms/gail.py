@@ -6,8 +6,8 @@ policy's pairs is the reward from which PPO, unchanged, learns. The environment'
 Absorbing states (Kostrikov et al. 2019, arXiv:1809.02925): where episodes can end early, a reward that is always
 positive pays for staying alive and one that is always negative for ending, whatever the expert did. So an end leads to
 an absorbing state, in which the episode stays: the discriminator sees it once per step that either side spends there
-until the horizon, and an end is worth gamma / (1 - gamma) times its reward. That sum is infinite, not up to the
-horizon, because the value of a truncated episode (PPO bootstraps it) is also that of an episode that never ends.
+until the horizon, and an end is worth gamma / (1 - gamma) times its reward. That sum goes on past the horizon,
+because the value of a truncated episode (PPO bootstraps it) is also that of an episode that never ends.
 """
 
 from __future__ import annotations

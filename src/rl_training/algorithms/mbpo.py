@@ -21,7 +21,7 @@ from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 
 HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
-PATIENCE, LEAST_GAIN = 5, 0.01  # a fit stops after so many epochs in which no member's error falls by this share
+PATIENCE, LEAST_GAIN = 5, 0.01  # a fit stops after this many epochs in which no member's error falls by this share
 Termination = Callable[[Tensor], Tensor]  # next observations [B, O] -> whether the episode ends there [B]
 
 

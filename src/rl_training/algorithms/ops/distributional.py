@@ -39,7 +39,7 @@ def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """`categorical_cross_entropy` [...] with its slopes towards the logits [..., K]."""
+    """`categorical_cross_entropy` [...] with its slopes with respect to the logits [..., K]."""
     losses = categorical_cross_entropy(logits=logits, target_probs=target_probs)
     return losses, logits.detach().softmax(-1) - target_probs
 
@@ -58,7 +58,7 @@ def quantile_huber(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: floa
     """`quantile_huber_loss` [B] with its slopes [B, N], in a third of autograd's passes over the [B, N, M] pairs.
 
     In bounded memory: with c+ = clip(u, 0, kappa) and c- = clip(u, -kappa, 0), Huber(u) = c (u - c / 2) on each side,
-    and the slope towards a quantile is -mean_j (tau c+ + (1 - tau) c-) / kappa. Both need sums of c only.
+    and the slope in a quantile is -mean_j (tau c+ + (1 - tau) c-) / kappa. Both need sums of c only.
     """
     batch, pairs = len(quantiles), (quantiles.shape[1], targets.shape[1])
     taus = taus.expand_as(quantiles)

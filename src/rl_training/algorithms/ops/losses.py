@@ -28,8 +28,8 @@ def actor_critic_losses(
 ) -> Losses:  # fmt: skip
     """What the rollout family minimizes: -mean gain + c_v mean error - c_e mean entropy; slopes in that order.
 
-    `gain` comes with its slope towards the log-probabilities, `error` with its slope towards the values. All [...];
-    rows of weight 0 do not count. The means of `statistics` are added.
+    `gain` comes with its slope in the log-probabilities, `error` with its slope in the values. All [...]; rows of
+    weight 0 do not count. The means of `statistics` are added.
     """
     statistics = statistics or {}
     share = shares(entropy, weights)
@@ -82,14 +82,14 @@ def value_error(
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi(a|s) A per sample, to be maximized, and its slope towards log pi; A is taken as given."""
+    """log pi(a|s) A per sample, to be maximized, and its slope in log pi; A is taken as given."""
     return logprobs * advantages.detach(), advantages.detach()
 
 
 def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | Tensor) -> tuple[Tensor, Tensor]:
     """PPO's objective per sample, min(r A, clip(r, 1 - e, 1 + e) A), to be maximized (Schulman et al. 2017, eq. 7).
 
-    `logratio` is log pi(a|s) - log pi_old(a|s); all tensors have one shape [...]. With its slope towards `logratio`:
+    `logratio` is log pi(a|s) - log pi_old(a|s); all tensors have one shape [...]. With its slope in `logratio`:
     r A, and 0 where the clip is active.
     """
     ratio, advantages = logratio.exp(), advantages.detach()
