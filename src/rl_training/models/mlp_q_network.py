@@ -31,7 +31,7 @@ def hidden_layers(inputs: int, sizes: Sequence[int], activation: str, *, noisy: 
 class DuelingHead(nn.Module):
     """V + A - mean over actions of A, each stream with its own hidden layer (Wang et al. 2016, eq. 9).
 
-    With several outputs per action, the same sum of each output, as in Rainbow: [..., D] -> [..., A * K].
+    With several outputs per action, the same sum for each output, as in Rainbow: [..., D] -> [..., A * K].
     """
 
     def __init__(self, inputs: int, width: int, action_dim: int, outputs: int, activation: str, *, noisy: bool) -> None:
