@@ -61,7 +61,7 @@ def interquartile_mean(sample: Sample) -> Any:
 
 
 def probability_of_improvement(sample: Sample, other: Sample) -> Any:
-    """The probability that a run of `sample` beats one of `other` on the same task (ties count half), mean over tasks."""
+    """Probability that a run of `sample` beats one of `other` on the same task, ties counted half; mean over tasks."""
     tasks = [np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1)) for x, y in zip(sample, other, strict=True)]
     return 0.5 + 0.5 * np.mean(tasks, axis=0)
 
