@@ -1,4 +1,4 @@
-"""What a run writes while it trains: `metrics.jsonl`, records for its `loggers`, and a progress line on the terminal."""
+"""What a run writes while it trains: `metrics.jsonl`, records for its `loggers`, and a progress line on a terminal."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def draw_imagination(
 
 
 def as_colors(images: Array) -> Array:
-    """Images [L, C, H, W] in [0, 1] as colors [L, H, W, 3]; channels that are neither gray nor RGB get one each."""
+    """Images [L, C, H, W] in [0, 1] as colors [L, H, W, 3]; channels that are neither gray nor RGB get a color each."""
     from matplotlib import colormaps
 
     channels = images.shape[1]
