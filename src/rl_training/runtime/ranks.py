@@ -100,7 +100,7 @@ class TorchRanks(Ranks):
             collective(*arguments)
         except RuntimeError as error:  # from gloo or NCCL
             reason = f"rank {self.rank} lost another learner of this run ({str(error).splitlines()[0]})"
-            raise RankFailure(f"{reason}; what that one said last tells why.") from error
+            raise RankFailure(f"{reason}; its last message says why.") from error
 
     # what learners ask -------------------------------------------------------------------------------------------
 

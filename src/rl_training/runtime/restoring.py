@@ -214,7 +214,7 @@ def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
         return []
     here = describe_machine(config).items()
     changed = [f"{name} {value}, was {stored[name]}" for name, value in here if stored.get(name, value) != value]
-    return [f"this machine is another one ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
+    return [f"this machine differs ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
 
 
 def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: bool) -> tuple[TrainConfig, list[str]]:

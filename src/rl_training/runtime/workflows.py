@@ -245,7 +245,7 @@ def resume_training(
             home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
             session.config = session.config.model_copy(update={"output_dir": home})
             if begun_in is not None and not elsewhere:
-                branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
+                branch = f"{path} is not the newest state of {begun_in}, so this branch gets its own folder."
                 notes.append(branch)
         with closed_on_error(session):
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))

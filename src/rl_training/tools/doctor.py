@@ -118,7 +118,7 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
         return
     inside = all(spaces.row_space.contains(row) for row in rows)
     fix = "Return observations of the space's dtype, shape and bounds." if not inside else ""
-    yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside of it"), fix)
+    yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside it"), fix)
     largest = float(np.abs(floats).max(initial=0.0)) if spaces.obs_kind != "image" else 0.0
     if largest > LARGE and not spaces.normalize_observations:
         yield Check("observation size", WARN, f"values up to {largest:.3g} in random play",

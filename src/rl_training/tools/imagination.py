@@ -181,5 +181,5 @@ def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> Any
         axes.axvline(warm_up - 0.5, color="grey", linewidth=0.8)
         axes.set_ylabel(f"obs[{dimension}]")
     figure.axes[0].legend(loc="upper right", fontsize=8)
-    figure.axes[-1].set_xlabel(f"step (the grey line: {warm_up} observations seen, actions alone from there on)")
+    figure.axes[-1].set_xlabel(f"step (the gray line: {warm_up} observations seen, actions alone from there on)")
     return figure

@@ -284,7 +284,7 @@ def describe_warnings(runs: Sequence[RunRecord]) -> str:
         numbers = ((key, value) for row in run.rows for key, value in row.items() if isinstance(value, float))
         told += [f"{key} was not finite in some row" for key in sorted({k for k, v in numbers if not np.isfinite(v)})]
         if left := unspent(run):
-            told.append(f"ended, or still is, at step {last_step(run):,}{left}")
+            told.append(f"stopped, or is still running, at step {last_step(run):,}{left}")
         for message in told:
             found.setdefault(str(message).removeprefix("warning: "), []).append(run.folder.name)
     more = {text: f" and {len(names) - 1} more" if len(names) > 1 else "" for text, names in found.items()}
