@@ -47,7 +47,7 @@ class WorkerActor:
         self.served = pickle.loads(pickled)()
 
     def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
-        """What a method returns, or in words what it raises."""
+        """What a method returns, or a description of what it raises."""
         return attempt(getattr(self.served, method), *arguments)
 
     def steps(self) -> int:
@@ -101,13 +101,13 @@ class RayWorkers(WorkerPool):
         self._owed[index] = self._actors[index].call.remote(method, *arguments)
 
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
-        """Who of these has answered, or ended, within that time."""
+        """Those that have answered, or ended, within that time."""
         owed = {self._owed[index]: index for index in wanted}
         first, _ = ray.wait(list(owed), timeout=seconds)
         return [owed[one] for one in ray.wait(list(owed), num_returns=len(owed), timeout=0)[0]] if first else []
 
     def get(self, index: int, seconds: float | None = None) -> Any:
-        """The result that one owes; waits for it at most that long (None: `timeout`)."""
+        """The result that a worker owes; waits for it at most that long (None: `timeout`)."""
         limit = self.timeout if seconds is None else seconds
         if index not in self._owed:
             raise self._silent(index, limit)
@@ -124,14 +124,14 @@ class RayWorkers(WorkerPool):
         return result
 
     def has_ended(self, index: int) -> bool:
-        """Whether `get` has seen it; the answer that a dead actor owes is ready at once."""
+        """Whether `get` has seen the worker end; the answer that a dead actor owes is ready at once."""
         return index in self._ends
 
     def _ended(self, index: int) -> WorkerFailure:
         return self._failure(index, f"failed: {self._ends[index]}")
 
     def restart(self, index: int) -> None:
-        """A new actor in the place of one, on any node that has room."""
+        """Replace an actor by a new one, on any node that has room."""
         ray.kill(self._actors[index])
         for known in (self._ends, self._watched):
             known.pop(index, None)
@@ -139,7 +139,7 @@ class RayWorkers(WorkerPool):
         self.get(index)
 
     def steps(self) -> Array:
-        """Steps that each object has taken, by its last answer; whoever has answered is asked again."""
+        """Steps that each object has taken, by its last answer; those that have answered are asked again."""
         if time.monotonic() < self._looked + LOOK_EVERY:
             return self._steps.copy()
         self._looked = time.monotonic()
@@ -154,7 +154,7 @@ class RayWorkers(WorkerPool):
         return self._steps.copy()
 
     def close(self) -> None:
-        """End every actor, its object closed first if all are idle; again does nothing."""
+        """End every actor, after closing its object if all are idle; a second call does nothing."""
         actors, self._actors = self._actors, []
         if actors and not self._owed:
             closing = [actor.call.remote("close") for actor in actors]
@@ -193,7 +193,7 @@ def check_room(count: int, needs: Mapping[str, float]) -> None:
 class RayWorker(CollectingWorker):
     """A worker that gets the weights with the request and sends its experience with the answer.
 
-    Its memory has the same layout as that of worker processes, so that the arithmetic is the same to the bit.
+    Its memory has the same layout as that of worker processes, so that the arithmetic is the same, bit for bit.
     """
 
     def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int) -> None:
@@ -256,7 +256,7 @@ class ObjectStore:
             raise
 
     def send(self, number: int, packed: Array) -> None:
-        """Put it into the store; Ray frees what it replaces once nobody reads that any more."""
+        """Put the weights into the store; Ray frees those they replace once nobody reads them anymore."""
         self._weights[number % len(self._weights)] = ray.put(packed)
 
     def weights(self, number: int) -> tuple[Any, ...]:
@@ -316,7 +316,7 @@ def knock(address: str) -> None:
 
 @contextmanager
 def own_signals() -> Iterator[None]:
-    """Put back the signal handlers that Ray replaces by its own."""
+    """Restore the signal handlers that Ray replaces with its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

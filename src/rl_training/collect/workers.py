@@ -26,7 +26,7 @@ PACK_EVERY = 1024  # parts of an episode's actions, after which they are joined 
 
 
 class Flight(NamedTuple):
-    """One request, as many workers may get it; `packed` is the behaviour that acts."""
+    """One request, which several workers may get; `packed` is the behavior that acts."""
 
     number: int
     request: Request
@@ -165,14 +165,14 @@ class WorkerCollector:
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
         away = time.monotonic() - self._left
-        if not self.answers_again or away > self.timeout / 2:  # what the learner does in between is not their time
+        if not self.answers_again or away > self.timeout / 2:  # do not count the learner's own time
             self._moved[:] = time.monotonic()
         left = len(self.records)
         while left and len(self._answers) < len(self.records):
             if self._interruption is not None:
                 raise self._interruption
             ready = self.pool.ready(owing, LOOK_EVERY)
-            if not ready or self.answers_again:  # there, nobody waits for one that stalls
+            if not ready or self.answers_again:  # there, others may answer while one stalls
                 self._restart_stalled(owing - set(ready))
             free = min(left, len(self.records) - len(self._answers))
             for index in sorted(ready, key=lambda index: (self._flights[index].version, index))[:free]:
@@ -212,7 +212,7 @@ class WorkerCollector:
         self._answers[self._place(index, experience)] = index, answer
 
     def _place(self, index: int, experience: Experience) -> int:
-        """The answer's place in the batch: here its columns lie there already."""
+        """The answer's place in the batch: here, its columns are there already."""
         return index
 
     def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> Experience:

@@ -21,7 +21,7 @@ from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import close_all
 
-REPLAY_SECONDS = 1.0  # for each step of an episode that a worker replays, besides worker_timeout
+REPLAY_SECONDS = 1.0  # for each step of an episode that a worker replays, in addition to worker_timeout
 STEP = pickle.dumps(("step", ()))
 
 
@@ -56,10 +56,10 @@ class Engine(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def brief_state(self) -> dict[str, Any]:
-        """The same without what grows with an episode, where somebody else knows its actions."""
+        """The state without what grows with an episode, for a caller that records the actions."""
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Bring the environments back; returns the observations and masks that they are at."""
+        """Restore the environments; returns their current observations and masks."""
 
     def close(self) -> None: ...
 
@@ -142,7 +142,7 @@ class SyncEngine:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Close every environment; what one raises then is told, unless it broke before and that was."""
+        """Close every environment and raise what goes wrong, unless a failure was already raised."""
         envs, self.envs = self.envs, []
         error = close_all(envs)
         if error is not None and not self._broken:
@@ -215,7 +215,7 @@ class _Anything(gym.Space[Any]):
     """A space that holds everything."""
 
     def contains(self, x: Any) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
 
@@ -279,7 +279,7 @@ def is_cartpole(recipe: EnvRecipe) -> bool:
 
 
 def _vector_code(recipe: EnvRecipe) -> ModuleType:
-    """The module that says whether it steps an environment that is not CartPole, and makes the engine."""
+    """The module that says whether it can step an environment other than CartPole, and makes the engine."""
     from rl_training.envs import atari, pool
 
     if recipe.maker is not None:
@@ -295,7 +295,7 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
     if obstacle:
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
     if wanted == "device":
-        from rl_training.envs.device import find_device_environment  # torch, which a process of async never needs
+        from rl_training.envs.device import find_device_environment  # needs torch, which an async worker never does
 
         find_device_environment(recipe)
     if wanted != "auto":

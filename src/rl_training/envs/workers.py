@@ -26,10 +26,10 @@ from rl_training.envs.worker_process import receive, send
 from rl_training.errors import EnvironmentFailure, UserError, user_line
 
 ENTRY = Path(__file__).with_name("worker_process.py")
-LOOK_EVERY = 0.5  # seconds between looks at the processes; the end of one is mostly seen at once, on its line
+LOOK_EVERY = 0.5  # seconds between checks of the processes; mostly, the line of one shows its end at once
 CLOSE_SECONDS = 10.0  # for `close` of the objects
 TIMEOUT = "worker_timeout"  # the setting that most limits come from
-LEAVE_SECONDS = 2.0  # for a process to end after it, or after a failure
+LEAVE_SECONDS = 2.0  # for a process to end after `close`, or after a failure
 
 
 class WorkerFailure(EnvironmentFailure):
@@ -44,7 +44,7 @@ class Worker:
         self.poll = select.poll()
         self.poll.register(self.line, select.POLLIN)
         # Linux ends the process with the thread that starts it: right for the main thread, which lives as long as the
-        # run's process; started elsewhere, it ends when its line does.
+        # run's process; started elsewhere, it ends when its line closes.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         command = [sys.executable, str(ENTRY), str(other.fileno()), str(parent)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -56,7 +56,7 @@ class Worker:
             other.close()
 
     def describe_end(self) -> str:
-        """How the process ended, waiting a moment for it where only its line has."""
+        """How the process ended; waits a moment if only its line has closed."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_SECONDS)
         code = self.process.returncode
@@ -69,21 +69,21 @@ class Worker:
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
     def end(self, deadline: float) -> None:
-        """Reap the process, killed if it is still there at the deadline, and what it started and left behind."""
+        """Wait for the process until the deadline, then kill it and what it left running."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # it may not have come to lead its group
+        self.process.kill()  # it may not lead its group yet
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_SECONDS)
 
 
 class WorkerPool(ABC):
-    """Objects that live elsewhere, made by their makers there and called by name, one request in flight each.
+    """Objects in other processes, created there by their makers and called by name, one request in flight each.
 
-    `name` is what failures call the environment. WorkerFailure is raised where a worker ended or gave no answer for
-    `timeout` seconds; what an object raised is raised here in words.
+    Failures call the environment `name`. WorkerFailure is raised if a worker ended or gave no answer for `timeout`
+    seconds; what an object raised is raised here with its text.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], name: str, timeout: float) -> None:
@@ -122,7 +122,7 @@ class WorkerPool(ABC):
     def _ended(self, index: int) -> WorkerFailure: ...
 
     def failure(self, index: int, seconds: float) -> WorkerFailure:
-        """The failure of a worker that has ended, or has not answered for so long."""
+        """The failure of a worker that has ended, or has not answered for that long."""
         return self._ended(index) if self.has_ended(index) else self._silent(index, seconds)
 
     def _raised(self, index: int, error: dict[str, Any]) -> Exception:
@@ -150,7 +150,7 @@ class WorkerPool(ABC):
 
 
 class Workers(WorkerPool):
-    """Processes of this machine. Of those called all at once, whatever goes wrong in one ends all."""
+    """Processes on this machine. If all are called at once, a failure in one ends all."""
 
     def __init__(
         self, makers: Sequence[Callable[[], Any]], name: str, timeout: float, descriptors: Sequence[int] = ()
@@ -158,7 +158,7 @@ class Workers(WorkerPool):
         super().__init__(makers, name, timeout)
         self._workers: list[Worker] = []
         self._index_of: dict[int, int] = {}  # by the descriptor of a worker's line
-        self._busy: set[int] = set()  # who owes an answer
+        self._busy: set[int] = set()  # those that owe an answer
         self._poll = select.poll()  # of all lines
         self._descriptors = descriptors
         try:
@@ -181,7 +181,7 @@ class Workers(WorkerPool):
         self._poll.register(worker.line, select.POLLIN)
         return worker
 
-    # one at a time: what goes wrong is for the caller to deal with ----------------------------------------------
+    # one at a time: the caller handles failures -----------------------------------------------------------------
 
     def ask(self, index: int, method: str, *arguments: Any) -> None:
         """Call a method of one object; `get` has its result."""
@@ -214,9 +214,9 @@ class Workers(WorkerPool):
         return self._workers[index].process.poll() is not None
 
     def restart(self, index: int) -> None:
-        """A new process in the place of one, whatever state that is in."""
+        """Replace a process by a new one, whatever its state."""
         old = self._workers[index]
-        if old.line.fileno() >= 0:  # else no other could be started in its place before
+        if old.line.fileno() >= 0:  # else an earlier restart could not start one
             self._poll.unregister(old.line)
             del self._index_of[old.line.fileno()]
             old.line.close()
@@ -229,21 +229,21 @@ class Workers(WorkerPool):
         self._on_line(index, send, self._makers[index])
         self.get(index)
 
-    # all at once: what goes wrong in one ends all ---------------------------------------------------------------
+    # all at once: a failure in one ends all ---------------------------------------------------------------------
 
     def call(self, method: str, *arguments: Any, extra: float = 0.0) -> list[Any]:
         """Call a method of every object, all at once, with `extra` seconds for it; the results in order."""
         return self.call_pickled(pickle.dumps((method, arguments)), extra)
 
     def call_pickled(self, request: bytes, extra: float = 0.0) -> list[Any]:
-        """`call`, with (method, arguments) pickled before."""
+        """`call`, with (method, arguments) already pickled."""
         if self._busy or not self._workers:
             raise EnvironmentFailure.of(self.name, "was interrupted" if self._busy else "has lost its worker processes")
         try:
             limit = f"{TIMEOUT} and {extra:g} more" if extra else TIMEOUT
             return self._exchange([request] * self.count, self.timeout + extra, limit)
         except (EnvironmentFailure, UserError):
-            with suppress(EnvironmentFailure, UserError):  # the first failure is the one to tell
+            with suppress(EnvironmentFailure, UserError):  # report the first failure
                 self.close()
             raise
 
@@ -286,7 +286,7 @@ class Workers(WorkerPool):
             raise self._ended(index) from None
 
     def _look_at_processes(self, deadline: float, timeout: float, limit: str) -> None:
-        """Find a process that ended while something that it started holds its line, or that takes too long."""
+        """Find a process that ended while something that it started holds its line open, or that takes too long."""
         for index in sorted(self._busy):
             if self._workers[index].process.poll() is not None:
                 raise self._ended(index)
@@ -297,7 +297,7 @@ class Workers(WorkerPool):
         return self._failure(index, f"failed: its process {self._workers[index].describe_end()}")
 
     def close(self) -> None:
-        """End every process, in good order where all are idle, else by force; again does nothing."""
+        """End every process, cleanly if all are idle, otherwise by force; a second call does nothing."""
         try:
             if self._workers and not self._busy:
                 self._exchange([pickle.dumps(("close", ()))] * self.count, CLOSE_SECONDS, "the limit for close")

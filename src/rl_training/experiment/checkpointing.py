@@ -2,10 +2,10 @@
 
     header   8 bytes magic, u32 format version, 4 zero bytes
     data     the bytes of every array, each start aligned to 64
-    index    ASCII JSON: the tree; an object with the single key "" stands for what JSON cannot say: [kind, ...]
+    index    ASCII JSON: the tree; an object with the single key "" encodes what JSON cannot: [kind, ...]
     trailer  u64 index length, u32 CRC32 of everything before it, 8 bytes end magic
 
-Header and trailer stay as they are in every future format, so that an old program can tell "newer" from "damaged".
+Header and trailer stay the same in every future format, so that an old program can tell "newer" from "damaged".
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import torch
 from rl_training.errors import UserError, near_name
 
 FORMAT_VERSION = 1
-MAPPED_BYTES = 1 << 30  # a file from this size on is not read into memory, but mapped: its replay may not fit there
-_LARGE_ARRAY = 1 << 20  # bytes; in a mapped file such an array stays there, read-only
+MAPPED_BYTES = 1 << 30  # a file of this size or more is memory-mapped: its replay may not fit into memory
+_LARGE_ARRAY = 1 << 20  # bytes; in a mapped file, an array this large stays there, read-only
 _MAGIC, _END_MAGIC = b"\x89RLT\r\n\x1a\n", b"\nRLTend\n"
 _HEADER, _TRAILER = struct.Struct("<8sI4x"), struct.Struct("<QI8s")
 # Neither objects (they need a pickle) nor records; numpy never parses a name that a file made up.
@@ -43,10 +43,10 @@ _TORCH_DTYPES = {name: getattr(torch, name) for name in _DTYPE_NAMES.split() if 
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: Mapping[str, Any], *, durable: bool = True) -> Path:
-    """Write `tree` to `path` atomically: after a crash the file is the previous one or the new one, whole.
+    """Write `tree` to `path` atomically: after a crash the file is the old one or the new one, complete.
 
     Leaves: None, bool, int, float, str, bytes, torch tensors (come back on the CPU, without gradient), numpy arrays and
-    scalars. Keys: str or int. Tuples come back as lists; tensors that share memory come back apart.
+    scalars. Keys: str or int. Tuples come back as lists; tensors that share memory come back separate.
     `durable=False` skips the wait for the disk.
     """
     path = Path(path)
@@ -169,7 +169,7 @@ def _refuse(where: tuple[Any, ...], what: str) -> NoReturn:
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The tree in `path`, verified to the last bit; its arrays are writable and share the one buffer that was read.
 
-    Of a file of `MAPPED_BYTES` and more the large numpy arrays are read-only and stay in the file, the rest is copied.
+    If the file has `MAPPED_BYTES` or more, large numpy arrays stay in the file, read-only, and the rest is copied.
     """
     path = Path(path)
     if path.is_dir():
@@ -187,7 +187,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise UserError(f"{path} does not exist; {hint}") from None
     except UserError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a name that no file system has
+    except (OSError, ValueError) as error:  # ValueError: a name that no file system allows
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read ({reason}); check the path and its permissions.") from None
     return _parse(path, buffer)
@@ -215,12 +215,12 @@ def _parse(path: str | Path, buffer: bytearray | mmap.mmap) -> dict[str, Any]:
         raise UserError(f"{path} was written by a newer rl-training ({newer}); update rl-training to open it.")
     try:
         return _Reader(buffer, size - _TRAILER.size - index_length).read()
-    except Exception:  # contents that no version wrote, under a right checksum, can fail in any way
+    except Exception:  # forged contents with a correct checksum can fail in any way
         raise _damaged(path, "its index makes no sense") from None
 
 
 def _check_ends(path: Path, file: BinaryIO, size: int) -> None:
-    """Refuse a foreign or cut file before reading it whole."""
+    """Refuse a foreign or truncated file before reading all of it."""
     head = file.read(_HEADER.size)
     if not head:
         raise _damaged(path, "it is empty")
@@ -249,7 +249,7 @@ def _damaged(path: str | Path, reason: str) -> UserError:
 
 
 class _Reader:
-    """Rebuilds the tree over the buffer; raises anything at all when the index is not one that `_Writer` writes."""
+    """Rebuilds the tree over the buffer; may raise any exception if `_Writer` did not write the index."""
 
     def __init__(self, buffer: bytearray | mmap.mmap, index_start: int) -> None:
         self._buffer, self._index_start, self._previous_end = buffer, index_start, _HEADER.size
@@ -282,7 +282,7 @@ class _Reader:
         if not all(type(number) is int and number >= 0 for number in [start, *shape]):
             raise ValueError("not a shape")
         size = math.prod(shape) * dtype.itemsize
-        # The writer puts arrays one after the other, so that one which starts inside another is not ours.
+        # The writer puts arrays one after the other, so one that starts inside another is not ours.
         if start < self._previous_end or start + size > self._index_start:
             raise ValueError("not within the data")
         self._previous_end = start + size
@@ -310,12 +310,12 @@ class CheckpointFolder:
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3) -> None:
         self.folder, self.keep = Path(folder), keep
         self.latest, self.best = self.path("latest"), self.path("best")
-        self._written: list[Path] = []  # step files of this process: no clock can make them look old
+        self._written: list[Path] = []  # step files of this process, in order whatever the clock says
         remove_stale_temporaries(self.folder)
 
     @property
     def steps(self) -> list[Path]:
-        """The step files in the order of writing: a run resumed from further back counts from a lower number."""
+        """The step files in the order of writing: a run resumed from an earlier step counts from there."""
         named = [path for path in self.folder.glob("step_*.ckpt") if re.fullmatch(r"step_\d+", path.stem)]
         earlier = [path for path in named if path not in self._written]
         earlier.sort(key=lambda path: (path.stat().st_mtime_ns, int(path.stem[5:])))
@@ -325,13 +325,13 @@ class CheckpointFolder:
         return self.folder / f"{name}.ckpt"
 
     def save(self, name: str, tree: Mapping[str, Any]) -> Path:
-        """Write `<name>.ckpt` (latest, best or step_<n>), and drop the step files that are too many."""
+        """Write `<name>.ckpt` (latest, best or step_<n>), and delete the oldest step files beyond `keep`."""
         written = save_checkpoint(self.path(name), tree)
         if name.startswith("step_"):
             self._written = [path for path in self._written if path != written] + [written]
         steps = self.steps
         for path in steps[: max(0, len(steps) - self.keep)]:
-            with contextlib.suppress(OSError):  # one file too many is no reason to call the new one unwritten
+            with contextlib.suppress(OSError):  # failing to delete an old file is not failing to save
                 path.unlink(missing_ok=True)
         return written
 
@@ -348,7 +348,7 @@ def remove_stale_temporaries(folder: str | os.PathLike[str]) -> list[Path]:
 
 def is_alive(process: int) -> bool:
     """Whether a process of this host runs."""
-    if os.name == "nt":  # there os.kill(pid, 0) is a Ctrl-C, not a question
+    if os.name == "nt":  # there, os.kill(pid, 0) sends Ctrl-C
         return True
     try:
         os.kill(process, 0)

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: `metrics.jsonl`, what its `loggers` keep, and a progress line on the terminal."""
+"""What a run writes while it trains: `metrics.jsonl`, records for its `loggers`, and a progress line on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.25, 5.0
-_MOST_PENDING = 1 << 24  # bytes of rows or events that wait for a disk that takes no more
+_MOST_PENDING = 1 << 24  # bytes of rows or events that wait while the disk is full
 _WARNING = "warning: "
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
@@ -34,9 +34,9 @@ _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default
 class RunLogger:
     """The metrics file, the terminal and the `loggers` of one run: TensorBoard's event file, wandb, mlflow.
 
-    `append` continues the files of a run that is resumed: rows after `resume_step` are dropped, since they are going to
-    be written again, and so are rows that were there only because the run ended (`last`) and a line that a kill left
-    half written. What cannot be written (a full disk) waits until it can, with one warning; a run does not end for it.
+    `append` continues the files of a resumed run. It drops rows after `resume_step`, which will be written again, rows
+    that were written only because the run ended (`last`), and a half-written last line. What cannot be written (a full
+    disk) waits until it can, with one warning; this never ends a run.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RunLogger:
     def log(self, step: int, metrics: Mapping[str, Any], *, kind: str = "train", last: bool = False) -> None:
         """Append one row; values are numbers (numpy scalars and 0-dim tensors too).
 
-        `last` marks a row that is not due but written because the run ends here; if it is resumed, the row goes.
+        `last` marks a row that is not due but written because the run ends here; a resume drops it.
         """
         head: dict[str, Any] = {"step": step, "kind": kind, "time": round(self._clock() - self._start, 4)}
         if last:
@@ -81,7 +81,7 @@ class RunLogger:
         row = {**head, **metrics, **head}  # a metric named "step" must not hide the step
         try:
             text = _encode_row(row)
-        except ValueError:  # a value that is not finite, which JSON cannot say
+        except ValueError:  # a value that is not finite, which JSON cannot represent
             text = _encode_row({key: _spell(value) for key, value in row.items()})
         self._rows.write(text.encode("ascii") + b"\n")
         self._rows.flush()
@@ -110,7 +110,7 @@ class RunLogger:
         self._print(self._describe(step, steps_per_second, return_mean, losses or {}, workers, doing), step)
 
     def message(self, text: str) -> None:
-        """Print a line of its own above the live line; without a terminal, `warning: ...` becomes Python's own kind."""
+        """Print a separate line above the live line; without a terminal, `warning: ...` becomes a Python warning."""
         if self._stream is None and text.startswith(_WARNING):
             warnings.warn(text.removeprefix(_WARNING), stacklevel=3)
         self._print(text)
@@ -123,7 +123,7 @@ class RunLogger:
         if self._line is not None:
             with suppress(OSError, ValueError):
                 ended = self._line.tasks[0].description.replace(f"  {self._doing}  ", "  ") if self._doing else None
-                self._line.update(self._line.task_ids[0], description=ended)  # it does nothing any more
+                self._line.update(self._line.task_ids[0], description=ended)  # it does nothing anymore
                 self._line.stop()
         self._line, self._stream, self._due = None, None, math.inf
 
@@ -141,7 +141,7 @@ class RunLogger:
         return "  ".join(parts)
 
     def _print(self, text: str, step: int | None = None) -> None:
-        """A line of its own, or the progress line of this step."""
+        """Print a separate line, or the progress line of this step."""
         if self._stream is None:
             return
         try:
@@ -168,7 +168,7 @@ def _start_line(stream: TextIO, total: int) -> Progress:
 
     text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
     console = Console(file=stream, force_terminal=True, force_jupyter=False, markup=False, highlight=False)
-    line = Progress(  # without a thread, and without the files of others
+    line = Progress(  # without a thread, and without redirecting other output
         BarColumn(20), text, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
     )
     line.add_task("", total=total)
@@ -178,7 +178,7 @@ def _start_line(stream: TextIO, total: int) -> Progress:
 
 
 class SilentLogger(RunLogger):
-    """For a process whose run is written down by another one."""
+    """For a process whose run is logged by another one."""
 
     progress_due = False
 
@@ -186,7 +186,7 @@ class SilentLogger(RunLogger):
         pass
 
     def log(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     progress = message = log
 
@@ -203,7 +203,7 @@ def format_duration(seconds: float) -> str:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`; a last line that a kill cut off is left out."""
+    """The rows of a `metrics.jsonl`; a last line cut off by a kill is left out."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -216,7 +216,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line, None where there is none."""
+    """The row in a line, or None if there is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -225,8 +225,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def _trim_rows(path: Path, last_step: int | None) -> float:
-    """Drop rows after `last_step`, rows marked `last`, and what is no row; returns the time of the last one kept."""
-    kept, elapsed = path.with_name(f".{path.name}.tmp"), 0.0  # one writer: what a kill left is written over
+    """Drop rows after `last_step`, rows marked `last`, and lines that are not rows; returns the last row's time."""
+    kept, elapsed = path.with_name(f".{path.name}.tmp"), 0.0  # one writer: a leftover file is overwritten
     try:
         with open(path, "rb") as source, open(kept, "wb") as target:
             for line in source:
@@ -252,9 +252,9 @@ def _unspell(value: Any) -> Any:
 
 
 class _Appender:
-    """A file that grows by records; what the disk does not take waits for the next flush.
+    """A file to which records are appended; what cannot be written waits for the next flush.
 
-    It is unbuffered, so that a worker process inherits no half-full buffer of it.
+    It is unbuffered, so that a worker process inherits no half-full buffer.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None], *, fresh: bool = True) -> None:
@@ -349,7 +349,7 @@ def _numbers(kind: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float
 
 
 class _Service:
-    """A tracking service next to the run's own files; one that fails is warned of once, and the run goes on without."""
+    """A tracking service next to the run's own files; if it fails, the run warns once and continues without it."""
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         self.name, self._warn, self._client = name, warn, None
@@ -368,7 +368,7 @@ class _Service:
     def _try(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
-        except Exception as error:  # a server, a package and a disk fail in any way
+        except Exception as error:  # a server, a package or a disk can fail in any way
             self._client = None
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._warn(f"{self.name} failed ({reason}); the run goes on without it")
@@ -396,7 +396,7 @@ class _Wandb:
 
 
 class _MLflow:
-    """MLflow: in the file `mlflow.db` next to the run's folder, unless MLFLOW_TRACKING_URI names a place."""
+    """MLflow: in the file `mlflow.db` next to the run's folder, unless MLFLOW_TRACKING_URI is set."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient

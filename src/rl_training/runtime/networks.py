@@ -1,4 +1,4 @@
-"""Networks for the spaces of an environment, and learners on them: what all of them take is given here."""
+"""Networks for the spaces of an environment, and learners that use them, with the arguments common to all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationI
 
 
 def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **others: Any) -> Network:
-    """A network of the spaces' sizes, with the hyper-parameters that its constructor names; `others` go before them."""
+    """A network of the spaces' sizes, with the hyper-parameters that its constructor names; `others` override them."""
     common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
     if "encoder" not in others:
         common["encoder"] = make_encoder(params, spaces)
@@ -38,12 +38,12 @@ def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **other
 
 
 def any_kind(spaces: EnvSpaces) -> dict[str, Any]:
-    """What a network for every kind of action takes besides."""
+    """The additional arguments of a network for every kind of action."""
     return {"action_kind": spaces.action_kind, "action_sizes": spaces.action_sizes}
 
 
 def make_encoder(params: Params, spaces: EnvSpaces) -> nn.Module | None:
-    """What stands before the hidden layers: the user's own network, convolutions for images, nothing for a vector."""
+    """What comes before the hidden layers: the user's own network, convolutions for images, None for a vector."""
     if params.network is not None:
         return OwnEncoder(params.network, spaces)
     if spaces.obs_kind == "mixed":
@@ -58,12 +58,12 @@ def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
 
 
 def build_on_policy(learner: type[Learner], params: Params, spaces: EnvSpaces) -> Learner:
-    """A rollout learner with a fresh policy."""
+    """A rollout learner with a new policy."""
     scale: dict[str, Any] = {"normalize_rewards": spaces.normalize_rewards}
     return learner(policy=make_policy(params, spaces), **scale, **params.arguments_of(learner))  # type: ignore[call-arg]
 
 
 def build_on_model(learner: type[Learner], kind: type[nn.Module], params: Params, spaces: EnvSpaces) -> Learner:
-    """A learner of continuous actions with fresh networks."""
+    """A learner of continuous actions with new networks."""
     model = make_network(kind, params, spaces)
     return learner(model=model, **params.arguments_of(learner))  # type: ignore[call-arg]

@@ -1,8 +1,8 @@
-"""Several learners: the processes that `torchrun` starts for one run, and what they settle with each other.
+"""Several learners: the processes that `torchrun` starts for one run, and what they exchange.
 
 Every rank collects, learns and counts as it would alone. Gradients and statistics are those of all ranks together, so
-the ranks hold the same weights to the bit; rank 0 alone writes. Every rank has to make the same calls here in the same
-order: a call waits for the others.
+all ranks have the same weights, bit for bit; only rank 0 writes. Every rank must make the same calls here in the same
+order, because a call waits for the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(days=7)  # for an evaluation by rank 0, or another rank's environment
-FAILED = 2.0**52  # in place of a number of episodes
+FAILED = 2.0**52  # sent instead of a number of episodes
 
 
 class RankFailure(EnvironmentFailure):
@@ -34,7 +34,7 @@ class RankFailure(EnvironmentFailure):
 
 
 class Ranks:
-    """A run of one process: nothing to settle."""
+    """A run of one process: nothing to exchange."""
 
     rank, count, local_rank = 0, 1, 0
 
@@ -43,7 +43,7 @@ class Ranks:
         return seed
 
     def join(self, algorithm: Algorithm) -> None:
-        """Let a learner learn with those of the other ranks."""
+        """Make a learner learn together with those of the other ranks."""
 
     def average(self, numbers: Sequence[float]) -> list[float]:
         """Each number's mean over the ranks."""
@@ -54,7 +54,7 @@ class Ranks:
         return number
 
     def first(self, function: Callable[[], T]) -> T:
-        """What rank 0 alone does; its result is every rank's, and so is what it raises."""
+        """Call the function in rank 0 only; every rank returns its result, or raises its error."""
         return function()
 
     def union(self, items: Iterable[T]) -> list[T]:
@@ -65,7 +65,7 @@ class Ranks:
         """Raise an error in the other ranks, which wait in `union`."""
 
     def settle(self, collect: Callable[[], Experience]) -> Experience:
-        """This rank's experience with the episodes of all; a failure is every rank's, before anything is kept."""
+        """This rank's experience with the episodes of all ranks; all raise a failure, before anything is stored."""
         return collect()
 
     def knows(self, error: BaseException) -> bool:
@@ -73,7 +73,7 @@ class Ranks:
         return True
 
     def gather(self, algorithm: Mapping[str, Any], source: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """In rank 0 what the other ranks have of their own: experience, and what a learner does not share."""
+        """In rank 0, the other ranks' own state: experience, and what learners do not share."""
         return []
 
 
@@ -86,11 +86,11 @@ class TorchRanks(Ranks):
         self._known: BaseException | None = None
 
     def seed(self, seed: int) -> int:
-        """The run's for rank 0, another for each of the others."""
+        """The run's seed for rank 0, a different one for each other rank."""
         return seed if self.rank == 0 else int(np.random.SeedSequence([seed, 2, self.rank]).generate_state(1)[0])
 
     def join(self, algorithm: Algorithm) -> None:
-        """Give these ranks to every part that says it has some."""
+        """Set these ranks in every module whose class has `ranks`."""
         for module in algorithm.modules():
             if hasattr(type(module), "ranks"):
                 module.ranks = self  # type: ignore[assignment]
@@ -98,9 +98,9 @@ class TorchRanks(Ranks):
     def _call(self, collective: Callable[..., Any], *arguments: Any) -> None:
         try:
             collective(*arguments)
-        except RuntimeError as error:  # gloo's and NCCL's own
+        except RuntimeError as error:  # from gloo or NCCL
             reason = f"rank {self.rank} lost another learner of this run ({str(error).splitlines()[0]})"
-            raise RankFailure(f"{reason}; what that one said last tells why.") from error
+            raise RankFailure(f"{reason}; its last message says why.") from error
 
     # what learners ask -------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class TorchRanks(Ranks):
         return tensor.div_(self.count)
 
     def moments(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance (divided by the number of rows) of all ranks' rows, of which each has as many."""
+        """Mean and variance (divided by the number of rows) of all ranks' rows; each rank has the same number."""
         own = torch.stack([mean, var]).double()
         every = [torch.empty_like(own) for _ in range(self.count)]
         self._call(dist.all_gather, every, own)
@@ -137,7 +137,7 @@ class TorchRanks(Ranks):
         return value.item()
 
     def first(self, function: Callable[[], T]) -> T:
-        """Rank 0 does it and says what came of it; a second signal alone ends it without a word."""
+        """Rank 0 calls it and sends the outcome; only a second signal ends it without telling the others."""
         done: list[Any] = [None, None]
         if self.rank == 0:
             try:
@@ -163,16 +163,16 @@ class TorchRanks(Ranks):
         return error
 
     def _portable(self, error: BaseException) -> BaseException:
-        """The error, or its sentence where it cannot travel."""
+        """The error, or a RankFailure with its text if it cannot be pickled."""
         try:
             if str(pickle.loads(pickle.dumps(error))) == str(error):
                 return error
-        except Exception:  # of whoever wrote the class
+        except Exception:  # raised by the error's own class
             pass
         return RankFailure(f"rank {self.rank} failed with {type(error).__name__}: {error}")
 
     def union(self, items: Iterable[T]) -> list[T]:
-        """One small number when nobody has an item."""
+        """Exchanges only one small number if nobody has an item."""
         own = list(items)
         most = self.largest(len(own))
         if not most:
@@ -184,13 +184,13 @@ class TorchRanks(Ranks):
         return [item for part in every for item in part]
 
     def tell(self, error: BaseException) -> None:
-        """Take the place of `union`."""
+        """Call this in place of `union`."""
         self.largest(FAILED)
         self._exchange(self._portable(error))
         self._known = error
 
     def settle(self, collect: Callable[[], Experience]) -> Experience:
-        """Every rank's episodes, or its failure; a second signal alone ends a rank without a word."""
+        """Every rank's episodes, or its failure; only a second signal ends a rank without telling the others."""
         try:
             experience = collect()
         except BaseException as error:
@@ -206,11 +206,11 @@ class TorchRanks(Ranks):
         return every
 
     def knows(self, error: BaseException) -> bool:
-        """Whether it came out of `first`, `union` or `tell`."""
+        """Whether it came from `first`, `union` or `tell`."""
         return self._known is not None and self._known in (error, error.__cause__)
 
     def gather(self, algorithm: Mapping[str, Any], source: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of a learner's state the entries that are not rank 0's to the bit, such as generators and running returns."""
+        """Of a learner's state, only the entries that differ from rank 0's, such as generators and running returns."""
         digests = {name: hashlib.sha256(pack_tree({"value": value})).digest() for name, value in algorithm.items()}
         known = self.first(lambda: digests)
         own = {name: value for name, value in algorithm.items() if digests[name] != known[name]}
@@ -221,12 +221,12 @@ class TorchRanks(Ranks):
 
 
 def resume_command(count: int) -> str:
-    """How to go on with that many ranks."""
+    """The command to continue with that many ranks."""
     return "rl-training resume" if count == 1 else f"torchrun --nproc-per-node {count} -m rl_training resume"
 
 
 def join_ranks() -> Ranks:
-    """The ranks of this process: several where `torchrun` started it as one of several; they meet once per process."""
+    """The ranks of this process: several if `torchrun` started it as one of several; set up once per process."""
     if not dist.is_available() or not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return Ranks()
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, brought back: the learner alone, or a whole run; every part is looked at first."""
+"""Restore the learner or a whole run from a checkpoint; every part is checked first."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from rl_training.runtime.threads import choose_threads
 from rl_training.validation import validate
 
 PathLike = str | Path
-DEVICES = ("cpu", "cuda")  # kinds that a learner is made on
+DEVICES = ("cpu", "cuda")  # kinds of device for a learner
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
     "output_dir", "name", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
 }  # fmt: skip
-# what a run knows of an environment that it has not been in
+# what a run knows about a new environment
 UNMEASURED = {"best_return": -math.inf, "good_evaluations": 0, "episodes": [], "last_evaluation": {}}
 
 
 def read_checkpoint(path: PathLike) -> dict[str, Any]:
-    """A training checkpoint's tree, checked for its parts."""
+    """The tree of a training checkpoint, checked to have all its parts."""
     tree = load_checkpoint(path)
     missing = {"schema", "config", "spaces", "algorithm", "source", "run"} - set(tree)
     if missing:
@@ -59,7 +59,7 @@ def read_checkpoint(path: PathLike) -> dict[str, Any]:
 def load_algorithm(
     path: PathLike, tree: dict[str, Any], network: Any = None
 ) -> tuple[Algorithm, EnvSpaces, TrainConfig]:
-    """The learner in a checkpoint, with its weights; the config's `auto`s are decided.
+    """The learner in a checkpoint, with its weights; every `auto` in the config is resolved.
 
     `network` is the user's own, given again, or a tuple of names that the user trusts.
     """
@@ -75,13 +75,13 @@ def load_algorithm(
 
 
 def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
-    """The spaces in a checkpoint, checked to be what an environment with them would give."""
+    """The spaces in a checkpoint, checked to be those that an environment with them would have."""
     try:
         spaces = EnvSpaces.from_dict(data)
         names = ("has_action_mask", "normalize_observations", "normalize_rewards")
         flags = {name: bool(getattr(spaces, name)) for name in names}
         again = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags).to_dict()
-    except Exception as error:  # what an edited file holds can fail in any way
+    except Exception as error:  # an edited file can fail in any way
         raise UserError(f"{path}: its spaces make no sense ({describe_error(error)}).") from None
     stored = spaces.to_dict()
     odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
@@ -97,23 +97,23 @@ def describe_error(error: Exception) -> str:
 
 
 def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) -> None:
-    """Put a checkpoint's state into a learner, after a look at every part of it."""
+    """Load a checkpoint's state into a learner, after checking every part of it."""
     state = with_own_generator(state, algorithm)
     if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
         raise UserError(f"{path} does not fit its own config: {problem}.")
-    for name, extra in state.items():  # a device is a word like any other to the comparison
+    for name, extra in state.items():  # the comparison accepts any string as a device
         if isinstance(extra, Mapping) and extra.get("device", "cpu") not in DEVICES:
             raise UserError(f"{path} does not fit its own config: algorithm.{name}.device is {extra['device']!r}.")
     try:
         algorithm.load_state_dict(state)
-    except Exception as error:  # such as a generator's state of the right size that is none
+    except Exception as error:  # such as bytes of the right size that are no generator's state
         raise UserError(f"{path} does not fit its own config: {describe_error(error)}.") from None
     if (bad := algorithm.first_bad_tensor()) is not None:
         raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
 
 
 def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """The state, with this learner's own generators where they were made on another kind of device."""
+    """The state, with this learner's own generators where the stored ones are from another kind of device."""
     changed = {}
     for name, own in algorithm.state_dict().items():
         extra = state.get(name)
@@ -127,7 +127,7 @@ def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str,
 def first_difference(stored: Any, built: Any, name: str) -> str | None:
     """Where a stored state differs in kind or shape from a freshly built one, in words; None where it does not.
 
-    A built None or {} stands for what only exists later, and fits anything.
+    A built None or {} is only filled later, so it fits anything.
     """
     if built is None or (isinstance(built, Mapping) and not built):
         return None
@@ -154,7 +154,7 @@ def first_difference(stored: Any, built: Any, name: str) -> str | None:
 def restore_session(
     path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None, ranks: Ranks
 ) -> tuple[Session, RunState, list[str]]:
-    """The parts of a run as a checkpoint has them, and sentences on what changed or did not come back exactly."""
+    """The parts of a run from a checkpoint, and sentences on what changed or was not restored exactly."""
     tree = part_of_rank(path, read_checkpoint(path), ranks)
     stored = validate(TrainConfig, tree["config"], str(path))
     state = validate(RunState, tree["run"], f"{path}, run")
@@ -187,13 +187,13 @@ def restore_session(
 
 
 def leave_episodes(source: dict[str, Any]) -> dict[str, Any]:
-    """The source without what belongs to its environments: the episodes under way, and the replay buffer."""
+    """The source without what belongs to its environments: the current episodes, and the replay buffer."""
     empty = {name: type(source[name])() for name in ("stepper", "workers", "flight") if name in source}
     return {name: value for name, value in source.items() if name != "replay"} | empty
 
 
 def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """The checkpoint as this rank has to see it: with its own experience, and what it does not share of the learner."""
+    """The checkpoint for this rank: with its own experience, and the parts of the learner that ranks do not share."""
     others = tree.get("ranks", [])
     if not isinstance(others, list):
         raise UserError(f"{path} is not a training checkpoint: its ranks are not a list.")
@@ -209,16 +209,16 @@ def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str
 
 
 def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
-    """A sentence on what the arithmetic depends on and is not as a checkpoint says; older ones say nothing."""
+    """A sentence on what affects the arithmetic and differs from the checkpoint; older ones do not record it."""
     if not isinstance(stored, Mapping):
         return []
     here = describe_machine(config).items()
     changed = [f"{name} {value}, was {stored[name]}" for name, value in here if stored.get(name, value) != value]
-    return [f"this machine is another one ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
+    return [f"this machine differs ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
 
 
 def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: bool) -> tuple[TrainConfig, list[str]]:
-    """A mapped buffer's files in the run's own folder, or in `output_dir` where the user gives one: `elsewhere`.
+    """Keep a mapped buffer's files in the run's own folder, or in `output_dir` if the user gives one (`elsewhere`).
 
     A checkpoint must not decide where a resume writes.
     """
@@ -232,15 +232,15 @@ def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: boo
 
 
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
-    """Bring environments, generators and buffers back; returns sentences on what did not come back exactly."""
+    """Restore environments, generators and buffers; returns sentences on what was not restored exactly."""
     try:
         sentences = session.load_source(state)
-        # What a source took without a look, it gives back as something else; a buffer looks itself, and may be absent.
+        # If a source loaded something wrong unchecked, its state differs. A buffer checks itself, and may be absent.
         given, taken = ({**part, "replay": None} for part in (state, session.source_state()))
         problem = first_difference(given, taken, "source")
     except UserError:
         raise
-    except Exception as error:  # what an edited file holds can fail in any way
+    except Exception as error:  # an edited file can fail in any way
         raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
     if problem:
         raise UserError(f"{path}: its source cannot be brought back: {problem}.")
@@ -248,10 +248,10 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
 
 
 def find_history(session: Session, state: dict[str, Any]) -> list[str]:
-    """A sentence where the environments had episodes before and random play shows that something carries over.
+    """A sentence if the environments had earlier episodes and random play shows that something carries over.
 
     A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone. Workers
-    do not send checksums of attributes with every answer, so there the trial shows these too.
+    do not send checksums of attributes with every answer, so for them the trial compares these too.
     """
     workers = state.get("workers", [])
     steppers = [part.get("stepper", {}) for part in (state, *workers)]
@@ -261,7 +261,7 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
     try:
         where = session.config.vectorization, session.config.worker_timeout
         seen, hidden = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
-    except Exception as error:  # of environments made only to look at them
+    except Exception as error:  # from environments made only for the trial
         reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
         return [f"{reason}, so whether this resume is exact is unknown."]
     if not seen:
@@ -279,7 +279,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     if (algo := wanted.get("algo", stored.algo)) != stored.algo:
         raise UserError(f"algo is {algo!r}, but the run is of {stored.algo}; a run continues with its own algorithm.")
     moved = move_config(stored, wanted["env_id"]) if wanted.get("env_id", stored.env_id) != stored.env_id else {}
-    chosen = {"accelerate": "auto"} if wanted.get("device", stored.device) != stored.device else {}  # for that one
+    chosen = {"accelerate": "auto"} if wanted.get("device", stored.device) != stored.device else {}  # for the new one
     merged = {**before, **chosen, **moved, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):
         model = get_algorithm_spec(stored.algo).params
@@ -310,7 +310,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
 
 
 def move_config(stored: TrainConfig, env_id: str) -> dict[str, Any]:
-    """What changes when a run goes on in another environment: it does not take the arguments of the first one."""
+    """What changes when a run continues in another environment, which does not take the arguments of the first one."""
     kept = {name: value for name, value in stored.env_kwargs.items() if name in ("wrappers", "max_episode_steps")}
     special = stored.vectorization in ("native", "device")
     return {"env_id": env_id, "env_kwargs": kept, "vectorization": "auto" if special else stored.vectorization}

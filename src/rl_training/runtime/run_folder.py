@@ -1,4 +1,4 @@
-"""A run's folder: made once, never reused, locked while a run is in it, and what is in it next to checkpoints."""
+"""A run's folder: created once, never reused, locked while a run uses it; and its files other than checkpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
 
 
 def branch_run_dir(config: TrainConfig, begun_in: Path | None) -> Path:
-    """A new folder for a resumed run, with the rows of metrics of its first one, which the logger cuts at the step."""
+    """A new folder for a resumed run, with the metrics of its first folder, which the logger cuts at the step."""
     run_dir = make_run_dir(config, "resumed")
     if begun_in is not None and (begun_in / "metrics.jsonl").is_file():
         shutil.copyfile(begun_in / "metrics.jsonl", run_dir / "metrics.jsonl")
@@ -57,7 +57,7 @@ def branch_run_dir(config: TrainConfig, begun_in: Path | None) -> Path:
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:
-    """The run in whose own `checkpoints/` a checkpoint lies; elsewhere a folder with a config.yaml is somebody's."""
+    """The run folder whose `checkpoints/` contains a checkpoint; a checkpoint anywhere else has none."""
     try:
         folder = checkpoint.resolve().parent
         files = [folder.parent / name for name in ("config.yaml", "manifest.json")]
@@ -67,7 +67,7 @@ def run_dir_of(checkpoint: Path) -> Path | None:
 
 
 def is_newest(checkpoint: Path) -> bool:
-    """Whether a checkpoint is the `latest.ckpt` next to it, under whatever name, or there is none."""
+    """Whether a checkpoint is the `latest.ckpt` next to it, under any name, or there is none."""
     latest = checkpoint.resolve().with_name("latest.ckpt")
     if not latest.is_file() or not checkpoint.is_file() or latest.samefile(checkpoint):
         return True
@@ -76,7 +76,7 @@ def is_newest(checkpoint: Path) -> bool:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder; a second one is told who is in it."""
+    """Keep other processes out of a run's folder; a second one gets an error that names the first."""
     path = run_dir / ".lock"
     try:
         descriptor = _take_lock(path)
@@ -87,13 +87,13 @@ def locked(run_dir: Path) -> Iterator[None]:
         remove_stale_temporaries(run_dir)
         yield
     finally:
-        with suppress(OSError):  # a file that nobody holds keeps nobody out
+        with suppress(OSError):  # a leftover file that nobody locks does no harm
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _take_lock(path: Path) -> int:
-    """A descriptor that holds the lock; as long as the file is removed by the last holder in between, try again."""
+    """A descriptor that holds the lock; tries again if the last holder removed the file in between."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -118,8 +118,8 @@ def _take_lock(path: Path) -> int:
 def _is_free(descriptor: int) -> bool:
     """Take the lock if nobody has it.
 
-    `flock` decides: it ends with its process, so the file that a killed run left locks nothing. Where the file system
-    has no locks the process in the file does, unless it was on this host and is gone.
+    `flock` decides: it ends with its process, so the file that a killed run left locks nothing. If the file system
+    has no locks, the process named in the file keeps the folder, unless it was on this host and is gone.
     """
     try:
         import fcntl
@@ -143,12 +143,12 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
 
 
 def now() -> str:
-    """The time as files tell it."""
+    """The current time, as files record it."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def write_run_files(run_dir: Path, config: TrainConfig, messages: Iterable[str]) -> None:
-    """`config.yaml`, resolved, and `manifest.json`: versions, platform, git state, seed, command, what was said."""
+    """`config.yaml`, resolved, and `manifest.json`: versions, platform, git state, seed, command, messages."""
     import gymnasium
 
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def write_run_files(run_dir: Path, config: TrainConfig, messages: Iterable[str])
 
 @contextmanager
 def end_written(run_dir: Path, *, writes: bool = True) -> Iterator[dict[str, Any]]:
-    """Write `end.json` on every way out: what the caller puts into the mapping, or what was raised."""
+    """Write `end.json` however the block ends: what the caller puts into the mapping, or what was raised."""
     end: dict[str, Any] = {}
     if not writes:  # another rank does
         yield end
@@ -190,7 +190,7 @@ def end_written(run_dir: Path, *, writes: bool = True) -> Iterator[dict[str, Any
 
 
 def earlier_starts(manifest: Path) -> list[Any]:
-    """What a manifest that is there already says of the run's starts: a resume in place keeps it."""
+    """The run's starts in an existing manifest; a resume in place keeps them."""
     try:
         previous = json.loads(manifest.read_text(encoding="utf-8"))
         return [*previous.pop("earlier", []), previous]
@@ -199,7 +199,7 @@ def earlier_starts(manifest: Path) -> list[Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit and cleanliness of the working directory, where it is a checkout."""
+    """Commit and cleanliness of the working directory, if it is a checkout."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
         status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True)

@@ -55,7 +55,7 @@ UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume start
 
 @dataclass
 class Session:
-    """The parts of one run; `config` has no `auto` and every hyper-parameter left in it."""
+    """The parts of one run; `config` has no `auto` left and names every hyper-parameter."""
 
     spec: AlgorithmSpec
     config: TrainConfig
@@ -67,14 +67,14 @@ class Session:
     collector: Collector
     store: Store
     ranks: Ranks = field(default_factory=Ranks)
-    notes: tuple[str, ...] = ()  # on what was decided, for the start of a run
+    notes: tuple[str, ...] = ()  # on what was decided, shown when a run starts
 
     def collect(self, request: Request) -> Experience:
-        """What the environments did next, settled with the other ranks."""
+        """The next experience from the environments, with the episodes of all ranks."""
         return self.ranks.settle(lambda: self.collector.collect(self.behaviour, request))
 
     def source_state(self) -> dict[str, Any]:
-        """Where experience comes from, and what is kept of it, for a checkpoint."""
+        """The state of the collector and the stored experience, for a checkpoint."""
         return self.collector.state_dict() | self.store.state_dict()
 
     def load_source(self, state: dict[str, Any]) -> list[str]:
@@ -93,7 +93,7 @@ def open_session(
     config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Session:  # fmt: skip
-    """Check the config against algorithm and environment and build both; `restored` is a checkpoint to go on from."""
+    """Check the config against algorithm and environment and build both; `restored` is the checkpoint of a resume."""
     spec, ranks = get_algorithm_spec(config.algo), ranks or Ranks()
     if ranks.count > 1:
         config = fit_ranks(config, spec.lane)
@@ -114,7 +114,7 @@ def open_session(
     check_backend(config, spec, params)
     asked, config = config, resolve(config, params, recipe, spaces, ranks)
     times: dict[int, float] = {}
-    alone = ranks.count == 1 and not config.has_workers  # who else computes is not there yet, to be measured with
+    alone = ranks.count == 1 and not config.has_workers  # other processes do not run yet, so timing would miss them
     if restored is None and asked.threads == "auto" and config.device == "cpu" and alone:
         build = partial(build_algorithm, spec, spaces=spaces, seed=config.seed, device="cpu")
         times = time_updates(spec, params, spaces, recipe, config.num_envs, int(config.threads), build)
@@ -172,7 +172,7 @@ def open_session(
 
 
 def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
-    """Refuse an environment that is made already where more than one is needed, or one in another process."""
+    """Refuse an environment instance where several are needed, or one in another process."""
     if isinstance(recipe.maker, MadeEnvironment):
         for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
             if (value := getattr(config, name)) not in (fits, "auto"):
@@ -182,12 +182,12 @@ def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
 def check_loggers(config: TrainConfig) -> None:
     """Refuse a logger whose package is not installed; one that fails later does not end a run."""
     for name in config.loggers:
-        if name != "tensorboard" and find_spec(name) is None:  # which is always installed
+        if name != "tensorboard" and find_spec(name) is None:  # tensorboard is always installed
             raise UserError(f"loggers names {name!r}, which is not installed: pip install 'rl-training[{name}]'.")
 
 
 def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:
-    """Refuse a backend that the algorithm, its parameters or this machine cannot have."""
+    """Refuse a backend that the algorithm, its parameters or this machine do not support."""
     backend, most = config.execution_backend, config.max_policy_lag
     if not config.has_workers:
         if params.ladder:
@@ -206,7 +206,7 @@ def open_workers(
     config: TrainConfig, params: Params, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout,
     make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
-    """Workers, each with a learner of its own on the CPU, of which only the acting part is used."""
+    """Workers, each with its own learner on the CPU, of which only the acting part is used."""
     if config.vectorization == "native" and not is_cartpole(recipe):
         raise UserError(
             f"vectorization is 'native', but workers cannot restore {config.env_id} then; with workers it must be sync."
@@ -229,14 +229,14 @@ def open_transport(config: TrainConfig, plan: WorkerPlan) -> Transport:
     """The workers, and the way to them."""
     if config.execution_backend == "local_async":
         return SharedMemory(plan, config.env_id, config.worker_timeout)
-    from rl_training.collect.ray_workers import ObjectStore  # an extra; it takes half a second
+    from rl_training.collect.ray_workers import ObjectStore  # an extra; the import takes half a second
 
     return ObjectStore(plan, config.env_id, config.worker_timeout, config.ray.needs())
 
 
 @contextmanager
 def closed_on_error(opened: Any) -> Iterator[None]:
-    """Close what was opened when something goes wrong; what closing raises then is not told: the first error is."""
+    """Close what was opened if something goes wrong; the first error is raised, not an error from closing."""
     try:
         yield
     except BaseException:
@@ -258,20 +258,20 @@ def describe_machine(config: TrainConfig) -> dict[str, str]:
 
 
 def check_early_stopping(config: TrainConfig, params: Params) -> None:
-    """Refuse early stopping in a run that never evaluates; that there is an interval, the parameters see to."""
+    """Refuse early stopping in a run that never evaluates; the parameters check that there is an interval."""
     if params.early_stopping is not None and not config.eval_episodes:
         raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
 
 
 def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
-    """The config for several learners, which have to learn from as many rows each; what they cannot run is refused."""
+    """The config for several learners, which must learn from equally many rows; refuses what they cannot run."""
     several = "with several learners (torchrun) it must be"
     if lane not in LANES_OF_RANKS:
         lanes = " or ".join(LANES_OF_RANKS)
         raise UserError(f"algo is {config.algo!r}, an algorithm of the {lane} lane; {several} of the {lanes} lane.")
     if config.execution_backend != "local_sync":
         raise UserError(f"execution_backend is {config.execution_backend!r}; {several} local_sync.")
-    if config.vectorization == "native":  # its reset rows are no transitions, and each rank has others
+    if config.vectorization == "native":  # its reset rows are no transitions, and differ between ranks
         raise UserError(f"vectorization is 'native'; {several} auto, sync or async.")
     if config.accelerate not in ("auto", "none"):
         raise UserError(f"accelerate is {config.accelerate!r}; {several} auto or none.")
@@ -306,12 +306,12 @@ def resolve(
 
 
 def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tuple[str, str]:
-    """A GPU where there is one and it pays, and a sentence on why.
+    """The GPU if there is one and it pays off, otherwise the CPU; and a sentence on why.
 
-    A step of a small network is launches, not arithmetic: PPO with 8 CartPoles does 43,000 steps/s on a CPU and 900 on
-    a GPU. What pays are images, wide layers, many networks side by side, rollouts that stay there, and updates that
-    are captured: a replay learner of 256 units does 1,900 per second on an H200 and 130 on a core, one of 128 units
-    4,000 and 2,200.
+    On a GPU, a small network spends its time on launches, not arithmetic: PPO with 8 CartPoles does 43,000 steps/s
+    on a CPU and 900 on a GPU. A GPU pays off for images, wide layers, many networks side by side, rollouts that stay
+    there, and captured updates: a replay learner with 256 units does 1,900 per second on an H200 and 130 on a core,
+    one with 128 units 4,000 and 2,200.
     """
     captures, lane = config.accelerate != "none", get_algorithm_spec(config.algo).lane
     members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
@@ -331,7 +331,7 @@ def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tup
 
 
 def choose_acceleration(config: TrainConfig, params: Params, device: str) -> str:
-    """Graphs on a GPU and plain calls on a CPU, unless the config says; what cannot be is refused."""
+    """Graphs on a GPU and plain calls on a CPU, unless the config says otherwise; refuses what is impossible."""
     asked, captures = config.accelerate, device.startswith("cuda")
     has_steps = bool(get_algorithm_spec(config.algo).learner.steps) and getattr(params, "capture", True)
     if asked in ("auto", "none"):
@@ -346,9 +346,9 @@ def choose_acceleration(config: TrainConfig, params: Params, device: str) -> str
 
 
 def choose_workers(config: TrainConfig) -> int | str:
-    """One core is left to the learner; in the order `first` all have as many environments.
+    """The number of workers: one core is left to the learner; with `first`, all have the same number of environments.
 
-    Nobody reads it where there are no workers, so it stays as it is.
+    Without workers nobody reads it, so it stays as it is.
     """
     if config.num_workers != "auto" or not config.has_workers:
         return config.num_workers
@@ -369,7 +369,7 @@ def build_algorithm(
         with torch.device("cpu"), SizeLimit(stored):
             algorithm = spec.build(params, spaces)
         if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere
-            # a generator is of its device, a learner's inside another one too
+            # a generator belongs to a device, also in a learner inside another one
             weights = {name: value for name, value in algorithm.state_dict().items() if isinstance(value, torch.Tensor)}
             with torch.device(device):
                 algorithm = spec.build(params, spaces)
@@ -391,7 +391,7 @@ class SizeLimit(TorchFunctionMode):
         self.made = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The function's own result, unless it would be one too many."""
+        """The function's result, unless it exceeds the limit."""
         kwargs = kwargs or {}
         if self.held is not None and func in self.FACTORIES:
             plain = {name: value for name, value in kwargs.items() if name not in ("device", "generator", "out")}
@@ -415,7 +415,7 @@ def count_numbers(state: Any) -> int:
 def keep_freed_memory() -> None:
     """Tell glibc to reuse freed blocks instead of returning them to the system.
 
-    An update's temporaries of a megabyte and more are otherwise mapped and unmapped every time; their page faults are
+    Otherwise, an update's temporaries of a megabyte or more are mapped and unmapped every time; their page faults take
     half the time of an IQN or FQF update. Other C libraries have no `mallopt` and do not need it.
     """
     mmap_threshold, trim_threshold = -3, -1
@@ -428,7 +428,7 @@ def keep_freed_memory() -> None:
 
 
 def check_same_spaces(stored: EnvSpaces, found: EnvSpaces) -> None:
-    """Refuse to go on with an environment whose spaces are not the checkpoint's."""
+    """Refuse to continue with an environment whose spaces differ from the checkpoint's."""
     for what in ("observation", "action"):
         there, here = (getattr(spaces, f"{what}_space") for spaces in (stored, found))
         if there != here:

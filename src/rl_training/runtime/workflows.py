@@ -35,7 +35,7 @@ from rl_training.runtime.threads import threads_restored
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where a run is, its newest checkpoint, and its last metrics."""
+    """A run's folder, its newest checkpoint, and its last metrics."""
 
     run_dir: Path
     checkpoint_path: Path
@@ -46,7 +46,7 @@ class TrainResult:
 class TrainedPolicy:
     """A learner with the spaces it acts in: predicts without an environment, in any thread.
 
-    It can be pickled to another process, where it acts on the CPU and draws from the start of its seed again.
+    It can be pickled to another process, where it acts on the CPU and starts its random numbers from its seed again.
     """
 
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig) -> None:
@@ -68,7 +68,7 @@ class TrainedPolicy:
         return actions if is_batch else plain_action(actions[0])
 
     def session(self, count: int, deterministic: bool) -> ActingSession:
-        """The acting session for that many rows; one per size, so that sampling goes on rather than repeats."""
+        """The acting session for that many rows; one per size, so that sampling continues instead of repeating."""
         key = (count, deterministic)
         if key not in self._sessions:
             self._sessions[key] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
@@ -122,7 +122,7 @@ def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
 
 
 class TrainFunction(Protocol):
-    """What every `train_<name>` is: `train`, for a config of that algorithm."""
+    """The type of every `train_<name>`: `train`, for a config of that algorithm."""
 
     def __call__(
         self, config: Any, *, run_suffix: str | None = None, callbacks: Iterable[Callback] | None = None
@@ -182,7 +182,7 @@ def execute(
 
 
 def load_policy(path: PathLike, network: Any = None) -> TrainedPolicy:
-    """The policy in a checkpoint, on the CPU, ready to predict; `network` is your own, where it has one."""
+    """The policy in a checkpoint, on the CPU, ready to predict; `network` is your own, if it has one."""
     return TrainedPolicy(*load_algorithm(path, read_checkpoint(path), network))
 
 
@@ -199,7 +199,7 @@ def evaluate_checkpoint(
     env: UserEnv | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
     render: bool = False, network: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Metrics of whole episodes with a checkpoint's policy, per-episode returns and lengths among them."""
+    """Metrics of whole episodes with a checkpoint's policy, including per-episode returns and lengths."""
     whole = isinstance(num_episodes, (int, np.integer)) and not isinstance(num_episodes, bool)
     if num_episodes is not None and (not whole or num_episodes < 1):
         raise UserError(f"num_episodes is {num_episodes!r}; it must be a whole number of at least 1.")
@@ -223,9 +223,9 @@ def resume_training(
     changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,
     callbacks: Iterable[Callback] | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
-    """Go on from a checkpoint, in its own run folder or a new one under `output_dir`.
+    """Continue from a checkpoint, in its own run folder or a new one under `output_dir`.
 
-    The budget may change (schedules stretch), and where files go; any other key in `changes` needs `force`.
+    The budget (schedules stretch) and the place of files may change; any other key in `changes` needs `force`.
     """
     told = read_callbacks(callbacks)
     wanted = dict(changes or {})
@@ -238,14 +238,14 @@ def resume_training(
     in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path)) else None
     ranks = join_ranks()
     with ExitStack() as held:
-        if in_place is not None:  # before reading: nobody else goes on from what is read
+        if in_place is not None:  # before reading, so that nobody else continues from the same state
             ranks.first(lambda: held.enter_context(locked(in_place)))
         session, state, notes = restore_session(path, wanted, force=force, env=env, ranks=ranks)
-        if in_place is None and "output_dir" not in wanted:  # a checkpoint does not say where to write
+        if in_place is None and "output_dir" not in wanted:  # a checkpoint does not decide where to write
             home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
             session.config = session.config.model_copy(update={"output_dir": home})
             if begun_in is not None and not elsewhere:
-                branch = f"{path} is not the newest state of {begun_in}, so this branch of it has a folder of its own."
+                branch = f"{path} is not the newest state of {begun_in}, so this branch gets its own folder."
                 notes.append(branch)
         with closed_on_error(session):
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))

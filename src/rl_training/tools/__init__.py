@@ -1,1 +1,1 @@
-"""Tools over the runtime: doctor, bench, dreams, what finished runs say, export, tune; for the command line."""
+"""Tools for the command line: doctor, bench, pictures of imagination, reports on finished runs, export, tune."""

@@ -33,14 +33,14 @@ PARTS = {
     "checkpoint": ("run.save_checkpoint",),
 }
 REST = "rest"
-MOST_RANDOM = 1_000  # steps at random before learning that a measurement plays, whatever learning_starts says
-WORKER_SECONDS = 0.5  # of each measurement of what workers would cost
-MOST_WAITING = 10_000  # steps that it waits for an update
+MOST_RANDOM = 1_000  # random steps of a measurement before learning, whatever learning_starts says
+WORKER_SECONDS = 0.5  # of each measurement of the cost of workers
+MOST_WAITING = 10_000  # steps that a measurement waits for an update
 
 
 @dataclass
 class Breakdown:
-    """Seconds of a run by part; a part's seconds leave out the parts called inside it."""
+    """Seconds of a run by part; each without the parts called inside it."""
 
     config: TrainConfig
     steps: int = 0
@@ -51,15 +51,15 @@ class Breakdown:
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second of training: evaluations and checkpoints left out, as in a run's own count."""
+        """Environment steps per second of training: without evaluations and checkpoints, as a run counts them."""
         aside = self.seconds.get("evaluate", 0.0) + self.seconds.get("checkpoint", 0.0)
         return self.steps / max(self.total_seconds - aside, 1e-9)
 
 
 def benchmark(config: TrainConfig) -> Breakdown:
-    """Run the config in a temporary folder and say where the time of its loop went; nothing is left behind.
+    """Run the config in a temporary folder and measure where the time of its loop goes; nothing is left behind.
 
-    The run starts when it learns: steps at random before that would make it look faster than it is.
+    The run starts when it learns: the random steps before that would make it look faster than it is.
     """
     session = open_measured(config)
     with closed_on_error(session):
@@ -86,7 +86,7 @@ class Turn(NamedTuple):
 
 
 def take_turn(session: Session, step: int) -> Turn:
-    """One turn of the loop at `step`, outside of any run."""
+    """One turn of the loop at `step`, outside any run."""
     store, algorithm = session.store, session.algorithm
     steps = store.add(session.collect(store.request(step)), step)
     updates = 0
@@ -97,7 +97,7 @@ def take_turn(session: Session, step: int) -> Turn:
 
 
 def play_at_random(session: Session) -> int:
-    """Turns until learning starts; returns the steps they took."""
+    """Take turns until learning starts; returns their steps."""
     step = 0
     while step < getattr(session.params, "learning_starts", 0):
         turn = take_turn(session, step)
@@ -108,9 +108,9 @@ def play_at_random(session: Session) -> int:
 
 
 def time_turns(session: Session, step: int, seconds: float) -> tuple[int, float]:
-    """Turns from `step` on until that time has passed and the last one learned; returns their steps and seconds.
+    """Take turns from `step` on until `seconds` have passed and the last turn learned; returns their steps and seconds.
 
-    They end with an update because some lanes step many times for one. One without steps counts as one.
+    They end with an update because some lanes take many steps per update. A turn without steps counts as one step.
     """
     begun, taken = time.perf_counter(), 0
     while True:
@@ -142,7 +142,7 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
 
 
 def _synchronize(session: Session) -> None:
-    """Wait for a GPU, which works on after a call has returned."""
+    """Wait for a GPU, which may still be busy after a call has returned."""
     if session.config.device.startswith("cuda"):
         torch.cuda.synchronize()
 
@@ -159,16 +159,16 @@ def _wrap_parts(watch: Stopwatch, roots: dict[str, Any]) -> None:
 
 
 def estimate_seconds(session: Session, seconds: float) -> float:
-    """Seconds of collecting and learning that the session's budget will take, from a short while of both."""
+    """Seconds of collecting and learning that the session's budget will take, measured over a short time."""
     total, params = session.config.total_timesteps, session.params
     step = play_at_random(session)
     first_steps, first_spent = time_turns(session, step, 0.0)
     fits = hasattr(params, "model_updates")
-    if first_spent > 3 * seconds and not fits:  # not worth a second one: first calls hardly show in it
+    if first_spent > 3 * seconds and not fits:  # long enough: slow first calls hardly matter
         return total * first_spent / first_steps
     steps, spent = time_turns(session, step + first_steps, seconds)
     per_step = spent / steps
-    # the first turn of a lane with a model has fitted it: once, or as often as the budget asks for it
+    # in a lane with a model, the first turn fits it; a run does that once, or as often as the budget asks
     num_fits = math.ceil(total / getattr(params, "model_train_frequency", total)) if fits else 0
     return total * per_step + num_fits * max(0.0, first_spent - first_steps * per_step)
 

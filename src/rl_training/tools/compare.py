@@ -32,9 +32,9 @@ NEVER_COMPARED = (
     "seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "accelerate", "ray", "worker_timeout",
 )  # fmt: skip
 POINTS = 60  # of a curve
-LARGEST = 1e100  # of numbers in files
-FEW_RUNS = 5  # below that many a bootstrap interval is too narrow
-FEW_EVALUATIONS = 3  # below that many they make no curve
+LARGEST = 1e100  # numbers in files must be smaller
+FEW_RUNS = 5  # with fewer, a bootstrap interval is too narrow
+FEW_EVALUATIONS = 3  # with fewer, there is no curve
 
 Groups = dict[str, list["RunRecord"]]
 References = Mapping[str, tuple[float, float]]  # environment -> the returns that count as 0 and 1
@@ -42,7 +42,7 @@ References = Mapping[str, tuple[float, float]]  # environment -> the returns tha
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's folder says; nothing in it is called."""
+    """The contents of a run's folder; nothing in it is executed."""
 
     folder: Path
     config: dict[str, Any]
@@ -74,7 +74,7 @@ class RunRecord:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a file is a finite number, of a size that can be counted with."""
+    """Whether a value from a file is a finite number, small enough to compute with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -83,7 +83,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def find_runs(given: Iterable[str]) -> list[RunRecord]:
-    """The runs in these folders, each a run's own or one that holds some at any depth."""
+    """The runs in these folders; each is a run's folder or contains some at any depth."""
     folders: dict[Path, Path] = {}
     for text in given:
         found = find_run_folders(Path(text), "metrics.jsonl")
@@ -113,7 +113,7 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def group_runs(runs: Sequence[RunRecord], by: str | None = None) -> Groups:
-    """Runs by algorithm, or by the settings in `by`; without it by algorithm, else by what differs."""
+    """Group runs by the settings in `by`, or else by algorithm; runs of one algorithm by the settings that differ."""
     if by is None:
         several = {run.algo for run in runs}
         names = ["algo"] if len(several) > 1 else [name for name in differing(runs) if name != "env_id"]
@@ -139,7 +139,7 @@ def describe_value(value: Any) -> str:
 
 
 def check_environments(groups: Groups, references: References) -> list[str]:
-    """The environments of the runs; several are refused unless each has its references and every group has all."""
+    """The environments of the runs; several are an error unless each has references and every group has runs on all."""
     envs = list(dict.fromkeys(run.env_id for runs in groups.values() for run in runs))
     if unknown := [name for name in references if name not in envs]:
         raise UserError(f"--reference {unknown[0]}: no run is on that environment; {did_you_mean(unknown[0], envs)}")
@@ -160,7 +160,7 @@ class GroupScores:
     name: str
     runs: int
     iqm: Estimate  # of the final returns
-    final: float  # means over runs, as those below
+    final: float  # a mean over runs, like `best` and `area`
     best: float
     area: float | None  # mean return over the steps that all runs have
     to_threshold: Sequence[float]  # steps of each run that reached the threshold
@@ -170,7 +170,7 @@ class GroupScores:
 
 @dataclass(frozen=True)
 class PairScores:
-    """How one group differs from another: of interquartile means, and of a run of each."""
+    """One group against another: the difference of interquartile means, and the probability of improvement."""
 
     name: str
     other: str
@@ -256,7 +256,7 @@ def compare_groups(groups: Groups, references: References | None = None, thresho
 
 
 def choose_metric(runs: Sequence[RunRecord], evaluations: int) -> str | None:
-    """The return that every run has: of that many evaluations, else of training episodes."""
+    """The return that every run has: of at least that many evaluations, else of training episodes."""
     for metric, least in ((EVALUATED, evaluations), (TRAINED, min(2, evaluations))):
         if all(len(run.curve(metric)[0]) >= least for run in runs):
             return metric
@@ -264,7 +264,7 @@ def choose_metric(runs: Sequence[RunRecord], evaluations: int) -> str | None:
 
 
 def shared_steps(all_steps: Sequence[Array]) -> Array | None:
-    """Steps spread over the range that all of these have; None where there is no such range."""
+    """Steps spread over the range that all runs share; None if there is no such range."""
     first, last = max(steps[0] for steps in all_steps), min(steps[-1] for steps in all_steps)
     return np.linspace(first, last, POINTS) if first < last else None
 
@@ -317,7 +317,7 @@ def metric_name(metric: str | None) -> str:
 
 
 def describe_estimate(found: Estimate) -> str:
-    """`12.3 [10.1, 14.9]`, the interval left out where there is none."""
+    """`12.3 [10.1, 14.9]`, without the interval if there is none."""
     value, low, high = (float(part) for part in found)
     return f"{value:.4g}" if math.isnan(low) else f"{value:.4g} [{low:.4g}, {high:.4g}]"
 

@@ -52,7 +52,7 @@ class Check(NamedTuple):
 
 
 def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SECONDS) -> Check:
-    """Whether a process that plays the environment lives and answers; the other checks play it in this one."""
+    """Whether a process that plays the environment survives and answers; the other checks play it in this one."""
     try:
         player = partial(Player, pickle_registrations(), recipe, seed)
         with closing(Workers([player], recipe.env_id, timeout)) as workers:
@@ -67,7 +67,7 @@ def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SEC
 def check_environment(
     recipe: EnvRecipe, found: Probe, spec: AlgorithmSpec | None = None, seed: int = 0
 ) -> Iterator[Check]:
-    """Every check of one environment, each as soon as it is done; `found` is what a first look showed."""
+    """Every check of one environment, each as soon as it is done; `found` is the result of a first probe."""
     spaces, problems, step = found
     for problem in problems:
         yield Check(problem.name, WARN, problem.detail, f"{problem.fix[0].upper()}{problem.fix[1:]}.")
@@ -107,7 +107,7 @@ def _without_advice(error: Exception) -> str:
 
 
 def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Check]:
-    """Whether observations are what the space says, and of a size that learns well."""
+    """Whether observations match the space, and are small enough to learn from."""
     rows = [np.array(step.next_obs) for step in play_at_random(recipe, spaces, seed, STEPS)]
     encoded = spaces.encode_rows(rows)
     detail = f"{_shorten(spaces.observation_space)}, read as {spaces.obs_kind} {list(spaces.obs_shape)}"
@@ -118,7 +118,7 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
         return
     inside = all(spaces.row_space.contains(row) for row in rows)
     fix = "Return observations of the space's dtype, shape and bounds." if not inside else ""
-    yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside of it"), fix)
+    yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside it"), fix)
     largest = float(np.abs(floats).max(initial=0.0)) if spaces.obs_kind != "image" else 0.0
     if largest > LARGE and not spaces.normalize_observations:
         yield Check("observation size", WARN, f"values up to {largest:.3g} in random play",
@@ -154,7 +154,7 @@ def check_support(spec: AlgorithmSpec, spaces: EnvSpaces) -> Check:
 
 
 def check_action_scaling(spaces: EnvSpaces) -> Check:
-    """Whether the policy's range meets the environment's, there and back."""
+    """Whether the policy's range maps to the environment's and back."""
     if spaces.action_kind != "continuous":
         return Check("action scaling", OK, "not needed: actions are choices")
     low, high = spaces.action_space.low, spaces.action_space.high  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def check_action_scaling(spaces: EnvSpaces) -> Check:
 
 
 def check_truncation(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
-    """Whether a time limit arrives as a truncation, with the true last observation, and the episode after it starts."""
+    """Whether a time limit arrives as a truncation with the true last observation, and the next episode starts."""
     short = dataclasses.replace(recipe, max_episode_steps=1)
     vectorization = choose_vectorization("auto", short, 2)
     with closing(make_stepper(short, spaces, seed, 2, vectorization)) as stepper:
@@ -222,10 +222,10 @@ def _shrink_rewards(spec: AlgorithmSpec | None) -> str:
 
 
 def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
-    """Whether two environments with one seed and the same actions go the same way."""
+    """Whether two environments with the same seed and actions behave the same."""
     copies = (play_at_random(recipe, spaces, seed, STEPS) for _ in range(2))
     for number, pair in enumerate(zip(*copies, strict=True)):
-        # a NaN in both is no difference; it is found as what it is
+        # a NaN in both is no difference; another check finds it
         seen = ((np.asarray(step.next_obs), step.reward, step.terminated, step.truncated) for step in pair)
         same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*seen, strict=True))
         one, other = (checksum((step.info or {}).get("action_mask")) for step in pair)
@@ -236,9 +236,9 @@ def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
 
 
 def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
-    """Whether a new copy, brought to the middle of an episode as a resume does it, goes on as the old one does.
+    """Whether a new copy, restored to the middle of an episode as in a resume, continues like the original.
 
-    Early and late in the old one's life, and through several resets: something may carry over between episodes.
+    Checked early and late in the original's life and through several resets, as state may carry over between episodes.
     """
     short = dataclasses.replace(recipe, max_episode_steps=20)
     hidden: list[str] = []
@@ -297,7 +297,7 @@ def _weigh(config: TrainConfig) -> Iterator[Check]:
 
 
 def check_workers(config: TrainConfig) -> Iterator[Check]:
-    """Whether worker processes would pay."""
+    """Whether worker processes would pay off."""
     with closing(open_measured(config)) as session:
         if session.spec.steps_environments:
             cost = measure_workers(session, SECONDS / 2)

@@ -22,7 +22,7 @@ SVG = "http://www.w3.org/2000/svg"
 
 
 class Series(NamedTuple):
-    """One line, with a band where it has ends that are numbers."""
+    """One line, with a band where its lower and upper ends are numbers."""
 
     name: str
     x: Array
@@ -54,7 +54,7 @@ def draw_svg(
     series: Sequence[Series], title: str, x_label: str, y_label: str, *, width: int = 720, height: int = 340,
     standalone: bool = False,
 ) -> str:  # fmt: skip
-    """The chart as an `<svg>` element, or with `standalone` as a file of its own; described by where its lines go."""
+    """The chart as an `<svg>` element, or with `standalone` a whole file; its description says where the lines go."""
     told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
     name = "".join(letter if letter.isalnum() else "-" for letter in title)
     legend = place_legend([line.name for line in series], width) if len(series) > 1 else []

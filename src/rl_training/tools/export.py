@@ -1,7 +1,7 @@
-"""A trained policy as one file for elsewhere: ONNX, or a program of `torch.export`.
+"""Export a trained policy as one file: ONNX, or a program of `torch.export`.
 
-What is exported goes from the environment's own observations to its own actions: encoding, normalizer, network, masks,
-the best action and its scaling are inside. Memory is an input and an output.
+The exported program maps the environment's own observations to its own actions. It contains the encoding, normalizer,
+network, masks, the choice of the best action and its scaling. Memory is an input and an output.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rl_training.runtime.workflows import TrainedPolicy
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 OPSET = 18
-OBS = "obs"  # the input of an observation, and the first name of its parts
-CHECKED = 1000  # observations that exported and own policy are compared on
-STEPS = 20  # of an episode that a policy with memory plays for it
-TOLERANCE = 1e-4  # of an action, relative to the larger of 1 and its own size
-MOST_APART = 0.01  # of the observations: where two actions are as good, rounding decides
+OBS = "obs"  # the input of an observation, and the prefix of its parts' names
+CHECKED = 1000  # observations on which the exported and the original policy are compared
+STEPS = 20  # per episode in this comparison, for a policy with memory
+TOLERANCE = 1e-4  # of an action, relative to the larger of 1 and its size
+MOST_APART = 0.01  # share of the observations: where two actions are equally good, rounding decides
 
 
 class ExportedPolicy(nn.Module):
@@ -46,7 +46,7 @@ class ExportedPolicy(nn.Module):
     def __init__(self, policy: TrainedPolicy) -> None:
         super().__init__()
         algorithm, spaces = policy.algorithm, policy.spaces
-        self._learner = (algorithm,)  # in a tuple, so that critics and optimizers are no part of this module
+        self._learner = (algorithm,)  # in a tuple, so that critics and optimizers are not part of this module
         self.acting = algorithm.acting()
         for parameter in self.acting.parameters():
             parameter.data = parameter.data.clone()  # no longer a view of memory that holds the critic too
@@ -105,7 +105,7 @@ class ExportedPolicy(nn.Module):
 
 
 def name_parts(space: gs.Space[Any], name: str = OBS) -> Any:
-    """The names of the inputs, arranged as the parts of an observation are: mappings and lists of names, or a name."""
+    """The names of the inputs, nested like the parts of an observation: mappings and lists of names, or one name."""
     if isinstance(space, gs.Dict):
         return {str(key): name_parts(part, f"{name}.{key}") for key, part in space.spaces.items()}
     if isinstance(space, gs.Tuple):
@@ -137,12 +137,12 @@ def one_hot(column: Tensor, start: int, n: int) -> Tensor:
 
 
 def tensor_dtype(dtype: Any) -> torch.dtype:
-    """Torch's name of a numpy dtype."""
+    """The torch dtype for a numpy dtype."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def draw(space: gs.Space[Any], count: int, rng: np.random.Generator) -> Array:
-    """Elements of a space without parts, [count, ...]; where a Box is wide or unbounded, near 0."""
+    """Random elements of a space without parts, [count, ...]; near 0 where a Box is wide or unbounded."""
     shape = (count, *(space.shape or ()))
     if isinstance(space, gs.Discrete):
         return (space.start + rng.integers(space.n, size=shape)).astype(space.dtype)
@@ -159,7 +159,7 @@ def draw(space: gs.Space[Any], count: int, rng: np.random.Generator) -> Array:
 
 
 def draw_masks(spaces: EnvSpaces, count: int, rng: np.random.Generator) -> Array:
-    """Masks [count, action_dim] with about half of the actions legal, one of each factor at least."""
+    """Masks [count, action_dim] with about half of the actions legal, at least one per factor."""
     pieces = [rng.random((count, size)) < 0.5 for size in spaces.action_sizes]
     for piece in pieces:
         piece[np.arange(count), rng.integers(piece.shape[1], size=count)] = True
@@ -168,7 +168,7 @@ def draw_masks(spaces: EnvSpaces, count: int, rng: np.random.Generator) -> Array
 
 @dataclass(frozen=True)
 class Export:
-    """Where the policy is, and what is known of it: `facts` is what the JSON file next to it holds."""
+    """The path of the exported policy, and `facts`, the contents of the JSON file next to it."""
 
     path: Path
     facts: dict[str, Any]
@@ -177,9 +177,9 @@ class Export:
 def export_policy(
     checkpoint: PathLike, file_format: str = "onnx", output: PathLike | None = None, network: Any = None
 ) -> Export:
-    """Write the deterministic policy of a checkpoint, compare it with `predict`, and say so in a JSON file next to it.
+    """Write the deterministic policy of a checkpoint, compare it with `predict`, and add a JSON file with the result.
 
-    A file that does not act as the checkpoint does is not left behind.
+    A file that does not act like the checkpoint is not kept.
     """
     if file_format not in SUFFIXES:
         raise UserError(f"format is {file_format!r}; it must be {' or '.join(SUFFIXES)}.")
@@ -191,7 +191,7 @@ def export_policy(
     if not path.parent.is_dir() or path.suffix != SUFFIXES[file_format]:
         wanted = f"end with {SUFFIXES[file_format]}" if path.parent.is_dir() else "lie in a folder that exists"
         raise UserError(f"output is {path}; it must {wanted}.")
-    # of a learner of its own, in which tracing may leave what it likes
+    # with its own learner, because tracing may change it
     module = ExportedPolicy(TrainedPolicy(*load_algorithm(checkpoint, tree, network))).eval()
     facts: dict[str, Any] = {
         "algo": policy.config.algo, "env_id": policy.spaces.env_id, "format": file_format,
@@ -242,7 +242,7 @@ def write_program(module: ExportedPolicy, path: Path, file_format: str, facts: d
     with torch.no_grad(), quiet():
         try:
             program = torch.export.export(module, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),))
-        except Exception as error:  # an algorithm of somebody else's may do what cannot be traced
+        except Exception as error:  # a third-party algorithm may do what cannot be traced
             reason = f"{facts['algo']} cannot be exported, since torch.export cannot trace its act"
             raise TrainingFailure(f"{reason} ({type(error).__name__}: {str(error).splitlines()[0]})") from error
         if file_format == "torch":
@@ -259,7 +259,7 @@ def write_program(module: ExportedPolicy, path: Path, file_format: str, facts: d
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Torch's exporters print, warn and log about packages that nobody asked for."""
+    """Silence torch's exporters, which print, warn and log about packages that nobody asked for."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -284,9 +284,9 @@ def load_program(path: Path, file_format: str) -> Callable[[dict[str, Array]], l
 def compare(
     policy: TrainedPolicy, module: ExportedPolicy, run: Callable[[dict[str, Array]], list[Array]]
 ) -> dict[str, Any]:
-    """How far actions of the file are from `predict` on random observations; an action too far away is counted.
+    """Compare the file's actions with `predict` on random observations, and count those that differ too much.
 
-    A policy with memory plays episodes, in which both carry their own memory along.
+    A policy with memory plays episodes, in which each side keeps its own memory.
     """
     rng = np.random.default_rng(0)
     steps = 1 if module.state_size is None else STEPS
@@ -325,7 +325,7 @@ def compare(
 
 
 def assemble(structure: Any, inputs: dict[str, Array], row: int) -> Any:
-    """One observation of a batch, out of its parts."""
+    """One observation of a batch, built from its parts."""
     if isinstance(structure, str):
         return inputs[structure][row]
     if isinstance(structure, dict):

@@ -1,4 +1,4 @@
-"""What a world model expects: open-loop predictions against what really happened, as errors and as pictures."""
+"""Open-loop predictions of a world model against what really happened, as errors and as pictures."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FRAME_SIDE, FRAME_MS = 192, 120  # of the moving picture
 
 
 class Windows(NamedTuple):
-    """Pieces of episodes as a policy sees them: obs [B, L, ...], and what led there, actions and rewards [B, L, ...].
+    """Pieces of episodes as a policy sees them: obs [B, L, ...], with the actions and rewards [B, L, ...] before each.
 
-    Nothing led to the first observation of a window: action and reward are 0 there.
+    The first observation of a window has none before it: its action and reward are 0.
     """
 
     obs: Tensor
@@ -35,9 +35,9 @@ class Windows(NamedTuple):
 
 
 class OpenLoopErrors(NamedTuple):
-    """Root mean squared errors [H] at 1..H steps after the last observation, and of standing still for comparison.
+    """Root mean squared errors [H] at 1..H steps after the last observation, and of repeating that observation.
 
-    Dimensions of a vector are divided by their own deviation; pixels are in [0, 1].
+    Dimensions of a vector are divided by their standard deviation; pixels are in [0, 1].
     """
 
     model: Array
@@ -63,7 +63,7 @@ def open_loop_errors(
     path: PathLike, *, warm_up: int = 10, horizon: int = 50, windows: int = 50, seed: int | None = None,
     env: UserEnv | None = None,
 ) -> OpenLoopErrors:  # fmt: skip
-    """Errors of a checkpoint's world model against the horizon, over windows of its own (sampled) policy's play."""
+    """Errors of a checkpoint's world model by horizon, over windows that its own (sampled) policy played."""
     algorithm, spaces, played = play_windows(path, warm_up + horizon, windows, seed=seed, env=env)
     predicted = open_loop(algorithm, played.obs, played.actions, warm_up).numpy()
     real = played.obs.float().numpy()
@@ -131,7 +131,7 @@ def draw_imagination(
 
 
 def as_colors(images: Array) -> Array:
-    """Images [L, C, H, W] in [0, 1] as colors [L, H, W, 3]; channels that are neither grey nor RGB get one each."""
+    """Images [L, C, H, W] in [0, 1] as colors [L, H, W, 3]; channels that are neither gray nor RGB get a color each."""
     from matplotlib import colormaps
 
     channels = images.shape[1]
@@ -181,5 +181,5 @@ def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> Any
         axes.axvline(warm_up - 0.5, color="grey", linewidth=0.8)
         axes.set_ylabel(f"obs[{dimension}]")
     figure.axes[0].legend(loc="upper right", fontsize=8)
-    figure.axes[-1].set_xlabel(f"step (the grey line: {warm_up} observations seen, actions alone from there on)")
+    figure.axes[-1].set_xlabel(f"step (the gray line: {warm_up} observations seen, actions alone from there on)")
     return figure

@@ -1,6 +1,6 @@
-"""A report on runs: one HTML file with its charts and pictures inside, which loads nothing and runs no script.
+"""A report on runs: one HTML file that contains its charts and pictures, loads nothing and runs no script.
 
-Whatever comes out of a run's files is escaped.
+Everything read from a run's files is escaped.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def build_report(groups: Groups, episodes: Sequence[str] = ()) -> str:
 
 
 def compare_on(env: str, groups: Groups) -> tuple[Groups, Comparison | str]:
-    """The groups' runs on one environment, and how they compare, or a sentence on why they cannot be compared."""
+    """The groups' runs on one environment, and their comparison, or a sentence on why they cannot be compared."""
     own = {name: [run for run in group if run.env_id == env] for name, group in groups.items()}
     own = {name: group for name, group in own.items() if group}
     try:
@@ -105,7 +105,7 @@ def compare_on(env: str, groups: Groups) -> tuple[Groups, Comparison | str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "numbers") -> str:
-    """A table of numbers that scrolls on its own where the screen is narrow, or one of words, which wraps."""
+    """A table of numbers, which scrolls on a narrow screen, or of words, which wraps."""
     top = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     whole = f"<table class={kind}><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
@@ -118,7 +118,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def summarize(runs: Sequence[RunRecord], compared: dict[str, tuple[Groups, Comparison | str]]) -> str:
-    """How much there is, and what came out on each environment."""
+    """The number of runs and steps, and the result on each environment."""
     steps, seconds = sum(last_step(run) for run in runs), sum(wall_seconds(run) for run in runs)
     lines = []
     for env, (_, result) in compared.items():
@@ -181,12 +181,12 @@ def last_step(run: RunRecord) -> int:
 
 
 def last_row(run: RunRecord, metric: str) -> dict[str, Any]:
-    """The last row with a number under that name; empty where there is none."""
+    """The last row with a number for this metric; empty if there is none."""
     return next((row for row in reversed(run.rows) if is_number(row.get(metric))), {})
 
 
 def unspent(run: RunRecord) -> str:
-    """` of 20,000` where the run has not spent its budget."""
+    """` of 20,000` if the run has not used its whole budget."""
     budget: Any = run.config.get("total_timesteps")
     return f" of {budget:,}" if is_number(budget) and last_step(run) < budget else ""
 
@@ -197,7 +197,7 @@ def wall_seconds(run: RunRecord) -> float:
 
 
 def starts(run: RunRecord) -> list[dict[str, Any]]:
-    """The manifests of a run's starts, the first one first."""
+    """The manifests of a run's starts, oldest first."""
     earlier = run.manifest.get("earlier")
     told = [*earlier, run.manifest] if isinstance(earlier, list) else [run.manifest]
     return [start for start in told if isinstance(start, dict)]
@@ -219,7 +219,7 @@ def describe_runs(named: Sequence[tuple[str, RunRecord]]) -> str:
 
 
 def describe_settings(groups: Groups) -> list[str]:
-    """Per group the settings that are not the defaults of its algorithm."""
+    """For each group, the settings that differ from its algorithm's defaults."""
     parts = []
     for name, group in groups.items():
         try:
@@ -231,14 +231,14 @@ def describe_settings(groups: Groups) -> list[str]:
         for setting in dict.fromkeys(key for run in group for key in run.settings if key not in OWN_TO_A_RUN):
             values = dict.fromkeys(describe_value(run.settings.get(setting)) for run in group)
             default = defaults.get(setting, "-")
-            if list(values) != [default] and default != "auto":  # what auto became is no choice
+            if list(values) != [default] and default != "auto":  # what auto became is not a choice
                 rows.append((setting, " / ".join(values), default))
         parts += [f"<h3>{escape(name)}</h3>", table(["setting", "value", "default"], rows, "words")]
     return parts
 
 
 def default_settings(algo: str) -> dict[str, str]:
-    """What `train --algo` would take, in the words of `describe_value`."""
+    """What `train --algo` would use, as `describe_value` writes it."""
     from pydantic_core import PydanticUndefined, to_jsonable_python
 
     from rl_training.experiment.config import TrainConfig
@@ -251,7 +251,7 @@ def default_settings(algo: str) -> dict[str, str]:
 
 
 def describe_time(named: Sequence[tuple[str, RunRecord]]) -> str:
-    """Training against everything else, a row per run; `bench` says more."""
+    """Time of training and of everything else, one row per run; `bench` shows more."""
     rows = []
     for name, run in named:
         total, training, last = wall_seconds(run), training_seconds(run), last_row(run, "steps_per_second")
@@ -268,7 +268,7 @@ def describe_time(named: Sequence[tuple[str, RunRecord]]) -> str:
 
 
 def training_seconds(run: RunRecord) -> float | None:
-    """Seconds of training, evaluations and checkpoints left out; not known of a run that was resumed."""
+    """Seconds of training without evaluations and checkpoints; unknown for a resumed run."""
     last = last_row(run, "steps_per_second")
     if len(starts(run)) != 1 or not last or last["steps_per_second"] <= 0:
         return None
@@ -276,7 +276,7 @@ def training_seconds(run: RunRecord) -> float | None:
 
 
 def describe_warnings(runs: Sequence[RunRecord]) -> str:
-    """What the runs said at their starts, and what their rows show."""
+    """The messages of the runs when they started, and the problems that their rows show."""
     found: dict[str, list[str]] = {}
     for run in runs:
         lists = [start.get("messages") for start in starts(run)]
@@ -284,7 +284,7 @@ def describe_warnings(runs: Sequence[RunRecord]) -> str:
         numbers = ((key, value) for row in run.rows for key, value in row.items() if isinstance(value, float))
         told += [f"{key} was not finite in some row" for key in sorted({k for k, v in numbers if not np.isfinite(v)})]
         if left := unspent(run):
-            told.append(f"ended, or still is, at step {last_step(run):,}{left}")
+            told.append(f"stopped, or is still running, at step {last_step(run):,}{left}")
         for message in told:
             found.setdefault(str(message).removeprefix("warning: "), []).append(run.folder.name)
     more = {text: f" and {len(names) - 1} more" if len(names) > 1 else "" for text, names in found.items()}
@@ -304,7 +304,7 @@ def describe_versions(runs: Sequence[RunRecord]) -> str:
 
 
 def describe_commands(runs: Sequence[RunRecord]) -> str:
-    """The commands that were typed, then one per run that repeats it from its own config."""
+    """The commands that were typed, then, for each run, one that repeats it from its own config."""
     typed = dict.fromkeys(command for run in runs for start in starts(run) if (command := typed_command(start)))
     again = [f"rl-training train --config {quote_config(run)}" for run in runs]
     shown = "\n".join(["# as it was typed", *typed, "", "# each run alone, every setting spelled out", *again])
@@ -312,7 +312,7 @@ def describe_commands(runs: Sequence[RunRecord]) -> str:
 
 
 def typed_command(start: dict[str, Any]) -> str:
-    """The command in a manifest; none where it has none."""
+    """The command in a manifest; empty if there is none."""
     words = start.get("command")
     if not isinstance(words, list) or not words:
         return ""
@@ -327,7 +327,7 @@ def quote_config(run: RunRecord) -> str:
 
 
 def show_episodes(groups: Groups, env: Any = None) -> list[str]:
-    """An episode of each group on each environment, of the first few."""
+    """An episode of each group on each environment, for the first few of these pairs."""
     pairs = [(name, env_id) for name, group in groups.items() for env_id in dict.fromkeys(run.env_id for run in group)]
     with without_screen():
         return [
@@ -338,7 +338,7 @@ def show_episodes(groups: Groups, env: Any = None) -> list[str]:
 
 @contextmanager
 def without_screen() -> Iterator[None]:
-    """Renderers draw into memory, unless the user's environment variables say how they draw."""
+    """Make renderers draw into memory, unless the user's environment variables say how they draw."""
     wanted = {"SDL_VIDEODRIVER": "dummy"}
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         wanted["MUJOCO_GL"] = "egl"
@@ -361,7 +361,7 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
         picture, played = record_episode(checkpoint, env)
     except StopIteration:
         return f"<p>{escape(name)}: no episode, because {escape(str(run.folder))} has no checkpoint.</p>"
-    except Exception as error:  # whatever an environment or its renderer does, there is a report
+    except Exception as error:  # whatever an environment or its renderer raises, the report is written
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         return f"<p>{escape(name)}: no episode, because {escape(type(error).__name__)}: {escape(reason)}</p>"
     told = escape(f"{name}: {played}, by {checkpoint.name} of {run.folder.name}")
@@ -370,7 +370,7 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
 
 
 def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
-    """The first evaluation episode of a checkpoint's policy as a GIF, and in words."""
+    """The first evaluation episode of a checkpoint's policy as a GIF, and a few words about it."""
     try:
         from PIL import Image
     except ImportError:

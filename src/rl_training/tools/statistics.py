@@ -1,7 +1,7 @@
 """Scores of a few runs, compared with their uncertainty (Agarwal et al. 2021, "Deep RL at the edge of the precipice").
 
-A sample is a list of tasks, each an array [..., runs]: the last axis is over runs, of which tasks may have different
-numbers, and the axes before it are points of a curve. A statistic takes samples and reduces that axis.
+A sample is a list of tasks, each an array [..., runs]: the last axis is over runs, whose number may differ
+between tasks, and the axes before it are points of a curve. A statistic takes samples and reduces the last axis.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_NUMBERS = 1 << 24  # of one round of resamples
 
 
 class Estimate(NamedTuple):
-    """A statistic and its interval, each an array of the statistic's shape; NaN ends where no task has two runs."""
+    """A statistic and its interval, arrays of the statistic's shape; the interval is NaN if no task has two runs."""
 
     value: Any
     low: Any
@@ -54,14 +54,14 @@ def _resample(rng: np.random.Generator, samples: Sequence[Sample], count: int) -
 
 
 def interquartile_mean(sample: Sample) -> Any:
-    """The mean of the middle half of the runs of all tasks; of the points of curves, sample efficiency."""
+    """The mean of the middle half of the runs of all tasks; for the points of curves, the sample efficiency."""
     ordered = np.sort(np.concatenate(sample, axis=-1), axis=-1)
     cut = ordered.shape[-1] // 4
     return ordered[..., cut : ordered.shape[-1] - cut].mean(axis=-1)
 
 
 def probability_of_improvement(sample: Sample, other: Sample) -> Any:
-    """How likely a run of `sample` beats one of `other` on the same task, ties counted half; the mean over tasks."""
+    """Probability that a run of `sample` beats one of `other` on the same task, ties counted half; mean over tasks."""
     tasks = [np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1)) for x, y in zip(sample, other, strict=True)]
     return 0.5 + 0.5 * np.mean(tasks, axis=0)
 

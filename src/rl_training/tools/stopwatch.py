@@ -1,4 +1,4 @@
-"""`Stopwatch`: where time goes, by wrapping calls."""
+"""`Stopwatch`: measures where time goes by wrapping calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Stopwatch:
-    """Adds the time of wrapped calls to the part they belong to, less the time of wrapped calls inside them."""
+    """Adds the time of wrapped calls to the part they belong to, minus the time of wrapped calls inside them."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -17,7 +17,7 @@ class Stopwatch:
         self._synchronize = synchronize or (lambda: None)
 
     def wrap(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The method, timed; what a generator does between its values counts too."""
+        """The method with its time measured; the time a generator takes for each value counts too."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.timing(part):
@@ -37,7 +37,7 @@ class Stopwatch:
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Time of the block, as that part's."""
+        """Count the time of the block for that part."""
         self._inside.append(0.0)
         begun = time.perf_counter()
         try:

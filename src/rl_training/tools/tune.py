@@ -1,7 +1,7 @@
-"""A search for hyper-parameters with Optuna: trials in worker processes, pruned by their evaluations.
+"""Search for hyper-parameters with Optuna: trials run in worker processes and are pruned by their evaluations.
 
-This process alone owns the study, which is a file: it asks for trials, hands them to workers and writes down what they
-say, so that a study that was killed goes on with the trials that were not finished.
+Only this process owns the study, which is a file: it asks for trials, hands them to workers and records their results,
+so that a killed study continues with its unfinished trials.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rl_training.runtime.workflows import train
 if TYPE_CHECKING:
     import optuna
 
-FRESH_SEED = 100_000  # added to the config's own: no trial has such a seed
+FRESH_SEED = 100_000  # added to the config's seed: no trial has such a seed
 POLL_SECONDS = 1.0
-FIELDS = ("eval_interval", "max_updates")  # of every algorithm, and no hyper-parameters
+FIELDS = ("eval_interval", "max_updates")  # every algorithm has them; not hyper-parameters
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """Where one hyper-parameter is looked for: between two numbers, or among choices; `value` is the config's own."""
+    """Where to search for one hyper-parameter: between two numbers, or among choices; `value` is the config's value."""
 
     value: Any
     low: float = 0.0
@@ -49,7 +49,7 @@ class Dimension:
     choices: tuple[Any, ...] = ()
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """A value of a trial."""
+        """Ask the trial for a value."""
         if self.choices:  # as JSON, since Optuna takes no lists
             return json.loads(trial.suggest_categorical(name, [json.dumps(choice) for choice in self.choices]))
         if isinstance(self.value, int):
@@ -57,11 +57,11 @@ class Dimension:
         return trial.suggest_float(name, self.low, self.high, log=self.log)
 
     def encode(self, value: Any) -> Any:
-        """A value as the study holds it."""
+        """A value as the study stores it."""
         return json.dumps(value) if self.choices else value
 
     def describe(self) -> str:
-        """In a few words."""
+        """The dimension in a few words."""
         if self.choices:
             return " ".join(json.dumps(choice) for choice in self.choices)
         return f"{self.low:g} to {self.high:g}{', logarithmic' if self.log else ''}"
@@ -72,13 +72,13 @@ Space = Mapping[str, Dimension]
 
 @cache
 def curated() -> dict[str, Any]:
-    """The packaged table of ranges, and of what is searched for each algorithm."""
+    """The packaged table of ranges, and of the hyper-parameters to search for each algorithm."""
     text = files("rl_training").joinpath("assets/search_spaces.yaml").read_text(encoding="utf-8")
     return dict(parse_yaml(text))
 
 
 def search_space(config: TrainConfig, names: Sequence[str] = ()) -> dict[str, Dimension]:
-    """The curated space of the config's algorithm, or one of the hyper-parameters named."""
+    """The curated space of the config's algorithm, or a space of the named hyper-parameters."""
     model = get_algorithm_spec(config.algo).params
     params = read_params(model, config.algo_kwargs)
     wanted = names or curated()["algorithms"].get(config.algo, ["learning_rate", "gamma", "hidden_sizes"])
@@ -90,13 +90,13 @@ def search_space(config: TrainConfig, names: Sequence[str] = ()) -> dict[str, Di
 
 
 def current_value(params: Params, name: str) -> Any:
-    """What the config says of a hyper-parameter; of a schedule, where it starts."""
+    """The config's value of a hyper-parameter; for a schedule, its start."""
     value = params.schedules[name].start if name in params.schedules else getattr(params, name)
     return list(value) if isinstance(value, tuple) else value
 
 
 def dimension(model: type[Params], name: str, value: Any) -> Dimension:
-    """Where to look for a hyper-parameter: the curated range, else what its type and bounds allow around `value`."""
+    """Where to search for a hyper-parameter: the curated range, else what its type and bounds allow around `value`."""
     field = model.model_fields[name]
     given = curated()["ranges"].get(name)
     if given is None and (choices := choices_of(field.annotation)):
@@ -117,7 +117,7 @@ def dimension(model: type[Params], name: str, value: Any) -> Dimension:
 
 
 def choices_of(annotation: Any) -> list[Any]:
-    """The values that a type lists; none for numbers and texts."""
+    """The values that a type lists; empty for numbers and strings."""
     if annotation is bool:
         return [False, True]
     if get_origin(annotation) is Literal:
@@ -138,7 +138,7 @@ def bounds_of(metadata: Iterable[Any]) -> tuple[float, float]:
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """The config with hyper-parameters put in; a schedule of one keeps its shape and starts there."""
+    """The config with these hyper-parameters; a schedule keeps its shape and starts at the new value."""
     changes = dict(values)
     for name in values:
         schedule = config.algo_kwargs.get(name + SCHEDULE)
@@ -152,9 +152,9 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 
 def prepare(config: TrainConfig, folder: Path, workers: int) -> TrainConfig:
-    """The config as trials run it: evaluated along the way, in the study's folder, without replay in checkpoints.
+    """The config for trials: evaluated during the run, in the study's folder, without replay in checkpoints.
 
-    Several at a time take one thread each, unless the config says otherwise: threads that wait for cores are slow.
+    Parallel trials use one thread each unless the config says otherwise: threads that wait for cores are slow.
     """
     if not config.eval_episodes:
         raise UserError("eval_episodes is 0; tune compares evaluations, so it must be at least 1.")
@@ -171,20 +171,20 @@ def prepare(config: TrainConfig, folder: Path, workers: int) -> TrainConfig:
 
 
 class Report(Callback):
-    """Tells the study each evaluation, and stops the run where the study says so."""
+    """Reports each evaluation to the study, and stops the run if the study says so."""
 
     def __init__(self, link: Connection) -> None:
         self.link, self.stopped = link, False
 
     def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> bool | None:
-        """Report and ask."""
+        """Report the evaluation and ask whether to continue."""
         self.link.send(("evaluation", run.step, metrics["eval_return_mean"]))
         self.stopped = not self.link.recv()
         return False if self.stopped else None
 
 
 def work(link: Connection, modules: Sequence[str]) -> None:
-    """The life of a worker: configs come in, evaluations and the end of each run go out."""
+    """The loop of a worker: it receives configs, and sends evaluations and the end of each run."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # Ctrl-C is for the study
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -203,7 +203,7 @@ def work(link: Connection, modules: Sequence[str]) -> None:
 
 
 def end_with_parent() -> None:
-    """A study that was killed leaves no run behind."""
+    """End this process when the study is killed, so that no run is left behind."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -211,7 +211,7 @@ def end_with_parent() -> None:
 
 
 class Worker:
-    """A process that runs one config after the other, and what it is busy with."""
+    """A process that runs one config after another, and its current job."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -227,7 +227,7 @@ class Worker:
         self.link.send(job.config)
 
     def close(self) -> None:
-        """End it, in the middle of a run too."""
+        """End it, even in the middle of a run."""
         self.process.terminate()
         self.process.join(10)
         if self.process.is_alive():
@@ -237,7 +237,7 @@ class Worker:
 
 @dataclass
 class Job:
-    """A run to be done: `evaluated` says whether it goes on, `ended` takes how it ended and its result."""
+    """A run to do: `evaluated` returns whether it continues, `ended` receives how it ended and its result."""
 
     config: TrainConfig
     evaluated: Callable[[int, float], bool]
@@ -269,7 +269,7 @@ def run_jobs(jobs: Iterator[Job], count: int, modules: Sequence[str], tick: Call
 
 
 def hear(workers: list[Worker], worker: Worker, modules: Sequence[str]) -> None:
-    """One message of a worker; one that died is replaced, and its run has failed."""
+    """Handle one message of a worker; a dead worker is replaced, and its run counts as failed."""
     job = worker.job
     assert job is not None
     try:
@@ -305,7 +305,7 @@ class Study:
             storage=f"sqlite:///{folder.resolve() / 'study.db'}", study_name="tune", direction="maximize",
             load_if_exists=True, pruner=optuna.pruners.MedianPruner(5, n_warmup_steps=evaluations // 2),
         )  # fmt: skip
-        # another seed every time that it goes on, or random trials would be drawn twice
+        # a different seed each time the study continues, or random trials would be drawn twice
         seed = config.seed + len(self.study.get_trials(deepcopy=False))
         self.study.sampler = optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
         self._check_same()
@@ -337,7 +337,7 @@ class Study:
         return [trial for trial in found if trial.state != waiting and not trial.user_attrs.get("interrupted")]
 
     def jobs(self, count: int) -> Iterator[Job]:
-        """Runs until there are `count` trials; trial 0 is the config as it is."""
+        """Runs until there are `count` trials; trial 0 is the unchanged config."""
         while len(self.trials()) < count:
             trial = self.study.ask()
             values = {name: one.suggest(trial, name) for name, one in self.space.items()}
@@ -375,7 +375,7 @@ class Study:
         return {name: json.loads(value) if self.space[name].choices else value for name, value in params.items()}
 
     def finals(self, seeds: int) -> Iterator[Job]:
-        """The best trial's config and the config as it was, each on seeds that no trial had; done ones are left out."""
+        """The best trial's config and the original, each on seeds that no trial had; finished runs are skipped."""
         known = self.final_returns()
         for offset in range(seeds):
             for name, values in ((self._final_name(), self.best_values()), ("default", {})):

@@ -1,4 +1,4 @@
-"""Whether worker processes would pay: the time of a step in one process next to a worker's, which hands it over."""
+"""Whether worker processes would pay off: the time of a step in one process, and in a worker, which also sends it."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from rl_training.runtime.session import Session, build_algorithm
 from rl_training.runtime.threads import threads_restored
 from rl_training.tools.stopwatch import Stopwatch
 
-LEAST_ENVS = 8  # one alone cannot be divided among workers
-ANSWER = bytes(2048)  # about what a worker's answer says besides its experience
+LEAST_ENVS = 8  # a single one cannot be divided among workers
+ANSWER = bytes(2048)  # about the size of a worker's answer without its experience
 TRIPS = 200
 
 
 class WorkerCost(NamedTuple):
-    """Seconds per environment step, and what there is for workers."""
+    """Seconds per environment step, and what is available for workers."""
 
     step: float  # the environment's own, in one process with `num_envs`
-    collect: float  # with acting, there
-    handover: float  # what a worker spends besides stepping: it acts for its environments alone, and answers
+    collect: float  # with acting, in the same process
+    handover: float  # what a worker adds to stepping: it acts for its own environments only, and answers
     busy: float  # share of a worker's time in which a core works
     num_envs: int
     cores: int
 
     @property
     def least_workers(self) -> int:
-        """How many collect more than one process does."""
+        """The smallest number of workers that collect more than one process does."""
         return max(2, int((self.step + self.handover) / self.collect) + 1)
 
     @property
     def most_workers(self) -> int:
-        """How many have an environment and a core, one core being the learner's."""
+        """The largest number of workers with an environment and a core each; one core is the learner's."""
         return int(min(self.num_envs, (self.cores - 1) / max(self.busy, 1e-3)))
 
     @property
     def settings(self) -> str:
-        """What to give to the commands."""
+        """The options to give to a command."""
         given = {"execution_backend": "local_async", "num_envs": self.num_envs, "num_workers": self.most_workers}
         return " ".join(f"--set {name}={value}" for name, value in given.items())
 
@@ -84,7 +84,7 @@ class Pace(NamedTuple):
 
 
 def measure_workers(session: Session, seconds: float) -> WorkerCost:
-    """Collect for that long in one process, and as long with one environment and one thread, as a worker may."""
+    """Collect for that long in one process, then as long with one environment and one thread, as a worker may."""
     num_envs = max(LEAST_ENVS, session.config.num_envs)
     alone = time_collecting(session, session.algorithm, num_envs, seconds)
     with threads_restored():
@@ -96,7 +96,7 @@ def measure_workers(session: Session, seconds: float) -> WorkerCost:
 
 
 def time_collecting(session: Session, algorithm: Algorithm, num_envs: int, seconds: float) -> Pace:
-    """The best of some rounds: others may use this machine too."""
+    """The best of several rounds, because other programs may use this machine too."""
     spaces, seed, watch = session.spaces, session.config.seed, Stopwatch()
     vectorization = choose_vectorization("auto", session.recipe, num_envs)
     layout = replace(session.store.layout, num_envs=num_envs, holds_resets=vectorization == "native")
@@ -118,7 +118,7 @@ def time_collecting(session: Session, algorithm: Algorithm, num_envs: int, secon
 
 
 def time_trip() -> float:
-    """Seconds from a question to a process to its answer, in the median."""
+    """Median seconds between a question to a process and its answer."""
     with closing(Workers([partial(io.BytesIO, ANSWER)], "a worker", 60.0)) as workers:
         times = [time.perf_counter()]
         for _ in range(TRIPS):
