@@ -243,6 +243,7 @@ def test_a_worker_that_stands_still_holds_up_nobody(tmp_path: Path) -> None:
             session.collector.load_state_dict({"workers": [{}, {}], "flight": {"number": 1}, "weights": []})
 
 
+@pytest.mark.slow
 def test_a_long_update_is_not_held_against_workers(tmp_path: Path) -> None:
     session = open_session(workers("a2c", tmp_path, num_envs=4, worker_order="first"))
     with closing(session):
@@ -285,6 +286,7 @@ def test_replay_and_sequences_stay_whole_when_workers_answer_out_of_turn(algo: s
         assert np.array_equal(windows["rewards"], np.where(first, 0, windows["obs"][..., 0]))
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_whoever_is_ready_says_so_and_resumes(tmp_path: Path, capfd: Any) -> None:
     config = workers("ppo", tmp_path, num_envs=4, worker_order="first")
     part = train(config, callbacks=[StopAt(60)], console=True)

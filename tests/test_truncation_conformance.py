@@ -87,15 +87,13 @@ def value_after_training(spec: AlgorithmSpec, env_name: str, folder: Path) -> fl
 
 
 CASES = [spec for spec in list_algorithm_specs() if spec.lane not in WITHOUT_ENVIRONMENT_REWARD]
-
-
-@pytest.mark.parametrize("spec", CASES, ids=lambda spec: spec.name)
-def test_a_truncated_episode_is_worth_its_future(spec: AlgorithmSpec, tmp_path: Path) -> None:
-    assert value_after_training(spec, "AlwaysTruncates", tmp_path) == pytest.approx(WORTH, rel=0.15)
-
-
 LONG = {"fqf": pytest.mark.slow}
 BRIEF = [pytest.param(spec, id=spec.name, marks=LONG.get(spec.name, ())) for spec in CASES]
+
+
+@pytest.mark.parametrize("spec", BRIEF)
+def test_a_truncated_episode_is_worth_its_future(spec: AlgorithmSpec, tmp_path: Path) -> None:
+    assert value_after_training(spec, "AlwaysTruncates", tmp_path) == pytest.approx(WORTH, rel=0.15)
 
 
 @pytest.mark.parametrize("spec", BRIEF)
