@@ -315,6 +315,7 @@ def delivered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_what_is_delivered_is_learned_from_or_dropped(tmp_path: Path, delivered: list[int]) -> None:
     result = train(workers("dqn", tmp_path, **DROPPING), console=False)
     dropped = result.metrics["worker_dropped"]
@@ -328,6 +329,7 @@ def test_a_run_that_drops_experience_resumes_exactly(tmp_path: Path) -> None:
     assert_same_end(whole, stop_and_resume(workers("dqn", tmp_path / "parts", **DROPPING), 100))
 
 
+@pytest.mark.slow
 def test_nothing_is_dropped_unless_asked_for(tmp_path: Path, delivered: list[int]) -> None:
     result = train(workers("ppo", tmp_path, kwargs={"policy_lag": 2}, log_interval=10**6), console=False)
     assert sum(delivered) == result.metrics["global_step"]

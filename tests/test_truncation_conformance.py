@@ -87,8 +87,10 @@ def value_after_training(spec: AlgorithmSpec, env_name: str, folder: Path) -> fl
 
 
 CASES = [spec for spec in list_algorithm_specs() if spec.lane not in WITHOUT_ENVIRONMENT_REWARD]
-LONG = {"fqf": pytest.mark.slow}
-BRIEF = [pytest.param(spec, id=spec.name, marks=LONG.get(spec.name, ())) for spec in CASES]
+LONG = {  # one of each family stays in the quick run
+    "d4pg", "ddpg", "dueling_dqn", "fqf", "iqn", "mbpo", "mopo", "noisy_dqn", "rainbow_dqn", "rlpd",
+}  # fmt: skip
+BRIEF = [pytest.param(s, id=s.name, marks=[pytest.mark.slow] if s.name in LONG else []) for s in CASES]
 
 
 @pytest.mark.parametrize("spec", BRIEF)
