@@ -114,11 +114,15 @@ def test_another_signature_gets_another_graph(other: Any) -> None:
 def test_a_step_has_no_more_graphs_than_it_may() -> None:
     function, total = counter()
     step = Recorded(function, Numbers())
-    for size in range(1, MOST_GRAPHS + 3):
-        for _ in range(PLAIN_CALLS + 1):
-            step({"x": torch.ones(size)})
+    with pytest.warns(UserWarning, match=f"has {MOST_GRAPHS} CUDA graphs, .* others run eagerly") as said:
+        for size in range(1, MOST_GRAPHS + 3):
+            for _ in range(PLAIN_CALLS + 1):
+                step({"x": torch.ones(size)})
+    assert len(said) == 1
     assert step.replays == [1] * MOST_GRAPHS
     assert total[0] == (PLAIN_CALLS + 1) * sum(range(1, MOST_GRAPHS + 3))
+    step({"x": torch.ones(1)})
+    assert step.replays[0] == 2
 
 
 def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:
