@@ -28,10 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.params import read_params
 from rl_training.runtime.session import build_algorithm
-from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.runtime.spec import StoreContext, get_algorithm_spec
+from rl_training.stores.model_rollouts import ModelRollouts
 
 CHEETAH = EnvSpaces.from_gym("cheetah", gs.Box(-np.inf, np.inf, (17,), np.float32), gs.Box(-1, 1, (6,), np.float32))
 LANDER = EnvSpaces.from_gym("lander", gs.Box(-np.inf, np.inf, (8,), np.float32), gs.Discrete(4))
@@ -39,6 +41,7 @@ WIDE = {"hidden_sizes": (256, 256), "batch_size": 256}
 DISCRETE = {"hidden_sizes": (128, 128), "batch_size": 128, "target_update_interval": 100}
 POOL = 8  # batches
 ROWS, ENVS = 64, 32  # of a rollout
+STARTS = 100_000  # of rollouts through a model
 
 
 def transitions(spaces: EnvSpaces, count: int) -> dict[str, Tensor]:
@@ -311,6 +314,21 @@ def floor_dqn(algorithm: Any, name: str) -> Parts:
 FLOORS = ("sac", "td3", "dqn", "rlpd")
 
 
+def roll_out(horizon: int) -> float:
+    """Model steps/s of MBPO's rollouts as its store makes them: from states on the host into the synthetic buffer."""
+    algorithm, params = Learner("mbpo", "cuda", "none").algorithm, get_algorithm_spec("mbpo").params
+    chosen = params(rollout_batch_size=STARTS, rollout_horizon=horizon, synthetic_buffer_capacity=STARTS * horizon)
+    recipe, rng = read_recipe("HalfCheetah-v5", {}), np.random.default_rng(0)
+    rollouts = ModelRollouts(StoreContext(chosen, CHEETAH, 1, 0, "cuda", recipe, rng), rng)
+    states = torch.randn(STARTS, CHEETAH.obs_dim)
+
+    def roll(count: int) -> None:
+        for _ in range(count):
+            rollouts.imagine(algorithm, states, horizon)
+
+    return STARTS * horizon * speed(roll, 0.5, 2)
+
+
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All numbers of one learner; a failure is a number too."""
     found: dict[str, Any] = {"name": name}
@@ -324,6 +342,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         jobs[how] = partial(rate, "cuda", how)
         if name == "mbpo":
             jobs[f"fit_{how}"] = partial(rate, "cuda", how, "model")
+    if name == "mbpo":
+        jobs |= {f"rollouts_of_{horizon}": partial(roll_out, horizon) for horizon in (1, 5)}
     if arguments.check:
         jobs["check"] = lambda: compare(name, arguments.check)
     if name in FLOORS:
@@ -373,6 +393,9 @@ def main() -> None:
     for name in arguments.only.split(","):
         results.append(measure(name, arguments))
         print(row(results[-1]), flush=True)
+        for job, found in results[-1].items():
+            if job.startswith(("fit_", "rollouts_")):
+                print(f"| {name}, {job.replace('_', ' ')} | {found or 0:,.0f} |", flush=True)
         with contextlib.suppress(OSError):
             arguments.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 

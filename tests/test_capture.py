@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -114,11 +115,17 @@ def test_another_signature_gets_another_graph(other: Any) -> None:
 def test_a_step_has_no_more_graphs_than_it_may() -> None:
     function, total = counter()
     step = Recorded(function, Numbers())
-    for size in range(1, MOST_GRAPHS + 3):
-        for _ in range(PLAIN_CALLS + 1):
-            step({"x": torch.ones(size)})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for size in range(1, MOST_GRAPHS + 3):
+            for _ in range(PLAIN_CALLS + 1):
+                step({"x": torch.ones(size)})
+    (warning,) = said
+    assert f"has {MOST_GRAPHS} CUDA graphs, one per shape of its inputs; others run eagerly" in str(warning.message)
     assert step.replays == [1] * MOST_GRAPHS
     assert total[0] == (PLAIN_CALLS + 1) * sum(range(1, MOST_GRAPHS + 3))
+    step({"x": torch.ones(1)})
+    assert step.replays[0] == 2
 
 
 def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:

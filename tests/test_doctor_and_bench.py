@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rl_training.cli.main import app
 from rl_training.envs.factory import probe, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
+from rl_training.runtime.session import build_algorithm
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
-from rl_training.tools import bench, doctor, worker_cost
+from rl_training.runtime.threads import threads_restored
+from rl_training.tools import bench, doctor, floor, worker_cost
+from rl_training.tools.floor import Floor
 from rl_training.tools.worker_cost import WorkerCost
 
 PPO = {"algo": "ppo", "env_id": "CartPole-v1", "total_timesteps": 256, "num_envs": 2, "eval_episodes": 0,
@@ -59,6 +64,8 @@ class Walk(gym.Env[Any, Any]):
 @pytest.fixture(autouse=True)
 def _short_timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(doctor, "SECONDS", 0.01)
+    for tool, name, short in ((bench, "PACE_SECONDS", 0.0), (floor, "ROUND_SECONDS", 1e-6), (bench, "LONG_START", 0.0)):
+        monkeypatch.setattr(tool, name, short)
     monkeypatch.chdir(tmp_path)
     yield
     assert list(tmp_path.iterdir()) == []  # neither leaves anything behind
@@ -287,13 +294,103 @@ def test_bench_times_steps_that_learn(algo: str, monkeypatch: pytest.MonkeyPatch
     assert result.seconds["learn"] > 0
 
 
-def test_bench_accounts_for_all_of_the_time() -> None:
+def test_bench_accounts_for_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "LONG_START", 1e9)
+    monkeypatch.setattr(bench, "settings_to_try", lambda result: {"num_envs=1": {"num_envs": 1}})
     result = bench.benchmark(load_config(PPO))
     assert result.steps >= 256
     assert result.updates >= 4
     assert set(result.seconds) == {*bench.PARTS, "rest"}
     assert all(result.seconds[part] > 0 for part in ("environment", "act", "store", "learn"))
     assert sum(result.seconds.values()) == pytest.approx(result.total_seconds)
+    assert result.floor is not None
+    assert result.floor.total > 0 < result.pace
+    assert [trial.setting for trial in result.trials] == ["num_envs=1"]
+
+
+def test_products_are_counted_by_shape_forwards_and_backwards() -> None:
+    network, rows = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)), torch.ones(5, 3)
+    with floor.Products() as products:
+        for _ in range(4):
+            network(rows).sum().backward()
+    shapes = {tuple(tuple(x[0]) for x in key[1] if len(x[0]) == 2): count for key, count in products.counts.items()}
+    assert shapes == {  # two layers forwards; into the weights of both, and into the input of the second
+        ((5, 3), (3, 8)): 4, ((5, 8), (8, 2)): 4, ((2, 5), (5, 8)): 4, ((8, 5), (5, 3)): 4, ((5, 2), (2, 8)): 4,
+    }  # fmt: skip
+    assert products.time(torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize("algo", TINY)
+def test_a_floor_has_the_parts_that_a_run_has(algo: str) -> None:
+    with closing(bench.open_measured(tiny(algo))) as session:
+        step = bench.warm_up(session)
+        learner = build_algorithm(session.spec, session.params, session.spaces, seed=0, device="cpu")
+        before = session.algorithm.num_updates
+        found = floor.measure_floor(session, learner, step, 0.0)
+    assert learner.num_updates == session.algorithm.num_updates - before > 0
+    assert found.learn > 0
+    assert [bool(found.environment), found.act > 0] == [algo != "bc"] * 2
+    assert found.total == pytest.approx(sum(found))  # type: ignore[arg-type]
+
+
+def breakdown(seconds: dict[str, float], **changes: Any) -> bench.Breakdown:
+    config = load_config(PPO).model_copy(update={"threads": 1, "vectorization": "native"} | changes)
+    return bench.Breakdown(config, 1_000, 10, sum(seconds.values()), seconds, None, Floor(2e-5, 1e-5, 1e-5), 10_000.0)
+
+
+def test_floor_and_bottleneck_are_said_in_words() -> None:
+    result = breakdown({"environment": 0.05, "act": 0.01, "learn": 0.04})
+    assert result.describe_floor() == (
+        "environment alone 20.0 + matrix products 20.0 (acting 10.0, learning 10.0) = 40.0 µs per step; "
+        "this run reaches 40% of that speed"
+    )
+    assert result.describe_bottleneck() == (
+        "the environment, 50% of the time; its own steps alone would take 40% of that"
+    )
+    assert breakdown({"store": 0.6, "learn": 0.4}).describe_bottleneck() == "storing and sampling, 60% of the time"
+    on_gpu = breakdown({"rollout on the device": 0.1}, device="cuda")
+    assert "matrix products as a CUDA graph 20.0" in on_gpu.describe_floor()
+    assert on_gpu.describe_bottleneck() == (
+        "rollouts on the device, 100% of the time; matrix products alone would take 10% of that"
+    )
+
+
+LEARNS, COLLECTS = {"environment": 0.1, "learn": 0.9}, {"environment": 0.5, "learn": 0.1, "store": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "changes", "gpu", "tried"),
+    [
+        (LEARNS, {}, False, {"threads=2"}),
+        (LEARNS, {"threads": 2}, True, {"threads=1", "device=cuda"}),
+        (LEARNS, {"device": "cuda", "accelerate": "none"}, True, {"accelerate=graph", "device=cpu"}),
+        (LEARNS, {"device": "cuda", "accelerate": "graph"}, True, {"device=cpu"}),
+        (COLLECTS, {}, False, {"num_envs=8 (other batches)", "vectorization=device"}),
+        (COLLECTS, {"algo": "dqn", "algo_kwargs": {}, "vectorization": "sync"}, False,
+         {"num_envs=8", "vectorization=device", "vectorization=async"}),
+        (COLLECTS, {"algo": "bc", "algo_kwargs": {}}, False, set()),
+    ],
+)  # fmt: skip
+def test_what_is_tried_depends_on_the_bottleneck(
+    seconds: dict[str, float], changes: dict[str, Any], gpu: bool, tried: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
+    assert set(bench.settings_to_try(breakdown(seconds, **changes))) == tried
+
+
+def test_settings_are_tried_in_runs_of_their_own_and_the_best_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {2: 5_000.0, 8: 40_000.0}
+    changes = {"num_envs=8": {"num_envs": 8}, "threads=2": {"threads": 2}, "impossible": {"vectorization": "native"}}
+    monkeypatch.setattr(bench, "settings_to_try", lambda result: changes)
+    monkeypatch.setattr(bench, "measure_pace", lambda session, step: rates[session.config.num_envs])
+    result = breakdown(LEARNS, env_id="Acrobot-v1", vectorization="sync")
+    with threads_restored():
+        found = replace(result, trials=bench.try_settings(result))
+    assert found.trials == (("num_envs=8", 4.0), ("threads=2", 0.5))
+    assert found.describe_trials() == "num_envs=8: 4.00 times the steps/s; threads=2: 0.50 times"
+    none = replace(result, trials=found.trials[1:])
+    assert none.describe_trials() == "nothing that was tried (threads=2: 0.50 times the steps/s)"
 
 
 def test_bench_tells_waiting_for_workers_from_storing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +463,7 @@ def test_doctor_and_bench_as_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = runner.invoke(app, ["doctor", "--env", "CartPole-v1"])
     timed = runner.invoke(app, ["bench", "--config", "ppo/cartpole", "--total-timesteps", "1024"])
     assert timed.exit_code == 0, timed.output
-    assert all(part in timed.stdout for part in ("environment", "act", "store", "learn", "rest"))
+    assert all(part in timed.stdout for part in ("environment", "act", "store", "learn", "rest", "floor", "bottleneck"))
     for shown in (checked, plain, timed):
         assert "workers do not pay here" in shown.stdout
     monkeypatch.setattr(doctor, "measure_workers", lambda session, seconds: QUICK._replace(step=1e-3, collect=1e-3))

@@ -18,7 +18,7 @@ from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
 from rl_training.data.synthetic import SyntheticBuffer
 from rl_training.envs.factory import read_recipe
-from rl_training.envs.terminations import KNOWN, known_termination
+from rl_training.envs.terminations import KNOWN, known_termination, never
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
@@ -353,6 +353,57 @@ def test_the_synthetic_buffer_forgets_the_oldest() -> None:
     assert again.sample(9, np.random.default_rng(1))["obs"].equal(buffer.sample(9, np.random.default_rng(1))["obs"])
     with pytest.raises(UserError, match="stored synthetic buffer has capacity 5, this one 6"):
         SyntheticBuffer(6, obs_dim=1, action_dim=1).load_state_dict(buffer.state_dict())
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 12, 1), (5, 5), (2, 2, 2, 13)])
+def test_the_synthetic_buffer_keeps_the_newest_rows_in_place(sizes: tuple[int, ...]) -> None:
+    buffer, added, expected = SyntheticBuffer(5, obs_dim=2, action_dim=1), 0, np.zeros(5, np.float32)
+    for size in sizes:
+        numbers = torch.arange(added, added + size, dtype=torch.float32)
+        wide = numbers.unsqueeze(-1)
+        buffer.add({"obs": wide.expand(-1, 2), "actions": wide, "next_obs": -wide.expand(-1, 2), "rewards": numbers,
+                    "terminated": numbers > 1})  # fmt: skip
+        for number in range(added, added + size):
+            expected[number % 5] = number
+        added += size
+        state = buffer.state_dict()
+        np.testing.assert_array_equal(state["arrays"]["rewards"], expected[: len(buffer)])
+        np.testing.assert_array_equal(state["arrays"]["next_obs"][:, 1], -expected[: len(buffer)])
+        assert (state["head"], state["size"]) == (added % 5, min(added, 5))
+
+
+def test_a_large_synthetic_buffer_stays_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000, 2_000))
+    buffer = SyntheticBuffer(100, obs_dim=3, action_dim=1, device="cuda")
+    assert (buffer.nbytes, buffer.on_gpu) == (3_600, False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_synthetic_buffer_moves_between_gpu_and_host() -> None:
+    there, here, back = (SyntheticBuffer(7, obs_dim=3, action_dim=1, device=x) for x in ("cuda", "cpu", "cuda"))
+    step = make().imagine(torch.randn(5, 3))
+    rows = {**step, "actions": step["actions"][:, :1]}
+    for _ in range(2):
+        there.add({name: value.cuda() for name, value in rows.items()})
+    here.load_state_dict(there.state_dict())
+    back.load_state_dict(here.state_dict())
+    batches = [buffer.sample(20, np.random.default_rng(3)) for buffer in (there, here, back)]
+    for name, column in batches[0].items():
+        assert column.is_cuda
+        assert all(torch.equal(column.cpu(), batch[name].cpu()) for batch in batches)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_where_nothing_ends_a_round_keeps_every_row(store: ModelReplayStore, ends: bool) -> None:
+    rollouts, rounds = store.rollouts, []
+    for terminates in (never, lambda obs: obs[:, 0] > (-1e9 if ends else 1e9)):
+        rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+        rollouts.terminates = terminates
+        rollouts.imagine(make(), torch.zeros(10, 3), 3)
+        rounds.append(rollouts.buffer.state_dict()["arrays"])
+    assert [len(found["obs"]) for found in rounds] == [30, 10 if ends else 30]
+    if not ends:
+        np.testing.assert_array_equal(rounds[0]["next_obs"], rounds[1]["next_obs"])
 
 
 @pytest.mark.parametrize("env_id", KNOWN)

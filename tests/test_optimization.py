@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.optimization import OPTIMIZERS, Optimizer, flatten_parameters
+from rl_training.algorithms import optimization
+from rl_training.algorithms.optimization import OPTIMIZERS, Optimizer, flatten_parameters, split_evenly
 from rl_training.errors import UserError
 from rl_training.models.blocks import mlp
 
@@ -60,6 +61,30 @@ def test_steps_are_those_of_torch(kind: str, max_grad_norm: float | None) -> Non
         assert norm == pytest.approx(float(expected), rel=1e-4)
         reference.step()
     assert_same_parameters(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [1, 1_023, 1_025, 40_000, 140_007])
+def test_pieces_of_parameters_are_all_of_them_and_few(count: int) -> None:
+    flat = torch.arange(count)
+    pieces = split_evenly(flat)
+    assert torch.equal(torch.cat(list(pieces)), flat)
+    assert len(pieces) <= 32
+    assert all(piece.storage_offset() % 4 == 0 for piece in pieces)
+    assert max(map(len, pieces)) <= max(1_024, count / 32 + 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_adam_in_pieces_is_adam_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for split in (split_evenly, lambda flat: [flat]):
+        monkeypatch.setattr(optimization, "split_evenly", split)
+        torch.manual_seed(0)
+        module = mlp(17, (256, 256), 6).cuda()
+        optimizer = Optimizer(module.parameters(), learning_rate=0.01)
+        for _ in range(5):
+            optimizer.step(module(torch.randn(64, 17, device="cuda")).square().mean())
+        found.append(optimizer.flat)
+    assert torch.equal(*found)
 
 
 def test_rmsprop_of_tensorflow_starts_at_one_and_has_its_epsilon_inside_the_root() -> None:

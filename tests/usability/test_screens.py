@@ -27,7 +27,10 @@ from typer.testing import CliRunner
 from rl_training.cli import runs
 from rl_training.cli.main import app
 from rl_training.data import memory
-from rl_training.tools import doctor
+from rl_training.experiment.config import TrainConfig
+from rl_training.tools import bench, doctor
+from rl_training.tools.floor import Floor
+from rl_training.tools.worker_cost import WorkerCost
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "screens").glob("*.txt"))
@@ -82,6 +85,7 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path / "w")
     monkeypatch.setattr(sys, "path", [name for name in sys.path if name != str(trained)])
     monkeypatch.setattr(doctor, "SECONDS", 0.05)
+    monkeypatch.setattr(bench, "benchmark", measured_once)
     monkeypatch.setattr(memory, "available_memory", lambda: 8_000_000_000)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(runs, "format_age", lambda changed: "2 d")
@@ -91,6 +95,17 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if not str(spec.entry_point).startswith("gymnasium.envs."):
             monkeypatch.delitem(gym.registry, name)
     return tmp_path / "w"
+
+
+def measured_once(config: TrainConfig) -> bench.Breakdown:
+    """Made-up numbers in place of a measurement, which would differ every time."""
+    chosen = {"device": "cpu", "accelerate": "none", "threads": 1, "vectorization": "native"}
+    seconds = {"environment": 2.06, "act": 1.27, "store": 0.24, "learn": 6.01, "evaluate": 0.31, "rest": 0.13}
+    return bench.Breakdown(
+        config.model_copy(update=chosen), 401_408, 392, 10.02, seconds, WorkerCost(5e-6, 8e-6, 2e-5, 1.0, 8, 2),
+        Floor(4.2e-6, 1.1e-6, 6.3e-6), 41_300.0,
+        (bench.Trial("num_envs=32 (other batches)", 1.34), bench.Trial("threads=2", 0.88)),
+    )  # fmt: skip
 
 
 def run_command(line: str) -> str:

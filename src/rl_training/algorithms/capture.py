@@ -76,7 +76,9 @@ class CapturedStep:
         graph = self._graphs.get(key)
         if graph is not None:
             return graph.replay(tensors)
-        if not self._can_capture or len(self._graphs) == MOST_GRAPHS:
+        if self._can_capture and len(self._graphs) == MOST_GRAPHS:
+            self._stop_capturing(f"has {MOST_GRAPHS} CUDA graphs, one per shape of its inputs; others run eagerly")
+        if not self._can_capture:
             return self.function(*inputs)
         if len(self._calls) > 4 * MOST_GRAPHS:  # signatures that never come back
             self._calls.clear()
@@ -86,11 +88,14 @@ class CapturedStep:
         try:
             self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
-            self._can_capture = False
-            reason, name = str(error).splitlines()[0], getattr(self.function, "__qualname__", "step")
-            warnings.warn(f"{name} cannot be captured as a CUDA graph and runs eagerly: {reason}", stacklevel=2)
+            self._stop_capturing(f"cannot be captured as a CUDA graph and runs eagerly: {str(error).splitlines()[0]}")
             return self.function(*inputs)
         return graph.replay(tensors)
+
+    def _stop_capturing(self, why: str) -> None:
+        """Keep the graphs that there are, and say once why there will be no more."""
+        self._can_capture = False
+        warnings.warn(f"{getattr(self.function, '__qualname__', 'step')} {why}", stacklevel=3)
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
         """Run on a side stream, as CUDA graphs require of warm-up calls."""

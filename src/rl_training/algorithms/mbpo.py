@@ -191,5 +191,5 @@ class MBPO(SAC):
 
 
 def _take(data: Mapping[str, Tensor], rows: Any) -> dict[str, Tensor]:
-    index = torch.from_numpy(rows)
-    return {name: column[index.to(column.device)] for name, column in data.items()}
+    index = torch.from_numpy(rows).to(data["rewards"].device)
+    return {name: column[index] for name, column in data.items()}

@@ -20,6 +20,7 @@ Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
 PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
+MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # of parameters on a GPU, and numbers in each
 
 
 def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], Tensor]:
@@ -47,6 +48,12 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     if end > storage.data_ptr() + storage.nbytes():  # neighbors by accident
         return _flatten_dense_tensors(tensors)
     return first.as_strided(((end - start) // first.itemsize,), (1,))
+
+
+def split_evenly(flat: Tensor) -> tuple[Tensor, ...]:
+    """[P] in pieces that start where a GPU can load four numbers at once."""
+    size = max(LEAST_PIECE, -(-len(flat) // MOST_PIECES))
+    return flat.split(-(-size // ALIGNED) * ALIGNED)
 
 
 def _number(option: str) -> Any:
@@ -159,8 +166,11 @@ class Optimizer(nn.Module):
         if self.kind == "adam":
             steps = self.steps
             steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
+            tensors = self.flat, grad, self.mean, self.square
+            # the kernel gives each tensor to one of a GPU's hundred processors, or to a few
+            params, grads, means, squares = [(x,) if grad.is_cpu else split_evenly(x) for x in tensors]
             torch._fused_adam_(
-                [self.flat], [grad], [self.mean], [self.square], [], [steps],
+                params, grads, means, squares, [], [steps] * len(params),
                 lr=self.learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps,
                 amsgrad=False, maximize=False,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`rl-training bench`: where the time of a short run goes."""
+"""`rl-training bench`: where the time of a short run goes, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SECONDS = 10.0
 BAR = 24
+WIDTH = 80
 
 
 def bench(
@@ -38,7 +39,7 @@ def bench(
     modules: ImportOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Run a config briefly and show where the time goes; no files are kept."""
+    """Run a config briefly and show where the time goes and which settings would help; no files are kept."""
     from rl_training.cli.overrides import build_config
 
     built = build_config(one_config(preset, config), algo, env, settings, modules)
@@ -58,8 +59,8 @@ def print_breakdown(console: Console, result: Breakdown) -> None:
         f"{result.total_seconds:.2f} s, [bold]{result.steps_per_second:,.0f} steps/s[/bold]"
     )
     console.print(
-        f"device {config.device}, threads {config.threads}, {counted(config.num_envs, 'environment')} "
-        f"({config.vectorization})",
+        f"device {config.device}, accelerate {config.accelerate}, threads {config.threads}, "
+        f"{counted(config.num_envs, 'environment')} ({config.vectorization})",
         style="dim",
     )
     table = Table(header_style="bold")
@@ -69,12 +70,20 @@ def print_breakdown(console: Console, result: Breakdown) -> None:
     for part, seconds in result.seconds.items():
         if not seconds:
             continue
-        share = seconds / max(result.total_seconds, 1e-9)
+        share = result.share(part)
         cost = f"{1e6 * seconds / result.steps:,.1f}" if result.steps else "-"
         table.add_row(part, f"{seconds:.3f}", f"{share:.1%}", cost, "█" * round(BAR * share))
     console.print(table)
+    lines = {"bottleneck": result.describe_bottleneck()}
+    if result.floor is not None:
+        lines = {"floor": result.describe_floor(), **lines}
+    if result.trials:
+        lines["faster"] = result.describe_trials()
     if result.workers is not None:
-        collecting = sum(result.seconds[part] for part in ("environment", "act", "wait for workers"))
-        share = collecting / max(result.total_seconds, 1e-9)
+        share = result.share("environment", "act", "wait for workers")
         note = f" (collecting is {share:.0%} of the time)" if result.workers.pays else ""
-        console.print(f"{result.workers.describe(config.env_id)}{note}", soft_wrap=True)
+        lines["workers"] = f"{result.workers.describe(config.env_id)}{note}"
+    grid = Table.grid(padding=(0, 2))
+    for name, said in lines.items():
+        grid.add_row(f"[bold]{name}[/bold]", said)
+    console.print(grid, width=WIDTH)

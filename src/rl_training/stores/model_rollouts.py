@@ -20,7 +20,7 @@ from rl_training.data.experience import Experience
 from rl_training.data.memory import format_bytes
 from rl_training.data.synthetic import SyntheticBuffer
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.terminations import known_termination
+from rl_training.envs.terminations import known_termination, never
 from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
@@ -31,6 +31,7 @@ from rl_training.stores.prior_data import check_same_data, describe_origin, find
 from rl_training.stores.replay import DIVIDED_ONCE, ReplayStore, TemperatureParams
 
 CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
+GPU_CHUNK = 65_536  # the same on a GPU, which small chunks leave idle; seven members' activations take 0.4 GB a layer
 Learner = TypeVar("Learner", bound=MBPO)
 KEYS = ("obs", "actions", "rewards", "next_obs", "dones")  # of a policy batch
 
@@ -114,16 +115,16 @@ class ModelRollouts:
         self.params, self.device, self.rng = context.params, context.device, rng
         self.terminates = known_termination(context.recipe)
         self.synthetic_batch_size = round(self.params.synthetic_batch_ratio * self.params.batch_size)
-        self.buffer = SyntheticBuffer(
-            self.params.synthetic_buffer_capacity, obs_dim=context.spaces.obs_dim, action_dim=context.spaces.action_dim
-        )
+        sizes = {"obs_dim": context.spaces.obs_dim, "action_dim": context.spaces.action_dim}
+        self.buffer = SyntheticBuffer(self.params.synthetic_buffer_capacity, **sizes, device=self.device)
         self.updates_since_round = 0
         self.metrics: dict[str, float] = {}  # of the last fit and round
         self._last_result: UpdateResult | None = None
 
     def describe(self) -> str:
         """Size, and where imagined episodes get their ends from."""
-        size = f"{self.buffer.capacity:,} imagined ones: {format_bytes(self.buffer.nbytes)}"
+        where = " on the GPU" if self.buffer.on_gpu else ""
+        size = f"{self.buffer.capacity:,} imagined ones: {format_bytes(self.buffer.nbytes)}{where}"
         return f"{size}, ends {'learned by the model' if self.terminates is None else 'by a known function'}"
 
     # the model ------------------------------------------------------------------------------------------------------
@@ -157,11 +158,12 @@ class ModelRollouts:
 
     def imagine(self, algorithm: MBPO, states: Tensor, horizon: float) -> None:
         """One round: the current policy through the model from real states [N, O]; a row that ends is dropped."""
-        for obs in states.to(self.device, torch.float32).split(CHUNK):
+        for obs in states.to(self.device, torch.float32).split(CHUNK if self.device == "cpu" else GPU_CHUNK):
             for _ in range(round(horizon)):
                 step = algorithm.imagine(obs, self.terminates)
                 self.buffer.add(step)
-                obs = step["next_obs"][~step["terminated"]]
+                # counting what ended makes the host wait for a GPU
+                obs = step["next_obs"] if self.terminates is never else step["next_obs"][~step["terminated"]]
                 if not len(obs):
                     break
         self.updates_since_round = 0

@@ -106,12 +106,12 @@ class RolloutStore:
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout, once; nothing if a short one has only reset rows."""
         experience, device = self.experience, self.device
+        reads_values = getattr(algorithm, "reads_values", True)
         if isinstance(experience.obs, Tensor):
-            yield "policy", self._hand_over(algorithm)
+            yield "policy", self._hand_over(algorithm, reads_values)
             return
         if experience.has_resets and not experience.valid.any():
             return
-        reads_values = getattr(algorithm, "reads_values", True)
         if reads_values:
             self._evaluate(algorithm)
         known = self._batches.get(experience)
@@ -135,13 +135,13 @@ class RolloutStore:
         yield "policy", batch
 
     @torch.no_grad()
-    def _hand_over(self, algorithm: Algorithm) -> dict[str, Tensor]:
+    def _hand_over(self, algorithm: Algorithm, reads_values: bool) -> dict[str, Tensor]:
         """The batch of experience in tensors; the host reads nothing, so final observations of every row are in it."""
         experience, count = self.experience, self.layout.num_envs
         policy: Any = algorithm.acting()
         batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
         batch["behavior_logprobs"] = batch["logprobs"]
-        if not getattr(algorithm, "reads_values", True):
+        if not reads_values:
             return batch | {"bootstrap_obs": experience.obs[-1], "final_obs": experience.final_obs}
         batch["truncation_values"] = self._value(policy, experience.final_obs.flatten(0, 1)).view(-1, count)
         values = self._value(policy, experience.obs.flatten(0, 1)).view(-1, count)

@@ -1,23 +1,30 @@
-"""Where the time of a short run goes. The methods of the live objects are wrapped, so other runs pay nothing."""
+"""Where the time of a short run goes, how far it is from its floor, and which settings would make it faster.
+
+The methods of the live objects are wrapped, so other runs pay nothing.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session, closed_on_error, open_session
+from rl_training.runtime.session import Session, build_algorithm, closed_on_error, open_session
 from rl_training.runtime.spec import get_algorithm_spec
+from rl_training.runtime.threads import MOST_THREADS
+from rl_training.tools.floor import Floor, measure_floor
 from rl_training.tools.stopwatch import Stopwatch
 from rl_training.tools.worker_cost import WorkerCost, measure_workers
 
@@ -33,9 +40,31 @@ PARTS = {
     "checkpoint": ("run.save_checkpoint",),
 }
 REST = "rest"
+WORDS = {  # a part as a bottleneck, and what its floor consists of
+    "environment": ("the environment", "its own steps alone"),
+    "act": ("choosing actions", "matrix products alone"),
+    "rollout on the device": ("rollouts on the device", "matrix products alone"),
+    "wait for workers": ("waiting for workers", ""),
+    "store": ("storing and sampling", ""),
+    "learn": ("learning", "matrix products alone"),
+    REST: ("the loop around all parts", ""),
+}
+FLOORS = {"environment": "environment", "act": "act", "rollout on the device": "act", "learn": "learn"}
 MOST_RANDOM = 1_000  # random steps of a measurement before learning, whatever learning_starts says
 WORKER_SECONDS = 0.5  # of each measurement of the cost of workers
 MOST_WAITING = 10_000  # steps that a measurement waits for an update
+PACE_SECONDS, ROUNDS = 0.3, 3  # of measuring steps/s, of which the best round counts
+LONG_START = 10.0  # seconds before the first update after which no other setting is tried
+MUCH = 0.25  # share of the time from which on a part is worth a setting
+MANY_TIMES = 4  # the environments that are tried
+GAIN = 1.1  # a smaller one may be noise
+
+
+class Trial(NamedTuple):
+    """A setting that was tried, and its steps/s as a multiple of the run's."""
+
+    setting: str
+    gain: float
 
 
 @dataclass
@@ -48,6 +77,9 @@ class Breakdown:
     total_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     workers: WorkerCost | None = None
+    floor: Floor | None = None  # None with workers, which share it
+    pace: float = 0.0  # steps/s of turns alone, the best of some rounds, as the floor and the trials are measured
+    trials: tuple[Trial, ...] = ()
 
     @property
     def steps_per_second(self) -> float:
@@ -55,19 +87,108 @@ class Breakdown:
         aside = self.seconds.get("evaluate", 0.0) + self.seconds.get("checkpoint", 0.0)
         return self.steps / max(self.total_seconds - aside, 1e-9)
 
+    def share(self, *parts: str) -> float:
+        """Of the time of the run."""
+        return sum(self.seconds.get(part, 0.0) for part in parts) / max(self.total_seconds, 1e-9)
+
+    def describe_floor(self) -> str:
+        """The floor in microseconds per step, and the share of its speed that the run reaches."""
+        assert self.floor is not None
+        environment, act, learn = (1e6 * (seconds or 0.0) for seconds in self.floor)
+        alone = f"environment alone {environment:,.1f} + " if environment else ""
+        of = f"acting {act:,.1f}, learning {learn:,.1f}" if act else "learning"
+        graph = " as a CUDA graph" if self.config.device.startswith("cuda") else ""
+        total = 1e6 * self.floor.total
+        return (
+            f"{alone}matrix products{graph} {act + learn:,.1f} ({of}) = {total:,.1f} µs per step; "
+            f"this run reaches {self.floor.total * self.pace:.0%} of that speed"
+        )
+
+    def describe_bottleneck(self) -> str:
+        """The part that takes longest, and how much of that its floor takes."""
+        part = max(WORDS, key=self.share)
+        name, alone = WORDS[part]
+        least = getattr(self.floor, FLOORS.get(part, ""), None)
+        said = f"{name}, {self.share(part):.0%} of the time"
+        if least is None:
+            return said
+        return f"{said}; {alone} would take {min(1.0, least * self.steps / self.seconds[part]):.0%} of that"
+
+    def describe_trials(self) -> str:
+        """The settings that were tried, the best first."""
+        said = [f"{setting}: {gain:.2f} times" for setting, gain in self.trials]
+        said[0] += " the steps/s"
+        return "; ".join(said) if self.trials[0].gain >= GAIN else f"nothing that was tried ({'; '.join(said)})"
+
 
 def benchmark(config: TrainConfig) -> Breakdown:
     """Run the config in a temporary folder and measure where the time of its loop goes; nothing is left behind.
 
     The run starts when it learns: the random steps before that would make it look faster than it is.
     """
+    begun, floor = time.perf_counter(), None
     session = open_measured(config)
     with closed_on_error(session):
-        first = play_at_random(session)
-        first += time_turns(session, first, 0.0)[0]  # first calls are slow
+        first = warm_up(session)
+        tries = time.perf_counter() - begun < LONG_START and not session.config.has_workers
+        if not session.config.has_workers:
+            given = session.spec, session.params, session.spaces
+            learner = build_algorithm(*given, seed=session.config.seed, device=session.config.device)
+            floor = measure_floor(session, learner, first, PACE_SECONDS)
+        pace = measure_pace(session, first)
         workers = measure_workers(session, WORKER_SECONDS) if session.spec.steps_environments else None
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:
-        return replace(_run_timed(session, first, Path(folder)), workers=workers)
+        result = _run_timed(session, first, Path(folder))
+    result = replace(result, workers=workers, floor=floor, pace=pace)
+    return replace(result, trials=try_settings(result) if tries else ())
+
+
+def warm_up(session: Session) -> int:
+    """Take steps until learning is at full speed, since first calls are slow; returns their number."""
+    first = play_at_random(session)
+    first += time_turns(session, first, 0.0)[0]
+    if session.config.accelerate != "none":  # the first steps of a learner run plainly
+        first += time_turns(session, first, PACE_SECONDS)[0]
+    return first
+
+
+def measure_pace(session: Session, step: int) -> float:
+    """Steps per second from `step` on, the best of some rounds, because other programs may use this machine too."""
+    turns = (time_turns(session, step, PACE_SECONDS) for _ in range(ROUNDS))
+    return max(steps / seconds for steps, seconds in turns)
+
+
+def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
+    """Settings that may help with what takes long, as changes of the config."""
+    config, spec = result.config, get_algorithm_spec(result.config.algo)
+    cores, on_gpu = os.cpu_count() or 1, config.device.startswith("cuda")
+    tried: dict[str, dict[str, Any]] = {}
+    if on_gpu and config.accelerate == "none" and spec.learner.steps:
+        tried["accelerate=graph"] = {"accelerate": "graph"}
+    if torch.cuda.is_available():
+        device = "cpu" if on_gpu else "cuda"
+        tried[f"device={device}"] = {"device": device, "accelerate": "auto", "threads": "auto"}
+    if not on_gpu and cores > 1 and result.share("learn", "act") >= MUCH:
+        threads = 1 if int(config.threads) > 1 else min(cores, MOST_THREADS)
+        tried[f"threads={threads}"] = {"threads": threads}
+    if spec.steps_environments and result.share("environment", "act", "rollout on the device") >= MUCH:
+        more = MANY_TIMES * config.num_envs
+        tried[f"num_envs={more}{' (other batches)' * (spec.lane == 'rollout')}"] = {"num_envs": more}
+        kind = config.vectorization
+        others = {"sync": ("device", "async"), "native": ("device",), "async": ("device",)}.get(kind, ())
+        tried |= {f"vectorization={name}": {"vectorization": name} for name in others}
+    return tried
+
+
+def try_settings(result: Breakdown) -> tuple[Trial, ...]:
+    """What each of the settings reaches, the best first; one that is not possible here is left out."""
+    trials = []
+    for setting, change in settings_to_try(result).items():
+        with suppress(UserError):
+            session = open_session(result.config.model_copy(update=change))
+            with closing(session):
+                trials.append(Trial(setting, measure_pace(session, warm_up(session)) / result.pace))
+    return tuple(sorted(trials, key=lambda trial: -trial.gain))
 
 
 def open_measured(config: TrainConfig) -> Session:

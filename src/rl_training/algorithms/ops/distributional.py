@@ -17,13 +17,22 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
     equally spaced. Each atom's mass is split between its two neighbors by distance, so that none is lost, even when
     an atom falls exactly on a support point.
     """
-    if atoms.is_cuda:
-        # scatter_add_ sums in an arbitrary order there, which would make two runs with one seed differ.
-        return (two_hot(atoms, support) * probs.unsqueeze(-1)).sum(-2)
+    if atoms.is_cuda:  # where scatter_add_ sums in an arbitrary order: two runs with one seed would differ
+        return project_by_ramps(atoms, probs, support)
     upper, upper_weights = _bracket(atoms, support)
     upper_mass = probs * upper_weights
     projected = probs.new_zeros(*probs.shape[:-1], support.shape[0])
     return projected.scatter_add_(-1, upper, upper_mass).scatter_add_(-1, upper - 1, probs - upper_mass)
+
+
+def project_by_ramps(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
+    """`project_categorical` without scattering: an atom's place in an interval, from 0 to 1, is its mass beyond it."""
+    low = support[:-1]
+    ramps = (atoms.unsqueeze(-1) - low).div_(support[1:] - low).clamp_(0.0, 1.0)  # [B, M, K - 1]
+    beyond = (probs.unsqueeze(-2) @ ramps).squeeze(-2)
+    projected = torch.cat([probs.sum(-1, keepdim=True), beyond], -1)
+    projected[..., :-1] -= beyond
+    return projected
 
 
 def outside_mass(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:

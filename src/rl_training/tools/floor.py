@@ -1,0 +1,134 @@
+"""The floor of a run: the time that its environments alone and its networks' matrix products alone would take."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_training.algorithms.base import Algorithm
+from rl_training.runtime.random_play import draw, make_stepper
+from rl_training.runtime.session import Session
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # of which products are counted
+ROUNDS, ROUND_SECONDS, GRAPHED = 3, 0.005, 20
+
+
+class Floor(NamedTuple):
+    """Seconds per environment step; the environment's are None where it runs in the same graph as the policy."""
+
+    environment: float | None
+    act: float
+    learn: float
+
+    @property
+    def total(self) -> float:
+        """One after the other, as in one process."""
+        return (self.environment or 0.0) + self.act + self.learn
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products and convolutions inside it, by their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+        self.calls: dict[Any, Callable[[], Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of `func`, which is noted if it is a product."""
+        if func.overloadpacket.__name__ in PRODUCTS:
+            key = func, tuple((x.shape, x.stride()) if isinstance(x, torch.Tensor) else str(x) for x in args)
+            self.counts[key] += 1
+            self.calls.setdefault(key, partial(func, *args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def time(self, device: torch.device) -> float:
+        """Seconds of all of them, run alone: as plain calls, on a GPU as a graph."""
+        return sum(count * time_call(self.calls[key], device) for key, count in self.counts.items())
+
+
+def time_call(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call among many, the best of some rounds."""
+    repeats, run = 1, call
+    if device.type == "cuda":
+        repeats, run = GRAPHED, capture(call, GRAPHED)
+    run()
+    count, best = 1, float("inf")
+    for _ in range(ROUNDS):
+        spent = 0.0
+        while spent < ROUND_SECONDS:
+            begun = time.perf_counter()
+            for _ in range(count):
+                run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            spent = time.perf_counter() - begun
+            count = count if spent >= ROUND_SECONDS else 2 * count
+        best = min(best, spent / count / repeats)
+    return best
+
+
+def capture(call: Callable[[], Any], repeats: int) -> Callable[[], Any]:
+    """So many calls as one CUDA graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return graph.replay
+
+
+def measure_floor(session: Session, learner: Algorithm, step: int, seconds: float) -> Floor:
+    """The floor of the turns from `step` on; `learner` is a second one, whose steps are not captured."""
+    device, num_envs, store = learner.device, session.config.num_envs, session.store
+    learning, acting, taken, updates = Products(), Products(), 0, 0
+    end = time.perf_counter() + MOST_SECONDS
+    while updates == 0 or (updates < ENOUGH_UPDATES and time.perf_counter() < end):
+        taken += store.add(session.collect(store.request(step + taken)), step + taken) or 1
+        for phase, batch in store.batches(session.algorithm, step + taken):
+            with learning:
+                learner.update(batch, phase=phase, sync=False)
+            store.feedback(batch, session.algorithm.update(batch, phase=phase, sync=False))
+            updates += 1
+    learn = learning.time(device) / taken
+    if not session.spec.steps_environments:
+        return Floor(0.0, 0.0, learn)
+    spaces = session.spaces
+    obs = torch.zeros(num_envs, *spaces.obs_shape, dtype=torch.from_numpy(np.empty(0, spaces.obs_dtype)).dtype)
+    masks = torch.ones(num_envs, spaces.action_dim, dtype=torch.bool) if spaces.has_action_mask else None
+    first = torch.ones(num_envs, dtype=torch.bool, device=device)
+    with acting, torch.no_grad():
+        legal = None if masks is None else masks.to(device)
+        learner.act(obs.to(device), learner.initial_carry(num_envs), is_first=first, action_masks=legal)
+    on_device = session.config.vectorization == "device"
+    environment = None if on_device else time_environment(session, seconds)
+    return Floor(environment, acting.time(device) / num_envs, learn)
+
+
+def time_environment(session: Session, seconds: float) -> float:
+    """Seconds per step of the run's environments with random actions, without anything of ours around them."""
+    config, spaces, rng = session.config, session.spaces, np.random.default_rng(0)
+    where = config.num_envs, config.vectorization, config.worker_timeout
+    with closing(make_stepper(session.recipe, spaces, config.seed, *where)) as stepper:
+        stepper.start()
+        spent, steps, masks, end = 0.0, 0, stepper.masks, time.perf_counter() + seconds
+        while not steps or time.perf_counter() < end:
+            actions = spaces.map_actions(draw(spaces, rng, config.num_envs, masks))
+            begun = time.perf_counter()
+            masks = stepper.engine.step(actions).masks
+            spent += time.perf_counter() - begun
+            steps += config.num_envs
+    return spent / steps
