@@ -18,7 +18,8 @@ PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselv
 MOST_GRAPHS = 16  # of one step; each keeps its own memory
 # What a kernel takes by value, or Python branches on.
 BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
-OUTSIDE = frozenset({"epsilon", "exploration_noise", "target_kl", "penalty_coef"})  # no step reads them
+OUTSIDE = frozenset({"target_kl", "penalty_coef"})  # no step reads them
+ACTING = frozenset({"epsilon", "exploration_noise"})  # a CPU reads them in numpy, so they stay floats there
 
 
 class Numbers(dict[str, Any]):
@@ -38,10 +39,15 @@ class Numbers(dict[str, Any]):
         if isinstance(held, Tensor) and value is not None:
             held.fill_(value)
             return
-        if self.device is not None and value is not None and name not in BY_VALUE | OUTSIDE:
+        if self.device is not None and value is not None and name not in self._floats(self.device):
             value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
         self.constants = tuple("set" if isinstance(x, Tensor) else x for key, x in self.items() if key not in OUTSIDE)
+
+    @staticmethod
+    def _floats(device: torch.device) -> frozenset[str]:
+        """The numbers that stay floats."""
+        return BY_VALUE | OUTSIDE | (ACTING if device.type == "cpu" else frozenset())
 
     def update(self, *others: Any, **values: float | None) -> None:
         """Like `dict.update`, one by one."""
@@ -49,22 +55,22 @@ class Numbers(dict[str, Any]):
             self[name] = value
 
 
-def accelerate_step(step: Step, how: str, numbers: Numbers) -> Step:
+def accelerate_step(step: Step, how: str, numbers: Numbers, generator: torch.Generator | None = None) -> Step:
     """The step, compiled if `how` is "compile", and captured if the numbers' device can capture."""
     function = torch.compile(step, dynamic=False) if how == "compile" else step
     captures = numbers.device is not None and numbers.device.type in CAPTURING
-    return CapturedStep(function, numbers) if captures else function
+    return CapturedStep(function, numbers, generator) if captures else function
 
 
 class CapturedStep:
     """A step, run plainly for its first calls, then captured once per signature of its inputs and replayed.
 
-    Its inputs and outputs are tensors in tuples, lists and dicts. It draws nothing, reads no tensor on the host and
-    changes tensors only in place. Every call is one step, captured or not.
+    Its inputs and outputs are tensors in tuples, lists and dicts. It draws from the given generator only, reads no
+    tensor on the host and changes tensors only in place. Every call is one step, captured or not.
     """
 
-    def __init__(self, function: Step, numbers: Numbers) -> None:
-        self.function, self.numbers = function, numbers
+    def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator | None = None) -> None:
+        self.function, self.numbers, self.generator = function, numbers, generator
         self._graphs: dict[Any, Recording] = {}
         self._calls: Counter[Any] = Counter()
         self._can_capture = True
@@ -103,7 +109,7 @@ class CapturedStep:
         return outputs
 
     def _record(self, inputs: tuple[Any, ...]) -> Recording:
-        return Recording(self.function, inputs)
+        return Recording(self.function, inputs, self.generator)
 
 
 @cache
@@ -117,7 +123,8 @@ class Recording:
 
     graph: Any
 
-    def __init__(self, function: Step, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None = None) -> None:
+        self.generator = generator
         own = map_tensors(torch.clone, inputs)
         self.inputs: list[Tensor] = []
         _sign(own, self.inputs)
@@ -134,6 +141,8 @@ class Recording:
             with torch.cuda.device(_device_of(self.inputs)):  # another device's kernels would run, not be captured
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
+                if self.generator is not None:  # a replay draws from where the generator is, and moves it on
+                    self.graph.register_generator_state(self.generator)
                 stream = capture_stream(torch.cuda.current_device())
                 with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                     function()

@@ -38,10 +38,8 @@ class Behaviour:
         legal = None if masks is None else torch.from_numpy(masks).to(device)
         first = None if self.memory is None else torch.from_numpy(is_first).to(device)
         seen = torch.from_numpy(obs).to(device)
-        with torch.no_grad():
-            out = self.algorithm.act(seen, self.memory, is_first=first, action_masks=legal)
-        self.memory = out.carry
-        return out.actions.cpu().numpy(), out.extras
+        actions, extras, self.memory = self.algorithm.act_step(seen, self.memory, first, legal)
+        return actions.cpu().numpy(), extras
 
     def _ask_for_policy(self) -> NumpyPolicy | None:
         self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True
