@@ -11,6 +11,7 @@ import torch
 
 from rl_training.data import ReplayBuffer
 from rl_training.data import memory as replay_memory
+from rl_training.data.memory import join_arrays, joined_size, split_joined
 from rl_training.errors import UserError
 
 torch.set_num_threads(1)
@@ -355,3 +356,17 @@ def test_wrong_arguments_are_refused_in_one_sentence() -> None:
 def test_available_memory_is_a_plausible_number() -> None:
     free = replay_memory.available_memory()
     assert free is None or 0 < free < 1 << 50
+
+
+def test_arrays_travel_as_one_piece_of_memory() -> None:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "obs": rng.random((3, 5), np.float32), "flags": np.array([True, False, True]), "indices": np.arange(3),
+        "images": rng.integers(0, 255, (3, 2, 7), np.uint8), "apart": rng.random((6, 3), np.float32).T,
+        "none": np.ones((0, 4)),
+    }  # fmt: skip
+    joined = join_arrays(arrays, torch.zeros(joined_size(arrays), dtype=torch.uint8))
+    for name, tensor in split_joined(joined, arrays).items():
+        assert tensor.shape == arrays[name].shape
+        assert np.array_equal(tensor.numpy(), arrays[name])
+        assert tensor.numpy().dtype == arrays[name].dtype

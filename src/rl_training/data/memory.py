@@ -150,7 +150,32 @@ def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, T
     """The arrays on a device; on the CPU the tensors share their memory."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+    joined = join_arrays(arrays, torch.empty(joined_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda"))
+    return split_joined(joined.to(device, non_blocking=True), arrays)  # a transfer costs more than these bytes
+
+
+def joined_size(arrays: Mapping[str, Array]) -> int:
+    """Bytes of the arrays one after the other, each at a multiple of 16."""
+    return sum(-(-array.nbytes // 16) * 16 for array in arrays.values())
+
+
+def join_arrays(arrays: Mapping[str, Array], memory: Tensor) -> Tensor:
+    """Write the arrays one after the other into bytes."""
+    begin, target = 0, memory.numpy()
+    for array in arrays.values():
+        target[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin += -(-array.nbytes // 16) * 16
+    return memory
+
+
+def split_joined(joined: Tensor, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    """What `join_arrays` wrote, as views of the bytes wherever they are now."""
+    begin, tensors = 0, {}
+    for name, array in arrays.items():
+        kind = torch.from_numpy(array[:0]).dtype
+        tensors[name] = joined[begin : begin + array.nbytes].view(kind).view(array.shape)
+        begin += -(-array.nbytes // 16) * 16
+    return tensors
 
 
 def filled_parts(arrays: Mapping[str, Array], count: int) -> dict[str, Array]:
