@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -15,7 +16,7 @@ from torch import Tensor
 from resume_cases import SPECS, assert_same, stop_and_resume, take_steps, tiny
 from rl_training.algorithms import capture
 from rl_training.algorithms.base import Algorithm
-from rl_training.algorithms.capture import BY_VALUE, OUTSIDE, map_tensors
+from rl_training.algorithms.capture import ACTING, BY_VALUE, OUTSIDE, map_tensors
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
@@ -51,7 +52,7 @@ def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> 
         step += take_steps(session, step)
         for phase, batch in store.batches(algorithm, step):
             for name, value in start.items():
-                if moves and value and name not in BY_VALUE | OUTSIDE:
+                if moves and value and name not in BY_VALUE | OUTSIDE | ACTING:
                     setattr(algorithm, name, value * (1.0 - 0.05 * updates))
             store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step, sync=False))
             updates += phase == "policy"
@@ -127,6 +128,44 @@ def test_no_step_looks_at_a_tensor(algo: str, monkeypatch: pytest.MonkeyPatch) -
     for (learner, name), inputs in calls.items():
         getattr(learner, name)(*map_tensors(lambda tensor: tensor.detach().to("meta"), inputs))
     assert calls
+
+
+def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Algorithm, list[np.ndarray[Any, Any]]]:
+    """A learner that has acted in torch for some steps while its exploration fades, and its actions."""
+    session = open_session(tiny(algo, Path("unused"), threads=1, device=device, accelerate="none"))
+    algorithm, behaviour = session.algorithm, session.behaviour
+    if accelerates:
+        algorithm.accelerate("graph")
+    behaviour._numpy_policy, behaviour._asked_for_policy = None, True
+    obs, first = np.ones((1, *session.spaces.obs_shape), np.float32), np.zeros(1, bool)
+    masks = np.ones((1, session.spaces.action_dim), bool) if session.spaces.has_action_mask else None
+    actions = []
+    for step in range(8):
+        for name in set(algorithm.numbers) & ACTING:
+            setattr(algorithm, name, 0.9 - 0.1 * step)
+        actions.append(behaviour.act(obs, masks, first)[0])
+    session.close()
+    return algorithm, actions
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("algo", ["dqn", "noisy_dqn", "iqn", "td3", "sac", "ppo", "dreamer"])
+def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
+    (_, plain), (captured, actions) = (explore(algo, accelerates=accelerates) for accelerates in (False, True))
+    assert np.array_equal(plain, actions)
+    step: Any = captured.act_step
+    fades = ACTING & set(captured.numbers)  # on a CPU each value is a constant of another graph
+    assert (sum(step.replays), step.plain) == ((0, 8) if fades else (5, 3))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_a_graph_explores_with_the_draws_of_plain_calls_on_a_gpu(algo: str) -> None:
+    (plain, actions), (captured, others) = (explore(algo, accelerates=on, device="cuda") for on in (False, True))
+    np.testing.assert_allclose(np.stack(actions), np.stack(others), rtol=1e-4, atol=1e-5)
+    assert torch.equal(plain.generator.get_state(), captured.generator.get_state())
+    step: Any = captured.act_step
+    assert not hasattr(step, "_graphs") or len(step._graphs) == 1  # BC and the like do not explore
 
 
 @NEEDS_GPU

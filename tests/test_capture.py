@@ -122,23 +122,24 @@ def test_a_step_has_no_more_graphs_than_it_may() -> None:
 
 
 def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:
-    numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, epsilon=1.0, unset=None)
+    numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, target_kl=1.0, epsilon=1.0, unset=None)
     numbers.device = torch.device("cpu")
     step = Recorded(lambda x: x * numbers["rate"] * numbers["fixed"] + numbers["optimizer_eps"], numbers)
     assert isinstance(numbers["rate"], float)  # no schedule has set it
     numbers["rate"] = 0.5
     assert isinstance(numbers["rate"], Tensor)
     for turn in range(PLAIN_CALLS + 4):
-        numbers["rate"], numbers["epsilon"] = 1.0 + turn, 1.0 / (1 + turn)
+        numbers["rate"], numbers["target_kl"] = 1.0 + turn, 1.0 / (1 + turn)
         assert step(torch.ones(1)).item() == pytest.approx(2.0 * (1 + turn))
-    assert isinstance(numbers["epsilon"], float)
+    assert isinstance(numbers["target_kl"], float)
     assert (step.plain, step.replays) == (PLAIN_CALLS, [4])
     numbers.update({"optimizer_eps": 1.0})
     assert isinstance(numbers["optimizer_eps"], float)
     assert step(torch.ones(1)).item() == pytest.approx(2.0 * (PLAIN_CALLS + 4) + 1.0)  # not what the graph holds
     assert step.plain == PLAIN_CALLS + 1
-    numbers["rate"] = None
+    numbers["rate"], numbers["epsilon"] = None, 0.5
     assert numbers["rate"] is None
+    assert isinstance(numbers["epsilon"], float)  # which a CPU reads in numpy
 
 
 def test_a_graph_of_a_constant_is_not_one_of_a_number_that_is_set() -> None:
@@ -202,3 +203,25 @@ def test_a_host_read_on_a_gpu_falls_back_to_plain_calls() -> None:
         assert torch.equal(step(x), 2 * x)
     assert torch.equal(step(x), 2 * x)
     torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:.*cannot be captured")
+@pytest.mark.parametrize("reads", [False, True])  # a read on the host ends the capture
+def test_a_graph_draws_on_from_where_its_generator_is(reads: bool) -> None:
+    own, plain = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
+
+    def draw(x: Tensor, generator: torch.Generator) -> Tensor:
+        drawn = torch.randn(5, generator=generator, device="cuda") + torch.rand(5, generator=generator, device="cuda")
+        return drawn * x.sum().item() if reads else drawn * x.sum()
+
+    step = CapturedStep(lambda x: draw(x, own), Numbers(), own)
+    x = torch.ones(2, device="cuda")
+    for turn in range(PLAIN_CALLS + 6):
+        if turn == PLAIN_CALLS + 3:  # as a resume does
+            state = own.get_state()
+            own.manual_seed(9)
+            own.set_state(state)
+        assert torch.equal(step(x), draw(x, plain))
+        assert torch.equal(own.get_state(), plain.get_state())
+        assert torch.equal(torch.rand(2, generator=own, device="cuda"), torch.rand(2, generator=plain, device="cuda"))

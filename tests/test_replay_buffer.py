@@ -11,7 +11,7 @@ import torch
 
 from rl_training.data import ReplayBuffer
 from rl_training.data import memory as replay_memory
-from rl_training.data.memory import join_arrays, joined_size, split_joined
+from rl_training.data.memory import join_arrays, split_joined
 from rl_training.errors import UserError
 
 torch.set_num_threads(1)
@@ -365,8 +365,8 @@ def test_arrays_travel_as_one_piece_of_memory() -> None:
         "images": rng.integers(0, 255, (3, 2, 7), np.uint8), "apart": rng.random((6, 3), np.float32).T,
         "none": np.ones((0, 4)),
     }  # fmt: skip
-    joined = join_arrays(arrays, torch.zeros(joined_size(arrays), dtype=torch.uint8))
-    for name, tensor in split_joined(joined, arrays).items():
-        assert tensor.shape == arrays[name].shape
-        assert np.array_equal(tensor.numpy(), arrays[name])
-        assert tensor.numpy().dtype == arrays[name].dtype
+    pieces = split_joined(join_arrays(list(arrays.values())), arrays.values())
+    for array, tensor in zip(arrays.values(), pieces, strict=True):
+        assert tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype

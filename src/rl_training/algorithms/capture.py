@@ -89,10 +89,13 @@ class CapturedStep:
         self._calls[key] += 1
         if self._calls[key] <= PLAIN_CALLS:
             return self._run_plainly(inputs)
+        before = None if self.generator is None else self.generator.clone_state()
         try:
             self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
             self._can_capture = False
+            if self.generator is not None and before is not None:  # the failed capture keeps the state that it had
+                self.generator.graphsafe_set_state(before)
             reason, name = str(error).splitlines()[0], getattr(self.function, "__qualname__", "step")
             warnings.warn(f"{name} cannot be captured as a CUDA graph and runs eagerly: {reason}", stacklevel=2)
             return self.function(*inputs)

@@ -97,8 +97,7 @@ class SAC(Algorithm):
         """A sample of the policy, or tanh(mean)."""
         if deterministic:
             return ActOutput(self.model.actor(obs))
-        sampled = self.model.actor.sample(obs, self.draw_noise(obs))
-        return ActOutput(sampled.actions, {"logprobs": sampled.logprobs})
+        return ActOutput(self.model.actor.sample(obs, self.draw_noise(obs)).actions)
 
     def draw_noise(self, obs: Tensor) -> Tensor:
         """Standard normal noise [B, A] for actions at these observations."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, NumpyPolicy
 from rl_training.data.experience import Experience
+from rl_training.data.memory import as_arrays, as_tensors
 from rl_training.envs.spaces import EnvSpaces
 
 
@@ -29,17 +30,17 @@ class Behaviour:
         self._numpy_policy: NumpyPolicy | None = None
         self._asked_for_policy = False
 
-    def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Tensor]]:
+    def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Array]]:
         """Actions [N, ...] for encoded observations, and the values to store with them."""
         policy = self._numpy_policy if self._asked_for_policy else self._ask_for_policy()
         if policy is not None:
             return policy(obs, masks, self.rng, False), {}
-        device = self.device
-        legal = None if masks is None else torch.from_numpy(masks).to(device)
-        first = None if self.memory is None else torch.from_numpy(is_first).to(device)
-        seen = torch.from_numpy(obs).to(device)
-        actions, extras, self.memory = self.algorithm.act_step(seen, self.memory, first, legal)
-        return actions.cpu().numpy(), extras
+        given = {"obs": obs, "masks": masks, "is_first": None if self.memory is None else is_first}
+        seen = as_tensors({name: array for name, array in given.items() if array is not None}, self.device)
+        step = self.algorithm.act_step
+        actions, extras, self.memory = step(seen["obs"], self.memory, seen.get("is_first"), seen.get("masks"))
+        found = as_arrays({**extras, "actions": actions})
+        return found.pop("actions"), found
 
     def _ask_for_policy(self) -> NumpyPolicy | None:
         self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,35 +148,44 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
 
 
 def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
-    """The arrays on a device; on the CPU the tensors share their memory."""
+    """The arrays on a device: on the CPU the tensors share their memory, elsewhere all go over in one transfer."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    joined = join_arrays(arrays, torch.empty(joined_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda"))
-    return split_joined(joined.to(device, non_blocking=True), arrays)  # a transfer costs more than these bytes
+    joined = join_arrays(list(arrays.values()), pinned=device.type == "cuda")
+    return dict(zip(arrays, split_joined(joined.to(device, non_blocking=True), arrays.values()), strict=True))
 
 
-def joined_size(arrays: Mapping[str, Array]) -> int:
-    """Bytes of the arrays one after the other, each at a multiple of 16."""
-    return sum(-(-array.nbytes // 16) * 16 for array in arrays.values())
-
-
-def join_arrays(arrays: Mapping[str, Array], memory: Tensor) -> Tensor:
-    """Write the arrays one after the other into bytes."""
-    begin, target = 0, memory.numpy()
-    for array in arrays.values():
-        target[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def join_arrays(arrays: Sequence[Array], *, pinned: bool = False) -> Tensor:
+    """The bytes of the arrays one after the other, each at a multiple of 16."""
+    joined = torch.empty(sum(-(-array.nbytes // 16) * 16 for array in arrays), dtype=torch.uint8, pin_memory=pinned)
+    begin, target = 0, joined.numpy()
+    for array in arrays:
+        target[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         begin += -(-array.nbytes // 16) * 16
-    return memory
+    return joined
 
 
-def split_joined(joined: Tensor, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    """What `join_arrays` wrote, as views of the bytes wherever they are now."""
-    begin, tensors = 0, {}
-    for name, array in arrays.items():
-        kind = torch.from_numpy(array[:0]).dtype
-        tensors[name] = joined[begin : begin + array.nbytes].view(kind).view(array.shape)
+def split_joined(joined: Tensor, arrays: Iterable[Array]) -> Iterator[Tensor]:
+    """What `join_arrays` wrote, as views of the bytes on any device."""
+    begin, whole = 0, {}
+    for array in arrays:
+        kind = torch_dtype(array.dtype)
+        if kind not in whole:
+            whole[kind] = joined.view(kind)
+        yield whole[kind].narrow(0, begin // array.itemsize, array.size).view(array.shape)
         begin += -(-array.nbytes // 16) * 16
-    return tensors
+
+
+@cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The torch dtype of a numpy dtype."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    """The tensors on the host, with one wait for all of them."""
+    last = len(tensors) - 1  # which waits for the ones before it
+    return {name: x.to("cpu", non_blocking=i < last).numpy() for i, (name, x) in enumerate(tensors.items())}
 
 
 def filled_parts(arrays: Mapping[str, Array], count: int) -> dict[str, Array]:
