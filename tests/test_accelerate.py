@@ -20,12 +20,14 @@ from rl_training.algorithms.capture import ACTING, BY_VALUE, OUTSIDE, map_tensor
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.collect import behaviour
+from rl_training.collect.behaviour import Behaviour
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.restoring import change_config
 from rl_training.runtime.session import choose_acceleration, fit_ranks, open_session
 from rl_training.runtime.workflows import train
-from test_capture import Recorded
+from test_capture import Recorded, RecordedOnHost
 
 BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
 UPDATES = 9
@@ -37,6 +39,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on the CPU are captured, in Python."""
     monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
     monkeypatch.setattr(capture, "CapturedStep", Recorded)
+    monkeypatch.setattr(behaviour, "HostStep", RecordedOnHost)
 
 
 def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> Algorithm:
@@ -130,22 +133,22 @@ def test_no_step_looks_at_a_tensor(algo: str, monkeypatch: pytest.MonkeyPatch) -
     assert calls
 
 
-def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Algorithm, list[np.ndarray[Any, Any]]]:
-    """A learner that has acted in torch for some steps while its exploration fades, and its actions."""
+def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Behaviour, list[Any]]:
+    """A behaviour that has acted in torch for some steps while its exploration fades, and its actions."""
     session = open_session(tiny(algo, Path("unused"), threads=1, device=device, accelerate="none"))
-    algorithm, behaviour = session.algorithm, session.behaviour
+    algorithm, spaces = session.algorithm, session.spaces
     if accelerates:
         algorithm.accelerate("graph")
-    behaviour._numpy_policy, behaviour._asked_for_policy = None, True
-    obs, first = np.ones((1, *session.spaces.obs_shape), np.float32), np.zeros(1, bool)
-    masks = np.ones((1, session.spaces.action_dim), bool) if session.spaces.has_action_mask else None
+    acts = Behaviour(algorithm, spaces, 1, np.random.default_rng(0))
+    acts._asked_for_policy = True  # there is none
+    obs, first = np.ones((1, *spaces.obs_shape), np.float32), np.zeros(1, bool)
     actions = []
     for step in range(8):
         for name in set(algorithm.numbers) & ACTING:
             setattr(algorithm, name, 0.9 - 0.1 * step)
-        actions.append(behaviour.act(obs, masks, first)[0])
+        actions.append(acts.act(obs, None, first)[0])
     session.close()
-    return algorithm, actions
+    return acts, actions
 
 
 @pytest.mark.usefixtures("fake_graphs")
@@ -153,8 +156,8 @@ def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Algor
 def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
     (_, plain), (captured, actions) = (explore(algo, accelerates=accelerates) for accelerates in (False, True))
     assert np.array_equal(plain, actions)
-    step: Any = captured.act_step
-    fades = ACTING & set(captured.numbers)  # on a CPU each value is a constant of another graph
+    step: Any = captured._explore
+    fades = ACTING & set(captured.algorithm.numbers)  # on a CPU each value is a constant of another graph
     assert (sum(step.replays), step.plain) == ((0, 8) if fades else (5, 3))
 
 
@@ -163,9 +166,9 @@ def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
 def test_a_graph_explores_with_the_draws_of_plain_calls_on_a_gpu(algo: str) -> None:
     (plain, actions), (captured, others) = (explore(algo, accelerates=on, device="cuda") for on in (False, True))
     np.testing.assert_allclose(np.stack(actions), np.stack(others), rtol=1e-4, atol=1e-5)
-    assert torch.equal(plain.generator.get_state(), captured.generator.get_state())
-    step: Any = captured.act_step
-    assert not hasattr(step, "_graphs") or len(step._graphs) == 1  # BC and the like do not explore
+    states = [acts.algorithm.generator.get_state() for acts in (plain, captured)]
+    assert torch.equal(*states)
+    assert len(captured._explore._graphs) == 1
 
 
 @NEEDS_GPU

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rl_training.algorithms import capture
-from rl_training.algorithms.capture import MOST_GRAPHS, PLAIN_CALLS, CapturedStep, Numbers, Recording
+from rl_training.algorithms.capture import (
+    MOST_GRAPHS,
+    PLAIN_CALLS,
+    CapturedStep,
+    HostRecording,
+    HostStep,
+    Numbers,
+    Recording,
+)
 
 
 class Replayed(Recording):
@@ -44,6 +53,24 @@ class Recorded(CapturedStep):
     def replays(self) -> list[int]:
         """Of every graph."""
         return [graph.replays for graph in self._graphs.values()]  # type: ignore[attr-defined]
+
+
+class ReplayedOnHost(Replayed, HostRecording):
+    def record(self, function: Callable[[], None]) -> None:
+        if not self.found:
+            assert self.generator is not None
+            before = self.generator.get_state()
+            function()
+            self.generator.set_state(before)  # a capture moves no generator
+        super().record(function)
+
+    def wait(self) -> None:
+        """Nothing runs elsewhere."""
+
+
+class RecordedOnHost(Recorded, HostStep):
+    def _record(self, inputs: tuple[Any, ...]) -> Recording:
+        return ReplayedOnHost(self.on_device, inputs, self.generator, self.device)
 
 
 @pytest.fixture
@@ -177,6 +204,22 @@ def test_a_step_that_cannot_be_captured_says_so_and_runs_plainly() -> None:
         step({"x": torch.ones(2)})
     step({"x": torch.ones(2)})
     assert total[0] == 2 * (PLAIN_CALLS + 2)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_step_on_the_host_takes_and_returns_arrays(captures: bool) -> None:
+    numbers, cpu = Numbers(), torch.device("cpu")
+    numbers.device = cpu if captures else None
+    step = RecordedOnHost(lambda given, state: ({"x": given["x"] + state}, state + 1), numbers, torch.Generator(), cpu)
+    state, results = torch.zeros(2), []
+    for turn in range(PLAIN_CALLS + 3):
+        found, state = step({"x": np.full(2, turn, np.float32)}, state)
+        results.append(found["x"])
+    for turn, result in enumerate(results):  # none is overwritten by a later call
+        assert np.array_equal(result, np.full(2, 2 * turn, np.float32))
+    assert torch.equal(state, torch.full((2,), PLAIN_CALLS + 3.0))
+    assert step.replays == ([3] if captures else [])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -87,14 +87,6 @@ class Algorithm(nn.Module):
         """Actions for observations [N, ...]."""
         raise NotImplementedError
 
-    @torch.no_grad()
-    def act_step(
-        self, obs: Tensor, carry: Carry, is_first: Tensor | None, action_masks: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor], Carry]:
-        """`act` with exploration, as a step: actions, extras and carry."""
-        out = self.act(obs, carry, is_first=is_first, action_masks=action_masks)
-        return out.actions, out.extras, out.carry
-
     def learn(self, batch: Batch) -> UpdateResult:
         """One update from one batch."""
         raise NotImplementedError
@@ -129,18 +121,13 @@ class Algorithm(nn.Module):
         return result
 
     def accelerate(self, how: str) -> None:
-        """Run the `steps` as CUDA graphs ("graph"), or compiled ("compile": on a GPU inside graphs).
-
-        Exploring (`act_step`) is captured too, with the learner's generator.
-        """
+        """Run the `steps` as CUDA graphs ("graph"), or compiled ("compile": on a GPU inside graphs)."""
         for learner in [module for module in self.modules() if isinstance(module, Algorithm)]:
             learner.numbers.device = learner.device
             for name in learner.steps:
                 setattr(learner, name, accelerate_step(getattr(learner, name), how, learner.numbers))
             for optimizer in learner._optimizers.values() if how == "compile" else ():
                 optimizer.apply_gradients = torch.compiler.disable(optimizer.apply_gradients)  # type: ignore[method-assign]
-        if self.steps:
-            self.act_step = accelerate_step(self.act_step, "graph", self.numbers, self.generator)  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         numbers, known = self.__dict__.get("numbers", {}), self.synonyms.get(name, name)

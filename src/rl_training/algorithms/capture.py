@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -55,11 +56,11 @@ class Numbers(dict[str, Any]):
             self[name] = value
 
 
-def accelerate_step(step: Step, how: str, numbers: Numbers, generator: torch.Generator | None = None) -> Step:
+def accelerate_step(step: Step, how: str, numbers: Numbers) -> Step:
     """The step, compiled if `how` is "compile", and captured if the numbers' device can capture."""
     function = torch.compile(step, dynamic=False) if how == "compile" else step
     captures = numbers.device is not None and numbers.device.type in CAPTURING
-    return CapturedStep(function, numbers, generator) if captures else function
+    return CapturedStep(function, numbers) if captures else function
 
 
 class CapturedStep:
@@ -77,25 +78,24 @@ class CapturedStep:
 
     def __call__(self, *inputs: Any) -> Any:
         """The function's result, which the next call does not overwrite."""
+        if not self._can_capture:
+            return self.function(*inputs)
         tensors: list[Tensor] = []
         key = self.numbers.constants, _sign(inputs, tensors)
         graph = self._graphs.get(key)
         if graph is not None:
             return graph.replay(tensors)
-        if not self._can_capture or len(self._graphs) == MOST_GRAPHS:
+        if len(self._graphs) == MOST_GRAPHS:
             return self.function(*inputs)
         if len(self._calls) > 4 * MOST_GRAPHS:  # signatures that never come back
             self._calls.clear()
         self._calls[key] += 1
         if self._calls[key] <= PLAIN_CALLS:
             return self._run_plainly(inputs)
-        before = None if self.generator is None else self.generator.clone_state()
         try:
             self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
             self._can_capture = False
-            if self.generator is not None and before is not None:  # the failed capture keeps the state that it had
-                self.generator.graphsafe_set_state(before)
             reason, name = str(error).splitlines()[0], getattr(self.function, "__qualname__", "step")
             warnings.warn(f"{name} cannot be captured as a CUDA graph and runs eagerly: {reason}", stacklevel=2)
             return self.function(*inputs)
@@ -121,13 +121,28 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@contextmanager
+def unlocked(*generators: torch.Generator | None) -> Iterator[None]:
+    """Where a capture fails, give generators an equal state, since theirs waits for the end of the capture."""
+    before = [(generator, generator.clone_state()) for generator in generators if generator is not None]
+    try:
+        yield
+    except RuntimeError:
+        for generator, state in before:
+            generator.graphsafe_set_state(state)
+        raise
+
+
 class Recording:
     """One captured call, with its own memory for inputs and outputs. Recording runs none of the kernels."""
 
     graph: Any
 
-    def __init__(self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None = None) -> None:
-        self.generator = generator
+    def __init__(
+        self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self.generator, self.device = generator, device or _device_of(inputs)
         own = map_tensors(torch.clone, inputs)
         self.inputs: list[Tensor] = []
         _sign(own, self.inputs)
@@ -141,13 +156,16 @@ class Recording:
         collects = gc.isenabled()
         gc.disable()  # freeing the graph of a finished run would end the capture
         try:
-            with torch.cuda.device(_device_of(self.inputs)):  # another device's kernels would run, not be captured
+            with torch.cuda.device(self.device):  # another device's kernels would run, not be captured
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
                 if self.generator is not None:  # a replay draws from where the generator is, and moves it on
                     self.graph.register_generator_state(self.generator)
-                stream = capture_stream(torch.cuda.current_device())
-                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                current = torch.cuda.current_device()
+                capturing = torch.cuda.graph(
+                    self.graph, stream=capture_stream(current), capture_error_mode="thread_local"
+                )
+                with unlocked(torch.cuda.default_generators[current], self.generator), capturing:
                     function()
         finally:
             if collects:
@@ -169,6 +187,73 @@ class Recording:
         self.graph.replay()
         pieces = {kind: iter(joined.clone().split(self.sizes[kind])) for kind, joined in self.joined.items()}
         return map_tensors(lambda own: next(pieces[own.dtype]).view(own.shape), self.outputs)
+
+
+class HostStep(CapturedStep):
+    """A step between the host and a state on a device: `function(tensors, state) -> (tensors, state)`.
+
+    It takes and returns numpy arrays. Its graph holds the transfers, from and to pinned memory, so that a call is one
+    launch and one wait. It is captured if the numbers have a device.
+    """
+
+    def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator, device: torch.device) -> None:
+        @wraps(function)
+        def between(given: Mapping[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
+            found, state = function({name: tensor.to(device) for name, tensor in given.items()}, state)
+            return {name: tensor.cpu() for name, tensor in found.items()}, state
+
+        super().__init__(between, numbers, generator)
+        self.on_device, self.device = function, device
+        self._can_capture = numbers.device is not None and device.type in CAPTURING
+
+    def __call__(self, arrays: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], Any]:
+        """The function's result, which the next call does not overwrite."""
+        found, state = super().__call__({name: torch.from_numpy(array) for name, array in arrays.items()}, state)
+        return {name: tensor.numpy() for name, tensor in found.items()}, state
+
+    def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
+        return self.function(*inputs)
+
+    def _record(self, inputs: tuple[Any, ...]) -> Recording:
+        return HostRecording(self.on_device, inputs, self.generator, self.device)
+
+
+class HostRecording(Recording):
+    """A captured call of a `HostStep`, with pinned memory for what it takes from the host and returns."""
+
+    def __init__(
+        self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None, device: torch.device
+    ) -> None:
+        self.given = {name: self.allocate(tensor, device) for name, tensor in inputs[0].items()}
+        self.found: dict[str, Tensor] = {}
+
+        def transfer(state: Any) -> Any:
+            there = {name: tensor.to(device, non_blocking=True) for name, tensor in self.given.items()}
+            self.results, state = function(there, state)
+            for name, pinned in self.found.items():
+                pinned.copy_(self.results[name], non_blocking=True)
+            return state
+
+        super().__init__(transfer, inputs[1:], generator, device)  # once to see what it returns
+        self.found = {name: self.allocate(tensor, device) for name, tensor in self.results.items()}
+        super().__init__(transfer, inputs[1:], generator, device)
+
+    @staticmethod
+    def allocate(like: Tensor, device: torch.device) -> Tensor:
+        """Memory on the host, from which a device reads by itself."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """Run it on other inputs of the same shapes, and wait for the results."""
+        for pinned, tensor in zip(self.given.values(), tensors, strict=False):  # the others are the state's
+            pinned.copy_(tensor)
+        state = super().replay(tensors[len(self.given) :])
+        self.wait()
+        return {name: pinned.clone() for name, pinned in self.found.items()}, state
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        torch.cuda.current_stream(self.device).synchronize()
 
 
 def _sign(tree: Any, tensors: list[Tensor]) -> Any:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, NumpyPolicy
+from rl_training.algorithms.base import Algorithm, Array, Carry, NumpyPolicy
+from rl_training.algorithms.capture import HostStep
 from rl_training.data.experience import Experience
-from rl_training.data.memory import as_arrays, as_tensors
 from rl_training.envs.spaces import EnvSpaces
 
 
@@ -27,6 +28,7 @@ class Behaviour:
         self.device = algorithm.device
         self.memory = algorithm.initial_carry(num_envs)
         self.held: Array | None = None  # the last actions at random
+        self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
         self._numpy_policy: NumpyPolicy | None = None
         self._asked_for_policy = False
 
@@ -35,12 +37,17 @@ class Behaviour:
         policy = self._numpy_policy if self._asked_for_policy else self._ask_for_policy()
         if policy is not None:
             return policy(obs, masks, self.rng, False), {}
-        given = {"obs": obs, "masks": masks, "is_first": None if self.memory is None else is_first}
-        seen = as_tensors({name: array for name, array in given.items() if array is not None}, self.device)
-        step = self.algorithm.act_step
-        actions, extras, self.memory = step(seen["obs"], self.memory, seen.get("is_first"), seen.get("masks"))
-        found = as_arrays({**extras, "actions": actions})
+        given = {"obs": obs, "action_masks": masks, "is_first": None if self.memory is None else is_first}
+        given = {name: array for name, array in given.items() if array is not None}
+        found, self.memory = self._explore(given, self.memory)
         return found.pop("actions"), found
+
+    @torch.no_grad()
+    def explore(self, given: Mapping[str, Tensor], memory: Carry) -> tuple[dict[str, Tensor], Carry]:
+        """Actions and extras on the device."""
+        first, legal = given.get("is_first"), given.get("action_masks")
+        out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
+        return {**out.extras, "actions": out.actions}, out.carry
 
     def _ask_for_policy(self) -> NumpyPolicy | None:
         self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True

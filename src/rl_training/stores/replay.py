@@ -276,7 +276,7 @@ def make_buffer(
         "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
         "continuous": spaces.action_kind == "continuous", "frame_stack": frame_stack,
         "mask_size": spaces.action_dim if spaces.has_action_mask else 0, "folder": params.replay_folder,
-        "on_device": goes_to_device(params, spaces, device, frame_stack),
+        "on_device": goes_to_device(params, spaces, device, frame_stack), "reuses_batches": True,
     }  # fmt: skip
     if params.prioritized:
         layout |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
