@@ -224,10 +224,11 @@ class TransitionRings(EnvRings):
             self.copy.follow(rows)
 
     def _drop_oldest(self, envs: Array | None) -> None:
-        full = self._sizes[0] == self.rows_per_env if envs is None else self._sizes[envs] == self.rows_per_env
-        if not np.any(full):
+        if envs is not None:
+            envs = envs[self._sizes[envs] == self.rows_per_env]
+        if (self._sizes[0] < self.rows_per_env) if envs is None else not len(envs):
             return
-        rows = self._rows_at(-self.rows_per_env, envs if envs is None else envs[full])
+        rows = self._rows_at(-self.rows_per_env, envs)
         slots = self._final_slots[rows]
         self._finals.free(slots[slots >= 0])
         self._final_slots[rows] = -1
