@@ -179,6 +179,21 @@ def test_graphs_learn_what_plain_calls_learn_on_a_gpu(algo: str) -> None:
         torch.testing.assert_close(tensors_of(captured)[name], tensor, rtol=1e-2, atol=1e-4)
 
 
+@NEEDS_GPU
+@pytest.mark.parametrize("algo", ["dqn", "rainbow_dqn", "td3", "sac", "ppo", "dreamer"])
+def test_a_run_on_a_gpu_resumes_exactly_and_learns_what_plain_calls_learn(algo: str, tmp_path: Path) -> None:
+    def config(name: str, how: str) -> Any:
+        return tiny(algo, tmp_path / name, eval_episodes=0, device="cuda", accelerate=how)
+
+    whole, plain = (train(config(how, how), console=False) for how in ("graph", "none"))
+    results = whole, stop_and_resume(config("parts", "graph"), 60), plain
+    states = [load_checkpoint(result.checkpoint_path)["algorithm"] for result in results]
+    assert_same(*states[:2])
+    for name, value in states[2].items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            torch.testing.assert_close(states[0][name], value, rtol=1e-3, atol=1e-4)
+
+
 # what it is -----------------------------------------------------------------------------------------------------------
 
 CASES = [
