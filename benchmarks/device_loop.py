@@ -1,10 +1,12 @@
 """Steps/s of whole training loops with replay on a GPU, and where the time of a step goes.
 
-device_loop.py [--only sac] [--how none,graph] [--steps 3000] [--device cuda] [--set key=value] [--profile] [--json F]
+device_loop.py [--only sac] [--how none,graph] [--steps 3000] [--device cuda] [--set key=value] [--sampling] [--profile]
+               [--json FILE]
 
 Each loop is a run of `train` with one environment and one update per step. The rate is of its second half. "Parts" are
 host microseconds per step of the last `how`: first as the loop runs, where acting waits for the update before it; then
-with the device waited for after each part, so that each part has its own work on the device.
+with the device waited for after each part, so that each part has its own work on the device. `--sampling` measures how
+long it takes to add a row and sample a batch instead.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
 from rl_training import Callback
+from rl_training.data import ReplayBuffer
 from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import train
 
@@ -105,6 +109,41 @@ def measure(name: str, how: str, arguments: argparse.Namespace, *, parts: bool =
     return clock
 
 
+ROWS: dict[str, dict[str, Any]] = {
+    "17 floats": {"obs_shape": (17,), "action_shape": (6,), "continuous": True},
+    "376 floats": {"obs_shape": (376,), "action_shape": (17,), "continuous": True},
+    "4 frames of 84 x 84": {"obs_shape": (4, 84, 84), "obs_dtype": "uint8", "frame_stack": 4},
+}
+
+
+def sampling(device: str) -> dict[str, Any]:
+    """Microseconds per step of adding one row and sampling a batch, by where observations are gathered."""
+    found: dict[str, Any] = {"name": "sampling"}
+    for name, layout in ROWS.items():
+        for batch in (32, 256):
+            for on_device in (False, True):
+                buffer = ReplayBuffer(20_000, device=device, on_device=on_device, reuses_batches=True, **layout)
+                shape, kind = (1, *layout["obs_shape"]), layout.get("obs_dtype", "float32")
+                row = {
+                    "obs": np.ones(shape, kind), "actions": np.zeros((1, *layout.get("action_shape", ())), np.float32),
+                    "rewards": np.zeros(1), "terminated": np.zeros(1, bool), "truncated": np.zeros(1, bool),
+                    "next_obs": np.ones(shape, kind),
+                }  # fmt: skip
+                for _ in range(20_000):
+                    buffer.add(**row)
+                rng, times = np.random.default_rng(0), []
+                for _ in range(200):
+                    wait()
+                    begun = time.perf_counter()
+                    buffer.add(**row)
+                    buffer.sample(batch, rng)
+                    wait()
+                    times.append(time.perf_counter() - begun)
+                where = "device" if on_device else "host"
+                found[f"{name}, {batch} rows, {where}"] = round(1e6 * float(np.median(times)), 1)
+    return found
+
+
 def main() -> None:
     """Print a table, and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,10 +153,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found: list[dict[str, Any]] = []
     hows = arguments.how.split(",")
+    if arguments.sampling:
+        print(json.dumps(sampling(arguments.device)), flush=True)
+        return
     for name in arguments.only.split(","):
         for how in hows:
             row: dict[str, Any] = {"name": name, "how": how, "settings": arguments.set}
