@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -15,16 +16,18 @@ from torch import Tensor
 from resume_cases import SPECS, assert_same, stop_and_resume, take_steps, tiny
 from rl_training.algorithms import capture
 from rl_training.algorithms.base import Algorithm
-from rl_training.algorithms.capture import BY_VALUE, OUTSIDE, map_tensors
+from rl_training.algorithms.capture import ACTING, BY_VALUE, OUTSIDE, map_tensors
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.collect import behaviour
+from rl_training.collect.behaviour import Behaviour
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.restoring import change_config
 from rl_training.runtime.session import choose_acceleration, fit_ranks, open_session
 from rl_training.runtime.workflows import train
-from test_capture import Recorded
+from test_capture import Recorded, RecordedOnHost
 
 BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
 UPDATES = 9
@@ -36,6 +39,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on the CPU are captured, in Python."""
     monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
     monkeypatch.setattr(capture, "CapturedStep", Recorded)
+    monkeypatch.setattr(behaviour, "HostStep", RecordedOnHost)
 
 
 def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> Algorithm:
@@ -51,7 +55,7 @@ def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> 
         step += take_steps(session, step)
         for phase, batch in store.batches(algorithm, step):
             for name, value in start.items():
-                if moves and value and name not in BY_VALUE | OUTSIDE:
+                if moves and value and name not in BY_VALUE | OUTSIDE | ACTING:
                     setattr(algorithm, name, value * (1.0 - 0.05 * updates))
             store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step, sync=False))
             updates += phase == "policy"
@@ -129,12 +133,65 @@ def test_no_step_looks_at_a_tensor(algo: str, monkeypatch: pytest.MonkeyPatch) -
     assert calls
 
 
+def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Behaviour, list[Any]]:
+    """A behaviour that has acted in torch for some steps while its exploration fades, and its actions."""
+    session = open_session(tiny(algo, Path("unused"), threads=1, device=device, accelerate="none"))
+    algorithm, spaces = session.algorithm, session.spaces
+    if accelerates:
+        algorithm.accelerate("graph")
+    acts = Behaviour(algorithm, spaces, 1, np.random.default_rng(0))
+    acts._asked_for_policy = True  # there is none
+    obs, first = np.ones((1, *spaces.obs_shape), np.float32), np.zeros(1, bool)
+    actions = []
+    for step in range(8):
+        for name in set(algorithm.numbers) & ACTING:
+            setattr(algorithm, name, 0.9 - 0.1 * step)
+        actions.append(acts.act(obs, None, first)[0])
+    session.close()
+    return acts, actions
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("algo", ["dqn", "noisy_dqn", "iqn", "td3", "sac", "ppo", "dreamer"])
+def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
+    (_, plain), (captured, actions) = (explore(algo, accelerates=accelerates) for accelerates in (False, True))
+    assert np.array_equal(plain, actions)
+    step: Any = captured._explore
+    fades = ACTING & set(captured.algorithm.numbers)  # on a CPU each value is a constant of another graph
+    assert (sum(step.replays), step.plain) == ((0, 8) if fades else (5, 3))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_a_graph_explores_with_the_draws_of_plain_calls_on_a_gpu(algo: str) -> None:
+    (plain, actions), (captured, others) = (explore(algo, accelerates=on, device="cuda") for on in (False, True))
+    np.testing.assert_allclose(np.stack(actions), np.stack(others), rtol=1e-4, atol=1e-5)
+    states = [acts.algorithm.generator.get_state() for acts in (plain, captured)]
+    assert torch.equal(*states)
+    assert len(captured._explore._graphs) == 1
+
+
 @NEEDS_GPU
 @pytest.mark.parametrize("algo", BY_LEARNER)
 def test_graphs_learn_what_plain_calls_learn_on_a_gpu(algo: str) -> None:
     plain, captured = (learn(algo, moves=True, accelerates=on, device="cuda") for on in (False, True))
     for name, tensor in tensors_of(plain).items():
         torch.testing.assert_close(tensors_of(captured)[name], tensor, rtol=1e-2, atol=1e-4)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("algo", ["dqn", "rainbow_dqn", "td3", "sac", "ppo", "dreamer"])
+def test_a_run_on_a_gpu_resumes_exactly_and_learns_what_plain_calls_learn(algo: str, tmp_path: Path) -> None:
+    def config(name: str, how: str) -> Any:
+        return tiny(algo, tmp_path / name, eval_episodes=0, device="cuda", accelerate=how)
+
+    whole, plain = (train(config(how, how), console=False) for how in ("graph", "none"))
+    results = whole, stop_and_resume(config("parts", "graph"), 60), plain
+    states = [load_checkpoint(result.checkpoint_path)["algorithm"] for result in results]
+    assert_same(*states[:2])
+    for name, value in states[2].items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            torch.testing.assert_close(states[0][name], value, rtol=1e-3, atol=1e-4)
 
 
 # what it is -----------------------------------------------------------------------------------------------------------

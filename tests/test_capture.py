@@ -6,12 +6,21 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rl_training.algorithms import capture
-from rl_training.algorithms.capture import MOST_GRAPHS, PLAIN_CALLS, CapturedStep, Numbers, Recording
+from rl_training.algorithms.capture import (
+    MOST_GRAPHS,
+    PLAIN_CALLS,
+    CapturedStep,
+    HostRecording,
+    HostStep,
+    Numbers,
+    Recording,
+)
 
 
 class Replayed(Recording):
@@ -45,6 +54,24 @@ class Recorded(CapturedStep):
     def replays(self) -> list[int]:
         """Of every graph."""
         return [graph.replays for graph in self._graphs.values()]  # type: ignore[attr-defined]
+
+
+class ReplayedOnHost(Replayed, HostRecording):
+    def record(self, function: Callable[[], None]) -> None:
+        if not self.found:
+            assert self.generator is not None
+            before = self.generator.get_state()
+            function()
+            self.generator.set_state(before)  # a capture moves no generator
+        super().record(function)
+
+    def wait(self) -> None:
+        """Nothing runs elsewhere."""
+
+
+class RecordedOnHost(Recorded, HostStep):
+    def _record(self, inputs: tuple[Any, ...]) -> Recording:
+        return ReplayedOnHost(self.on_device, inputs, self.generator, self.device)
 
 
 @pytest.fixture
@@ -129,23 +156,24 @@ def test_a_step_has_no_more_graphs_than_it_may() -> None:
 
 
 def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:
-    numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, epsilon=1.0, unset=None)
+    numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, target_kl=1.0, epsilon=1.0, unset=None)
     numbers.device = torch.device("cpu")
     step = Recorded(lambda x: x * numbers["rate"] * numbers["fixed"] + numbers["optimizer_eps"], numbers)
     assert isinstance(numbers["rate"], float)  # no schedule has set it
     numbers["rate"] = 0.5
     assert isinstance(numbers["rate"], Tensor)
     for turn in range(PLAIN_CALLS + 4):
-        numbers["rate"], numbers["epsilon"] = 1.0 + turn, 1.0 / (1 + turn)
+        numbers["rate"], numbers["target_kl"] = 1.0 + turn, 1.0 / (1 + turn)
         assert step(torch.ones(1)).item() == pytest.approx(2.0 * (1 + turn))
-    assert isinstance(numbers["epsilon"], float)
+    assert isinstance(numbers["target_kl"], float)
     assert (step.plain, step.replays) == (PLAIN_CALLS, [4])
     numbers.update({"optimizer_eps": 1.0})
     assert isinstance(numbers["optimizer_eps"], float)
     assert step(torch.ones(1)).item() == pytest.approx(2.0 * (PLAIN_CALLS + 4) + 1.0)  # not what the graph holds
     assert step.plain == PLAIN_CALLS + 1
-    numbers["rate"] = None
+    numbers["rate"], numbers["epsilon"] = None, 0.5
     assert numbers["rate"] is None
+    assert isinstance(numbers["epsilon"], float)  # which a CPU reads in numpy
 
 
 def test_a_graph_of_a_constant_is_not_one_of_a_number_that_is_set() -> None:
@@ -185,6 +213,22 @@ def test_a_step_that_cannot_be_captured_says_so_and_runs_plainly() -> None:
     assert total[0] == 2 * (PLAIN_CALLS + 2)
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_step_on_the_host_takes_and_returns_arrays(captures: bool) -> None:
+    numbers, cpu = Numbers(), torch.device("cpu")
+    numbers.device = cpu if captures else None
+    step = RecordedOnHost(lambda given, state: ({"x": given["x"] + state}, state + 1), numbers, torch.Generator(), cpu)
+    state, results = torch.zeros(2), []
+    for turn in range(PLAIN_CALLS + 3):
+        found, state = step({"x": np.full(2, turn, np.float32)}, state)
+        results.append(found["x"])
+    for turn, result in enumerate(results):  # none is overwritten by a later call
+        assert np.array_equal(result, np.full(2, 2 * turn, np.float32))
+    assert torch.equal(state, torch.full((2,), PLAIN_CALLS + 3.0))
+    assert step.replays == ([3] if captures else [])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_graph_gives_what_plain_calls_give() -> None:
     weight = torch.randn(8, 8, device="cuda")
@@ -210,3 +254,25 @@ def test_a_host_read_on_a_gpu_falls_back_to_plain_calls() -> None:
     assert torch.equal(step(x), 2 * x)
     torch.randn(2, device="cuda")  # the default generator is not left in the failed capture
     torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:.*cannot be captured")
+@pytest.mark.parametrize("reads", [False, True])  # a read on the host ends the capture
+def test_a_graph_draws_on_from_where_its_generator_is(reads: bool) -> None:
+    own, plain = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
+
+    def draw(x: Tensor, generator: torch.Generator) -> Tensor:
+        drawn = torch.randn(5, generator=generator, device="cuda") + torch.rand(5, generator=generator, device="cuda")
+        return drawn * x.sum().item() if reads else drawn * x.sum()
+
+    step = CapturedStep(lambda x: draw(x, own), Numbers(), own)
+    x = torch.ones(2, device="cuda")
+    for turn in range(PLAIN_CALLS + 6):
+        if turn == PLAIN_CALLS + 3:  # as a resume does
+            state = own.get_state()
+            own.manual_seed(9)
+            own.set_state(state)
+        assert torch.equal(step(x), draw(x, plain))
+        assert torch.equal(own.get_state(), plain.get_state())
+        assert torch.equal(torch.rand(2, generator=own, device="cuda"), torch.rand(2, generator=plain, device="cuda"))

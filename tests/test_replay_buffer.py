@@ -11,6 +11,7 @@ import torch
 
 from rl_training.data import ReplayBuffer
 from rl_training.data import memory as replay_memory
+from rl_training.data.memory import Lane, Sender, join_arrays, split_joined
 from rl_training.errors import UserError
 
 torch.set_num_threads(1)
@@ -355,3 +356,48 @@ def test_wrong_arguments_are_refused_in_one_sentence() -> None:
 def test_available_memory_is_a_plausible_number() -> None:
     free = replay_memory.available_memory()
     assert free is None or 0 < free < 1 << 50
+
+
+def test_arrays_travel_as_one_piece_of_memory() -> None:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "obs": rng.random((3, 5), np.float32), "flags": np.array([True, False, True]), "indices": np.arange(3),
+        "images": rng.integers(0, 255, (3, 2, 7), np.uint8), "apart": rng.random((6, 3), np.float32).T,
+        "none": np.ones((0, 4)),
+    }  # fmt: skip
+    pieces = split_joined(join_arrays(list(arrays.values())), arrays.values())
+    for array, tensor in zip(arrays.values(), pieces, strict=True):
+        assert tensor.shape == array.shape
+        assert np.array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype
+
+
+def test_a_lane_is_used_again_and_carries_new_arrays() -> None:
+    rng = np.random.default_rng(0)
+
+    def arrays(size: int) -> list[Any]:
+        return [rng.random((size, 3), np.float32), rng.random(size) < 0.5, rng.integers(0, 9, size)]
+
+    lane = Lane(arrays(4), torch.device("cpu"))
+    pointers = {tensor.data_ptr() for tensor in lane.tensors}
+    for _ in range(3):
+        given = arrays(4)
+        for tensor, array in zip(lane.send(given), given, strict=True):
+            assert np.array_equal(tensor.numpy(), array)
+            assert tensor.numpy().dtype == array.dtype
+            assert tensor.data_ptr() in pointers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_buffer_that_reuses_batches_keeps_the_last_ones() -> None:
+    world, device = Episodes(2, seed=1), torch.device("cuda")
+    buffers = [make(2, device=device, reuses_batches=reuses) for reuses in (False, True)]
+    for _ in range(40):
+        step = world.step()
+        for buffer in buffers:
+            buffer.add(**step)
+    rngs = [np.random.default_rng(3) for _ in buffers]
+    pairs = [[buffer.sample(size, rng) for buffer, rng in zip(buffers, rngs, strict=True)] for size in (8, 9) * 40]
+    for plain, reused in pairs[-2 * Sender.TURNS :]:
+        for name, tensor in plain.items():
+            assert torch.equal(tensor, reused[name]), name

@@ -168,7 +168,9 @@ class Algorithm(nn.Module):
     def seed(self, seed: int) -> None:
         """Restart the learner's random draws."""
         device = next(iter(self.parameters()), torch.empty(0)).device
-        self.generator = torch.Generator(device).manual_seed(seed)
+        if self.generator.device != device:
+            self.generator = torch.Generator(device)
+        self.generator.manual_seed(seed)  # in place, since a captured step may draw from it
 
     def scheduled(self, name: str) -> bool:
         """Whether `name` is a number that a schedule may change."""

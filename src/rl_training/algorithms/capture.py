@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselv
 MOST_GRAPHS = 16  # of one step; each keeps its own memory
 # What a kernel takes by value, or Python branches on.
 BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
-OUTSIDE = frozenset({"epsilon", "exploration_noise", "target_kl", "penalty_coef"})  # no step reads them
+OUTSIDE = frozenset({"target_kl", "penalty_coef"})  # no step reads them
+ACTING = frozenset({"epsilon", "exploration_noise"})  # a CPU reads them in numpy, so they stay floats there
 
 
 class Numbers(dict[str, Any]):
@@ -38,10 +40,15 @@ class Numbers(dict[str, Any]):
         if isinstance(held, Tensor) and value is not None:
             held.fill_(value)
             return
-        if self.device is not None and value is not None and name not in BY_VALUE | OUTSIDE:
+        if self.device is not None and value is not None and name not in self._floats(self.device):
             value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
         self.constants = tuple("set" if isinstance(x, Tensor) else x for key, x in self.items() if key not in OUTSIDE)
+
+    @staticmethod
+    def _floats(device: torch.device) -> frozenset[str]:
+        """The numbers that stay floats."""
+        return BY_VALUE | OUTSIDE | (ACTING if device.type == "cpu" else frozenset())
 
     def update(self, *others: Any, **values: float | None) -> None:
         """Like `dict.update`, one by one."""
@@ -59,18 +66,20 @@ def accelerate_step(step: Step, how: str, numbers: Numbers) -> Step:
 class CapturedStep:
     """A step, run plainly for its first calls, then captured once per signature of its inputs and replayed.
 
-    Its inputs and outputs are tensors in tuples, lists and dicts. It draws nothing, reads no tensor on the host and
-    changes tensors only in place. Every call is one step, captured or not.
+    Its inputs and outputs are tensors in tuples, lists and dicts. It draws from the given generator only, reads no
+    tensor on the host and changes tensors only in place. Every call is one step, captured or not.
     """
 
-    def __init__(self, function: Step, numbers: Numbers) -> None:
-        self.function, self.numbers = function, numbers
+    def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator | None = None) -> None:
+        self.function, self.numbers, self.generator = function, numbers, generator
         self._graphs: dict[Any, Recording] = {}
         self._calls: Counter[Any] = Counter()
         self._can_capture = True
 
     def __call__(self, *inputs: Any) -> Any:
         """The function's result, which the next call does not overwrite."""
+        if not self._can_capture and not self._graphs:
+            return self.function(*inputs)
         tensors: list[Tensor] = []
         key = self.numbers.constants, _sign(inputs, tensors)
         graph = self._graphs.get(key)
@@ -108,7 +117,7 @@ class CapturedStep:
         return outputs
 
     def _record(self, inputs: tuple[Any, ...]) -> Recording:
-        return Recording(self.function, inputs)
+        return Recording(self.function, inputs, self.generator)
 
 
 @cache
@@ -117,11 +126,16 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def free_generator(generator: torch.Generator) -> None:
-    """Let it draw again after a failed capture, which leaves it waiting for the capture to end."""
-    fresh = torch.Generator(generator.device)
-    fresh.set_state(generator.get_state())
-    generator.graphsafe_set_state(fresh)
+@contextmanager
+def unlocked(*generators: torch.Generator | None) -> Iterator[None]:
+    """Where a capture fails, give generators an equal state, since theirs waits for the end of the capture."""
+    before = [(generator, generator.clone_state()) for generator in generators if generator is not None]
+    try:
+        yield
+    except RuntimeError:
+        for generator, state in before:
+            generator.graphsafe_set_state(state)
+        raise
 
 
 class Recording:
@@ -129,7 +143,11 @@ class Recording:
 
     graph: Any
 
-    def __init__(self, function: Step, inputs: tuple[Any, ...]) -> None:
+    def __init__(
+        self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self.generator, self.device = generator, device or _device_of(inputs)
         own = map_tensors(torch.clone, inputs)
         self.inputs: list[Tensor] = []
         _sign(own, self.inputs)
@@ -143,16 +161,17 @@ class Recording:
         collects = gc.isenabled()
         gc.disable()  # freeing the graph of a finished run would end the capture
         try:
-            with torch.cuda.device(_device_of(self.inputs)):  # another device's kernels would run, not be captured
+            with torch.cuda.device(self.device):  # another device's kernels would run, not be captured
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
-                stream = capture_stream(torch.cuda.current_device())
-                try:
-                    with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                        function()
-                except RuntimeError:
-                    free_generator(torch.cuda.default_generators[torch.cuda.current_device()])
-                    raise
+                if self.generator is not None:  # a replay draws from where the generator is, and moves it on
+                    self.graph.register_generator_state(self.generator)
+                current = torch.cuda.current_device()
+                capturing = torch.cuda.graph(
+                    self.graph, stream=capture_stream(current), capture_error_mode="thread_local"
+                )
+                with unlocked(torch.cuda.default_generators[current], self.generator), capturing:
+                    function()
         finally:
             if collects:
                 gc.enable()
@@ -173,6 +192,73 @@ class Recording:
         self.graph.replay()
         pieces = {kind: iter(joined.clone().split(self.sizes[kind])) for kind, joined in self.joined.items()}
         return map_tensors(lambda own: next(pieces[own.dtype]).view(own.shape), self.outputs)
+
+
+class HostStep(CapturedStep):
+    """A step between the host and a state on a device: `function(tensors, state) -> (tensors, state)`.
+
+    It takes and returns numpy arrays. Its graph holds the transfers, from and to pinned memory, so that a call is one
+    launch and one wait. It is captured if the numbers have a device.
+    """
+
+    def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator, device: torch.device) -> None:
+        @wraps(function)
+        def between(given: Mapping[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
+            found, state = function({name: tensor.to(device) for name, tensor in given.items()}, state)
+            return {name: tensor.cpu() for name, tensor in found.items()}, state
+
+        super().__init__(between, numbers, generator)
+        self.on_device, self.device = function, device
+        self._can_capture = numbers.device is not None and device.type in CAPTURING
+
+    def __call__(self, arrays: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], Any]:
+        """The function's result, which the next call does not overwrite."""
+        found, state = super().__call__({name: torch.from_numpy(array) for name, array in arrays.items()}, state)
+        return {name: tensor.numpy() for name, tensor in found.items()}, state
+
+    def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
+        return self.function(*inputs)
+
+    def _record(self, inputs: tuple[Any, ...]) -> Recording:
+        return HostRecording(self.on_device, inputs, self.generator, self.device)
+
+
+class HostRecording(Recording):
+    """A captured call of a `HostStep`, with pinned memory for what it takes from the host and returns."""
+
+    def __init__(
+        self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None, device: torch.device
+    ) -> None:
+        self.given = {name: self.allocate(tensor, device) for name, tensor in inputs[0].items()}
+        self.found: dict[str, Tensor] = {}
+
+        def transfer(state: Any) -> Any:
+            there = {name: tensor.to(device, non_blocking=True) for name, tensor in self.given.items()}
+            self.results, state = function(there, state)
+            for name, pinned in self.found.items():
+                pinned.copy_(self.results[name], non_blocking=True)
+            return state
+
+        super().__init__(transfer, inputs[1:], generator, device)  # once to see what it returns
+        self.found = {name: self.allocate(tensor, device) for name, tensor in self.results.items()}
+        super().__init__(transfer, inputs[1:], generator, device)
+
+    @staticmethod
+    def allocate(like: Tensor, device: torch.device) -> Tensor:
+        """Memory on the host, from which a device reads by itself."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """Run it on other inputs of the same shapes, and wait for the results."""
+        for pinned, tensor in zip(self.given.values(), tensors, strict=False):  # the others are the state's
+            pinned.copy_(tensor)
+        state = super().replay(tensors[len(self.given) :])
+        self.wait()
+        return {name: pinned.clone() for name, pinned in self.found.items()}, state
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        torch.cuda.current_stream(self.device).synchronize()
 
 
 def _sign(tree: Any, tensors: list[Tensor]) -> Any:

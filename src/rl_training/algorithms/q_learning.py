@@ -175,7 +175,7 @@ class QLearning(Algorithm):
         if self.noisy:
             self.q_network.set_noise(None if deterministic else self.q_network.draw_noise(1, self.generator)[0])
         scores = mask_scores(self.action_values(obs, deterministic), action_masks)
-        if not deterministic and self.epsilon > 0.0:
+        if not deterministic and (isinstance(self.epsilon, Tensor) or self.epsilon > 0.0):
             draws = scores.new_empty(len(scores), scores.shape[1] + 1).uniform_(generator=self.generator)
             explore = draws[:, :1] < self.epsilon
             scores = torch.where(explore, mask_scores(draws[:, 1:], action_masks), scores)

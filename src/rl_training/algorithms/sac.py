@@ -97,8 +97,7 @@ class SAC(Algorithm):
         """A sample of the policy, or tanh(mean)."""
         if deterministic:
             return ActOutput(self.model.actor(obs))
-        sampled = self.model.actor.sample(obs, self.draw_noise(obs))
-        return ActOutput(sampled.actions, {"logprobs": sampled.logprobs})
+        return ActOutput(self.model.actor.sample(obs, self.draw_noise(obs)).actions)
 
     def draw_noise(self, obs: Tensor) -> Tensor:
         """Standard normal noise [B, A] for actions at these observations."""
@@ -112,20 +111,20 @@ class SAC(Algorithm):
         """The values [B] that the actor climbs, from critics [E, B]: here the smallest."""
         return q_values.amin(0)
 
-    def critic_step(self, batch: Batch, noise: Tensor, subset: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    def critic_step(self, batch: Batch, noise: Tensor, subset: Tensor | None) -> tuple[dict[str, Any], Tensor]:
         """One gradient step on the soft Bellman error (eq. 5 and 6); its metrics, and priorities [B]."""
-        model = self.model
+        model, alpha = self.model, self.alpha
         with torch.no_grad():
             next_actions, next_logprobs = model.actor.sample(batch["next_obs"], noise)
             next_q = self.target_critics(model.features(batch["next_obs"]), next_actions, subset).amin(0)
             if self.backup_entropy:
-                next_q = next_q - self.alpha * next_logprobs
+                next_q = next_q - alpha * next_logprobs
             targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_q)
         inputs = model.features(batch["obs"]), batch["actions"]
         q_values, backward = self.critic_optimizer.trace(model.critics, *inputs)
         losses = critic_losses(q_values, targets, batch.get("weights"))
         self.critic_optimizer.apply_gradients(backward(*losses.slopes))
-        return losses, (targets - q_values).abs_().mean(0)
+        return {**losses, "alpha": alpha}, (targets - q_values).abs_().mean(0)
 
     def actor_step(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """One gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
@@ -139,7 +138,7 @@ class SAC(Algorithm):
 
     def learn(self, batch: Batch) -> UpdateResult:
         """A critic step, at every `actor_update_interval` an actor and temperature step, and a target update."""
-        obs, alpha = batch["obs"], self.alpha
+        obs = batch["obs"]
         metrics, priorities = self.critic_step(transition_columns(batch), self.draw_noise(obs), self.draw_subset())
         if (self.num_updates + 1) % self.actor_update_interval == 0:
             losses = self.actor_step(obs, self.draw_noise(obs))
@@ -147,4 +146,4 @@ class SAC(Algorithm):
         self._target.polyak_(self.tau)
         self.model.actor.observation_input.update(obs)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
-        return UpdateResult({**metrics, **last, "alpha": alpha}, priorities=priorities, watch="critic_loss")
+        return UpdateResult({**metrics, **last}, priorities=priorities, watch="critic_loss")

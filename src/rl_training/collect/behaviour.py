@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, NumpyPolicy
+from rl_training.algorithms.base import Algorithm, Array, Carry, NumpyPolicy
+from rl_training.algorithms.capture import HostStep
 from rl_training.data.experience import Experience
 from rl_training.envs.spaces import EnvSpaces
 
@@ -26,22 +28,26 @@ class Behaviour:
         self.device = algorithm.device
         self.memory = algorithm.initial_carry(num_envs)
         self.held: Array | None = None  # the last actions at random
+        self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
         self._numpy_policy: NumpyPolicy | None = None
         self._asked_for_policy = False
 
-    def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Tensor]]:
+    def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Array]]:
         """Actions [N, ...] for encoded observations, and the values to store with them."""
         policy = self._numpy_policy if self._asked_for_policy else self._ask_for_policy()
         if policy is not None:
             return policy(obs, masks, self.rng, False), {}
-        device = self.device
-        legal = None if masks is None else torch.from_numpy(masks).to(device)
-        first = None if self.memory is None else torch.from_numpy(is_first).to(device)
-        seen = torch.from_numpy(obs).to(device)
-        with torch.no_grad():
-            out = self.algorithm.act(seen, self.memory, is_first=first, action_masks=legal)
-        self.memory = out.carry
-        return out.actions.cpu().numpy(), out.extras
+        given = {"obs": obs, "action_masks": masks, "is_first": None if self.memory is None else is_first}
+        given = {name: array for name, array in given.items() if array is not None}
+        found, self.memory = self._explore(given, self.memory)
+        return found.pop("actions"), found
+
+    @torch.no_grad()
+    def explore(self, given: Mapping[str, Tensor], memory: Carry) -> tuple[dict[str, Tensor], Carry]:
+        """Actions and extras on the device."""
+        first, legal = given.get("is_first"), given.get("action_masks")
+        out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
+        return {**out.extras, "actions": out.actions}, out.carry
 
     def _ask_for_policy(self) -> NumpyPolicy | None:
         self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True

@@ -118,7 +118,7 @@ class LocalCollector:
         )  # fmt: skip
         rewards, terminated, truncated = experience.rewards, experience.terminated, experience.truncated
         count, t, taken = stepper.num_envs, 0, 0
-        extras: dict[str, Any]
+        extras: dict[str, Array]
         while t < request.steps or taken < request.transitions:
             obs, masks = stepper.obs, stepper.masks
             all_obs[t] = obs
@@ -130,8 +130,8 @@ class LocalCollector:
                 actions, extras = actor.act(obs, masks, stepper.is_first)
             all_actions[t] = actions
             if extras and logprobs is not None:
-                logprobs[t] = extras["logprobs"].cpu().numpy()
-                experience.values[t] = extras["values"].cpu().numpy()  # type: ignore[index]  # they come together
+                logprobs[t] = extras["logprobs"]
+                experience.values[t] = extras["values"]  # type: ignore[index]  # they come together
                 experience.has_values = True
             result, ended = stepper.step(actions)
             rewards[t] = result.rewards

@@ -188,8 +188,7 @@ class TransitionDataset:
         batch["dones"] = batch["terminated"].astype(np.float32)
         if gamma is not None:
             batch["discounts"] = np.float32(gamma) * (1.0 - batch["dones"])
-        batch["indices"] = rows
-        return as_tensors(batch, torch.device(device))
+        return {**as_tensors(batch, torch.device(device)), "indices": torch.from_numpy(rows)}
 
 
 def read_npz(path: str | Path) -> dict[str, Array]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array, as_tensors
+from rl_training.data.memory import Array
 from rl_training.data.replay import ReplayBuffer
 
 _BLOCK = 64
@@ -92,8 +92,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             raise ValueError("cannot sample from an empty replay buffer")
         rows, total = self._tree.sample(batch_size, rng)
         weights = (self._tree.leaves.take(rows) * (len(self) / total)) ** -beta
-        batch = self.gather(rows)
-        return batch | as_tensors({"weights": (weights / weights.max()).astype(np.float32)}, self.device)
+        return self.gather(rows, weights=(weights / weights.max()).astype(np.float32))
 
     def update_priorities(self, indices: Tensor | Array, errors: Tensor | Array) -> None:
         """Set the priorities of sampled rows [B] from their unweighted errors [B]; rows that left the ring keep 0."""

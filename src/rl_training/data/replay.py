@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array, as_tensors
+from rl_training.data.memory import Array, Sender, as_tensors
 from rl_training.data.rings import TransitionRings
 from rl_training.errors import UserError
 
@@ -28,13 +29,18 @@ class ReplayBuffer(TransitionRings):
 
     def __init__(
         self, capacity: int, num_envs: int = 1, *, n_step: int = 1, gamma: float = 0.99,
-        device: str | torch.device = "cpu", **layout: Any,
+        device: str | torch.device = "cpu", on_device: bool = False, reuses_batches: bool = False, **layout: Any,
     ) -> None:  # fmt: skip
-        """`layout`: obs_shape, obs_dtype, action_shape, continuous, frame_stack, mask_size, folder."""
+        """`layout`: obs_shape, obs_dtype, action_shape, continuous, frame_stack, mask_size, folder.
+
+        With `on_device`, observations are in the device's memory too, and those of a batch are gathered there. With
+        `reuses_batches`, a batch on a GPU is overwritten by a later one (see `Sender`), and sampling takes less time.
+        """
         if n_step < 1:
             raise UserError(f"n_step is {n_step}; it must be at least 1.")
-        super().__init__(capacity, num_envs, **layout)
         self.n_step, self.device = n_step, torch.device(device)
+        self._send = Sender(self.device) if reuses_batches else partial(as_tensors, device=self.device)
+        super().__init__(capacity, num_envs, copy_to=self.device if on_device else None, **layout)
         self._backwards = np.arange(self.frame_stack - 1, -1, -1)
         self._window = np.arange(n_step)
         self.gamma = gamma
@@ -69,10 +75,11 @@ class ReplayBuffer(TransitionRings):
         slots = (self._heads[envs] + ranks - bounds[envs]) % self._slots
         return slots * self.num_envs + envs
 
-    def gather(self, rows: Array) -> dict[str, Tensor]:
+    def gather(self, rows: Array, **more: Array) -> dict[str, Tensor]:
         """The transitions at row indices [B]: obs, actions, rewards (discounted n-step sum), next_obs, terminated,
         truncated (of the window's last step), dones (terminated as float32), discounts (gamma ** steps actually used,
-        0 where terminated), indices; action_masks and next_action_masks where masks are stored."""
+        0 where terminated); action_masks and next_action_masks where masks are stored; `more`; and on the host
+        indices."""
         rewards, last, powers = self._look_ahead(rows)
         slots = self._final_slots.take(last)
         ended = np.flatnonzero(slots >= 0)
@@ -80,21 +87,38 @@ class ReplayBuffer(TransitionRings):
         terminated = self._terminated.take(last)
         dones = terminated.astype(np.float32)
         batch = {
-            "obs": self._stacks(rows) if self._channels else self._obs.take(rows, axis=0),
             "actions": self._actions.take(rows, axis=0),
             "rewards": rewards,
-            "next_obs": self._next_obs(last, after, ended, slots),
             "terminated": terminated,
             "truncated": self._truncated.take(last),
             "dones": dones,
             "discounts": np.where(terminated, np.float32(0.0), powers),
-            "indices": rows,
+            **more,
         }
         if self._masks is not None and self._finals.masks is not None:
             batch["action_masks"] = self._masks.take(rows, axis=0)
             batch["next_action_masks"] = next_masks = self._masks.take(after, axis=0, mode="wrap")
             next_masks[ended] = self._finals.masks[slots[ended]]
-        return as_tensors(batch, self.device)
+        if self.copy is not None:
+            tensors = self._gather_on_device(rows, last, after, ended, slots, batch)
+        else:
+            obs = self._stacks(rows) if self._channels else self._obs.take(rows, axis=0)
+            tensors = self._send({"obs": obs, "next_obs": self._next_obs(last, after, ended, slots), **batch})
+        return {**tensors, "indices": torch.from_numpy(rows)}
+
+    def _gather_on_device(
+        self, rows: Array, last: Array, after: Array, ended: Array, slots: Array, arrays: dict[str, Array]
+    ) -> dict[str, Tensor]:
+        """`arrays` with the observations before and after, gathered there."""
+        assert self.copy is not None
+        wanted = {"obs": rows, "next_obs": after % self._length}
+        if self._channels:
+            wanted = {"obs": self._stack_index(rows), "next_obs": self._next_stack_index(last, after, ended)}
+        batch = self.copy.gather(wanted, {**arrays, "ended": ended, "finals": self._finals.obs[slots[ended]]})
+        positions, finals, next_obs = batch.pop("ended"), batch.pop("finals"), batch["next_obs"]
+        if len(ended):
+            (next_obs[:, -1] if self._channels else next_obs).index_copy_(0, positions, finals)
+        return {name: x.reshape(-1, *self.obs_shape) if name in wanted else x for name, x in batch.items()}
 
     def _look_ahead(self, rows: Array) -> tuple[Array, Array, Any]:
         """Discounted reward sums [B], the last row of each window [B], and gamma ** length."""
@@ -112,15 +136,19 @@ class ReplayBuffer(TransitionRings):
 
     def _next_obs(self, last: Array, after: Array, ended: Array, slots: Array) -> Array:
         if self._channels:
-            index = self._stack_index(after % self._length)
-            index[ended, :-1] = self._stack_index(last[ended])[:, 1:]
-            frames = self._obs.take(index, axis=0)
+            frames = self._obs.take(self._next_stack_index(last, after, ended), axis=0)
             frames[ended, -1] = self._finals.obs[slots[ended]]
             return frames.reshape(len(last), *self.obs_shape)
         next_obs = self._obs.take(after, axis=0, mode="wrap")
         if len(ended):
             next_obs[ended] = self._finals.obs[slots[ended]]
         return next_obs
+
+    def _next_stack_index(self, last: Array, after: Array, ended: Array) -> Array:
+        """Rows [B, k] of the frames of the next stacks; where an episode ended, the last one is a placeholder."""
+        index = self._stack_index(after % self._length)
+        index[ended, :-1] = self._stack_index(last[ended])[:, 1:]
+        return index
 
     def _stack_index(self, rows: Array) -> Array:
         """Rows [B, k] of the frames of the stacks at `rows`; never before the episode's first frame."""

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from rl_training.data.device_copy import DeviceCopy
 from rl_training.data.finals import FinalObservations
 from rl_training.data.mapped import MappedFolder
 from rl_training.data.memory import (
@@ -34,11 +36,13 @@ class EnvRings:
 
     def __init__(
         self, capacity: int, num_envs: int, specs: Mapping[str, ArraySpec], folder: str | Path | None, what: str,
-        first: int = 0,
+        first: int = 0, copy_to: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
         self.folder = None if folder is None else MappedFolder(folder)
         self._arrays = allocate(specs, self.folder, f"a {what} of {capacity} steps")
+        obs = self._arrays["obs"]
+        self.copy = None if copy_to is None else DeviceCopy(obs.reshape(-1, *obs.shape[2:]), copy_to)
         self._env = np.arange(num_envs)
         self._heads = np.full(num_envs, first, dtype=np.int64)
         self._sizes = np.zeros(num_envs, dtype=np.int64)
@@ -57,8 +61,10 @@ class EnvRings:
         return sum(array.nbytes for array in self._arrays.values())
 
     def describe_size(self) -> str:
-        """`7.19 GB`, and where, if not in memory."""
-        return format_bytes(self.nbytes) + ("" if self.folder is None else f" reserved in {self.folder.path}")
+        """`7.19 GB`, and where, if not in the host's memory only."""
+        copied = "" if self.copy is None else f", observations also in the memory of {self.copy.tensor.device}"
+        reserved = "" if self.folder is None else f" reserved in {self.folder.path}"
+        return f"{format_bytes(self.nbytes)}{reserved}{copied}"
 
     def close(self) -> None:
         """Remove the mapped files, if there are any; the arrays stay readable."""
@@ -73,6 +79,8 @@ class EnvRings:
     def _restore(self, state: Mapping[str, Any]) -> None:
         restore_parts(self._arrays, state["arrays"])
         self._heads[:], self._sizes[:] = state["heads"], state["sizes"]
+        if self.copy is not None:
+            self.copy.reload(len(state["arrays"]["obs"]) * self.num_envs)
 
 
 class TransitionRings(EnvRings):
@@ -85,13 +93,13 @@ class TransitionRings(EnvRings):
 
     def __init__(
         self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], frame_stack: int = 1, mask_size: int = 0,
-        folder: str | Path | None = None, **layout: Any,
+        folder: str | Path | None = None, copy_to: torch.device | None = None, **layout: Any,
     ) -> None:  # fmt: skip
         specs = replay_specs(
             capacity, num_envs, obs_shape=obs_shape, frame_stack=frame_stack, mask_size=mask_size, **layout
         )
         # Rings start after the room for the first frame's history.
-        super().__init__(capacity, num_envs, specs, folder, "replay buffer", first=frame_stack - 1)
+        super().__init__(capacity, num_envs, specs, folder, "replay buffer", frame_stack - 1, copy_to)
         arrays = self._arrays
         self.obs_shape, self.frame_stack = tuple(obs_shape), frame_stack
         self._slots = len(arrays["rewards"])
@@ -197,24 +205,30 @@ class TransitionRings(EnvRings):
             return 0
         frames = np.asarray(obs).reshape(len(obs), self.frame_stack, *self._obs.shape[1:])
         for back in range(1, self.frame_stack):
-            self._obs[self._rows_at(-back, envs)] = frames[:, -1 - back]
+            self._write_obs(self._rows_at(-back, envs), frames[:, -1 - back])
         repeated = (frames == frames[:, -1:]).all(axis=tuple(range(1, frames.ndim)))
         return np.where(repeated, 0, self.frame_stack - 1)
 
     def _write_current(self, envs: Array | None, obs: Array, masks: Array | None, ages: int | Array) -> None:
         """Put observations into the head slots; `ages` counts the steps since their episode began."""
         rows = self._rows_at(0, envs)
-        self._obs[rows] = self._newest_frames(obs)
+        self._write_obs(rows, self._newest_frames(obs))
         if self._ages is not None:
             self._ages[rows] = np.minimum(ages, self.frame_stack - 1)
         if self._masks is not None:
             self._masks[rows] = True if masks is None else masks
 
+    def _write_obs(self, rows: slice | Array, frames: Array) -> None:
+        self._obs[rows] = frames
+        if self.copy is not None:
+            self.copy.follow(rows)
+
     def _drop_oldest(self, envs: Array | None) -> None:
-        full = self._sizes[0] == self.rows_per_env if envs is None else self._sizes[envs] == self.rows_per_env
-        if not np.any(full):
+        if envs is not None:
+            envs = envs[self._sizes[envs] == self.rows_per_env]
+        if (self._sizes[0] < self.rows_per_env) if envs is None else not len(envs):
             return
-        rows = self._rows_at(-self.rows_per_env, envs if envs is None else envs[full])
+        rows = self._rows_at(-self.rows_per_env, envs)
         slots = self._final_slots[rows]
         self._finals.free(slots[slots >= 0])
         self._final_slots[rows] = -1

@@ -30,9 +30,9 @@ class RecurrentReplayBuffer(EnvRings):
 
     def __init__(
         self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], sequence_length: int = 64,
-        folder: str | Path | None = None, device: str | torch.device = "cpu", **layout: Any,
+        folder: str | Path | None = None, device: str | torch.device = "cpu", on_device: bool = False, **layout: Any,
     ) -> None:  # fmt: skip
-        """`layout`: obs_dtype, action_shape, continuous."""
+        """`layout`: obs_dtype, action_shape, continuous. `on_device` as in `ReplayBuffer`."""
         rows = rows_per_env(capacity, num_envs)
         lead = (rows, num_envs)
         specs = {**step_specs(lead, obs_shape, **layout), "is_first": ArraySpec(lead, np.dtype(bool))}
@@ -40,8 +40,9 @@ class RecurrentReplayBuffer(EnvRings):
             raise UserError(
                 f"sequence_length is {sequence_length}, but buffer_capacity leaves {rows} rows for each environment."
             )
-        super().__init__(capacity, num_envs, specs, folder, "sequence buffer")
         self.sequence_length, self.device = sequence_length, torch.device(device)
+        copy_to = self.device if on_device else None
+        super().__init__(capacity, num_envs, specs, folder, "sequence buffer", copy_to=copy_to)
         self._flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._arrays.items()}
 
     def add(
@@ -89,6 +90,8 @@ class RecurrentReplayBuffer(EnvRings):
         rows = self._heads[envs] * self.num_envs + envs
         for name, value in values.items():
             self._flat[name][rows] = value
+        if self.copy is not None:
+            self.copy.follow(rows)
         self._heads[envs] = (self._heads[envs] + 1) % self.rows_per_env
         self._sizes[envs] = np.minimum(self._sizes[envs] + 1, self.rows_per_env)
 
@@ -109,7 +112,10 @@ class RecurrentReplayBuffer(EnvRings):
         envs = bounds.searchsorted(ranks, side="right")
         first = self._heads[envs] - self._sizes[envs] + ranks - (bounds - starts)[envs]
         rows = (first[:, None] + np.arange(length)) % self.rows_per_env * self.num_envs + envs[:, None]
-        return as_tensors({name: array.take(rows, axis=0) for name, array in self._flat.items()}, self.device)
+        if self.copy is None:
+            return as_tensors({name: array.take(rows, axis=0) for name, array in self._flat.items()}, self.device)
+        others = {name: array.take(rows, axis=0) for name, array in self._flat.items() if name != "obs"}
+        return self.copy.gather({"obs": rows}, others)
 
     def _layout(self) -> dict[str, Any]:
         obs, actions = self._flat["obs"], self._flat["actions"]

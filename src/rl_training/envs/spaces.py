@@ -136,7 +136,7 @@ class EnvSpaces:
         shape = space.shape or ()
         if isinstance(space, gs.Box):
             low, high = self._action_bounds
-            return partial(_scale, low=low, high=high, shape=shape, dtype=space.dtype)
+            return partial(_scale, low=low, high=high, half=0.5 * (high - low), shape=shape, dtype=space.dtype)
         if isinstance(space, gs.Discrete):
             start = int(space.start)
             return (lambda actions: actions + start) if start else (lambda actions: actions)
@@ -333,9 +333,9 @@ def _channels_back(images: Array, layout: str) -> Array:
     return images[:, 0] if layout == "plane" else images
 
 
-def _scale(actions: Array, low: Array, high: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def _scale(actions: Array, low: Array, high: Array, half: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """[-1, 1] to [low, high]; clipped after scaling, so that rounding cannot leave the environment's bounds."""
-    scaled = (actions + 1.0) * (0.5 * (high - low)) + low
+    scaled = (actions + 1.0) * half + low
     if dtype.kind != "f":
         scaled = np.rint(scaled)
     inside = np.minimum(np.maximum(scaled, low, out=scaled), high, out=scaled)

@@ -37,7 +37,8 @@ PathLike = str | Path
 DEVICES = ("cpu", "cuda")  # kinds of device for a learner
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
 FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
-    "output_dir", "name", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder"
+    "output_dir", "name", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder",
+    "algo_kwargs.replay_memory",
 }  # fmt: skip
 # what a run knows about a new environment
 UNMEASURED = {"best_return": -math.inf, "good_evaluations": 0, "episodes": [], "last_evaluation": {}}

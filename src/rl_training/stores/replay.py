@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+import torch
 from pydantic import Field, model_validator
 from torch import nn
 
@@ -14,7 +17,9 @@ from rl_training.algorithms.base import Algorithm, Batch, UpdateResult, read_met
 from rl_training.collect.local import Request
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.data.experience import Experience
+from rl_training.data.memory import format_bytes
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
 from rl_training.runtime.networks import build_on_model
 from rl_training.runtime.params import Activation, Params, Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
@@ -22,7 +27,15 @@ from rl_training.validation import StrictModel
 
 # Why a number cannot be scheduled: the end of a sentence.
 LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
+# A GPU gathers observations of at least so many bytes if they take at most this share of its free memory.
+WIDE_ROW, MOST_OF_FREE = 1024, 0.5
 DIVIDED_ONCE = "batches are divided once, when the run is built"
+
+
+ReplayMemory = Annotated[
+    Literal["auto", "host", "device"],
+    Field(description="device: observations are in GPU memory too, and gathered there; auto: if large, and they fit."),
+]
 
 
 class OffPolicyParams(Params):
@@ -54,6 +67,7 @@ class ReplayParams(OffPolicyParams):
     prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Final exponent of the importance weights.")
     prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that all can be sampled.")
     replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
+    replay_memory: ReplayMemory = "auto"
 
     @model_validator(mode="after")
     def _rows_fit(self) -> ReplayParams:
@@ -262,8 +276,23 @@ def make_buffer(
         "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
         "continuous": spaces.action_kind == "continuous", "frame_stack": frame_stack,
         "mask_size": spaces.action_dim if spaces.has_action_mask else 0, "folder": params.replay_folder,
+        "on_device": goes_to_device(params, spaces, device, frame_stack), "reuses_batches": True,
     }  # fmt: skip
     if params.prioritized:
         layout |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
     kind = PrioritizedReplayBuffer if params.prioritized else ReplayBuffer
     return kind(params.buffer_capacity, num_envs, **layout)
+
+
+def goes_to_device(params: Any, spaces: EnvSpaces, device: str, frame_stack: int = 1) -> bool:
+    """Whether a buffer keeps a copy of its observations in the device's memory; refused if it cannot fit."""
+    if params.replay_memory == "host" or not device.startswith("cuda"):
+        return False
+    row = math.prod(spaces.obs_shape) * np.dtype(spaces.obs_dtype).itemsize
+    need, free = params.buffer_capacity * row // frame_stack, torch.cuda.mem_get_info(device)[0]
+    if params.replay_memory == "auto":
+        return row >= WIDE_ROW and need <= MOST_OF_FREE * free
+    if need > free:
+        sizes = f"needs {format_bytes(need)}, but only {format_bytes(free)} is free on {device}"
+        raise UserError(f"replay_memory is 'device', which {sizes}; lower buffer_capacity, or use 'auto' or 'host'.")
+    return True

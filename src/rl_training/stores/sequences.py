@@ -12,7 +12,7 @@ from rl_training.data import RecurrentReplayBuffer
 from rl_training.data.experience import Experience
 from rl_training.runtime.params import Params
 from rl_training.runtime.spec import StoreContext
-from rl_training.stores.replay import BufferStore
+from rl_training.stores.replay import BufferStore, ReplayMemory, goes_to_device
 
 
 class SequenceParams(Params):
@@ -24,6 +24,7 @@ class SequenceParams(Params):
     train_ratio: float = Field(32.0, gt=0, le=10**6, description="Replayed steps per environment step.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
     replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
+    replay_memory: ReplayMemory = "auto"
 
     @model_validator(mode="after")
     def _window_fits(self) -> SequenceParams:
@@ -52,6 +53,7 @@ class SequenceStore(BufferStore):
             obs_dtype=self.spaces.obs_dtype, action_shape=self.spaces.action_shape,
             continuous=self.spaces.action_kind == "continuous", sequence_length=self.params.sequence_length,
             folder=self.params.replay_folder, device=context.device,
+            on_device=goes_to_device(self.params, self.spaces, context.device),
         )  # fmt: skip
 
     def describe(self) -> str:

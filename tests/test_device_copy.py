@@ -1,0 +1,125 @@
+"""Observations in a device's memory too: batches, checkpoints and runs are the same as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from resume_cases import tiny
+from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer
+from rl_training.data import device_copy as device_copy_module
+from rl_training.errors import UserError
+from rl_training.runtime.session import open_session
+from rl_training.stores import replay as replay_store
+from test_replay_buffer import Episodes
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+IMAGES: dict[str, Any] = {"obs_shape": (4, 2, 2), "obs_dtype": "uint8", "frame_stack": 4}
+KINDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "uniform": (ReplayBuffer, {"obs_shape": (3,)}),
+    "n steps": (ReplayBuffer, {"obs_shape": (3,), "n_step": 3}),
+    "prioritized": (PrioritizedReplayBuffer, {"obs_shape": (3,), "n_step": 2}),
+    "frame stacks": (ReplayBuffer, IMAGES),
+    "frame stacks, n steps, priorities": (PrioritizedReplayBuffer, IMAGES | {"n_step": 3}),
+    "masks": (ReplayBuffer, {"obs_shape": (3,), "mask_size": 5}),
+    "windows": (RecurrentReplayBuffer, {"obs_shape": (3,), "sequence_length": 6}),
+}
+
+
+class Pair:
+    """Two buffers that are filled and sampled alike, one without a copy on a device and one with."""
+
+    def __init__(self, kind: str, num_envs: int, device: str) -> None:
+        make, layout = KINDS[kind]
+        self.plain = make(60, num_envs, **layout)
+        self.copied = make(60, num_envs, device=device, on_device=True, **layout)
+        self.num_envs, self.has_masks = num_envs, "mask_size" in layout
+        images = layout.get("frame_stack", 0)
+        self.world = Episodes(num_envs, seed=4, shape=(1, 2, 2) if images else (3,), image_stack=images)
+        self.rngs = [np.random.default_rng(8) for _ in range(2)]
+
+    def add(self, steps: int, *, next_step_resets: bool = False) -> None:
+        """Random steps, sampled after some of them."""
+        for t in range(steps):
+            step = self.world.step(next_step_resets=next_step_resets)
+            if self.has_masks:
+                names = ("masks", "next_masks", "final_masks")
+                step |= {name: self.world.rng.random((self.num_envs, 5)) < 0.5 for name in names}
+            for buffer in (self.plain, self.copied):
+                buffer.add(**step)
+            if t > 10 and t % 3 == 0:
+                self.compare()
+
+    def compare(self) -> None:
+        """One batch of each is the same, to the bit."""
+        batch, other = self.plain.sample(16, self.rngs[0]), self.copied.sample(16, self.rngs[1])
+        assert batch.keys() == other.keys()
+        for name, tensor in batch.items():
+            assert other[name].device.type == ("cpu" if name == "indices" else self.copied.device.type)
+            assert other[name].dtype == tensor.dtype, name
+            assert torch.equal(other[name].cpu(), tensor), name
+        if isinstance(self.plain, PrioritizedReplayBuffer):
+            errors = self.world.rng.random(16)
+            for buffer, sampled in ((self.plain, batch), (self.copied, other)):
+                buffer.update_priorities(sampled["indices"], errors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("next_step_resets", [False, True])
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_the_same_with_a_copy_on_a_device(
+    kind: str, num_envs: int, next_step_resets: bool, device: str
+) -> None:
+    pair = Pair(kind, num_envs, device)
+    pair.add(100, next_step_resets=next_step_resets)
+    state, other = pair.plain.state_dict(), pair.copied.state_dict()
+    assert str(state) == str(other)  # a checkpoint says nothing of the copy
+    again = Pair(kind, num_envs, device)
+    again.plain.load_state_dict(other)
+    again.copied.load_state_dict(state)
+    again.world, again.rngs = pair.world, pair.rngs
+    again.add(30, next_step_resets=next_step_resets)
+
+
+def test_rows_that_nobody_samples_go_over_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copy_module, "MOST_WAITING", 10)
+    pair = Pair("uniform", 3, "cpu")
+    copied: Any = pair.copied
+    for t in range(19):  # 3 rows before the first step, 3 with every one
+        step = pair.world.step()
+        copied.add(**step)
+        waiting = sum(map(len, copied.copy._written))
+        assert waiting < 10
+        seen = copied.copy.tensor[copied.copy.tensor.any(1)]
+        assert len(seen) == 3 * (t + 2) - waiting
+
+
+def test_memory_is_used_where_it_fits_and_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
+    session = open_session(tiny("dqn", tmp_path, threads=1))
+    params, spaces = session.params, session.spaces
+    session.close()
+    wide: Any = type("Spaces", (), {"obs_shape": (4, 84, 84), "obs_dtype": "uint8"})
+    need = params.buffer_capacity * 84 * 84  # type: ignore[attr-defined]
+
+    def goes(replay_memory: str, of: Any, device: str = "cuda") -> bool:
+        chosen: Any = params.model_copy(update={"replay_memory": replay_memory})
+        return replay_store.goes_to_device(chosen, of, device, frame_stack=4 if of is wide else 1)
+
+    free = 4 * need
+    assert goes("auto", wide)
+    assert not goes("auto", spaces)  # a few floats: the host gathers them faster
+    assert goes("device", spaces)
+    assert not goes("host", wide)
+    assert not goes("device", wide, "cpu")  # its memory is the host's
+    free = need + 1
+    assert not goes("auto", wide)
+    assert goes("device", wide)
+    free = need - 1
+    with pytest.raises(UserError, match=r"replay_memory is 'device', .* but only .* is free on cuda; .* 'host'"):
+        goes("device", wide)
