@@ -34,7 +34,8 @@ CASES: list[tuple[str, str, int, tuple[int, ...], dict[str, Any]]] = [
 
 def measure(algo: str, env_id: str, num_envs: int, device: str, params: dict[str, Any]) -> tuple[float, Any]:
     """Steps/s while learning, and the number of threads."""
-    said = {"algo": algo, "env_id": env_id, "num_envs": num_envs, "device": device, "algo_kwargs": params}
+    said = {"algo": algo, "env_id": env_id, "num_envs": num_envs, "device": device, "algo_kwargs": params,
+            "total_timesteps": 10**7}  # fmt: skip
     with threads_restored(), closing(bench.open_measured(load_config(fill_defaults(said, UNSAID)))) as session:
         first = bench.warm_up(session)
         return bench.measure_pace(session, first), session.config.threads
