@@ -21,6 +21,7 @@ ACCELERATED = {
     "compile": "each gradient step is compiled in its first calls, which take a minute or so",
 }
 # Measured on an H200 and on one core of the same machine
+IMAGES = "DQN on Atari's images: 1,481 updates/s, 19 on a core"
 MBPO = "MBPO of 256 x 256 units: 1,902 updates/s, 97 on a core"
 SAC = "SAC of 256 x 256 units: 1,913 updates/s, 132 on a core"
 COMPILERS = ("c++", "g++", "clang++", "cl")
@@ -45,7 +46,7 @@ def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[Ru
     members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
     sampled = captures and lane in ("replay", "dataset")
     return [
-        Rule("images", spaces.obs_kind != "vector", ""),
+        Rule("images", spaces.obs_kind != "vector", IMAGES),
         Rule("rollouts on the device", config.vectorization == "device" and lane == "rollout", ""),
         Rule("captured updates of many steps", captures and getattr(params, "capture", False), ""),
         Rule(f"{members} networks side by side", members > MOST_MEMBERS_ON_CPU, MBPO),
