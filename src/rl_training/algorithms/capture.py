@@ -117,6 +117,13 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def free_generator(generator: torch.Generator) -> None:
+    """Let it draw again after a failed capture, which leaves it waiting for the capture to end."""
+    fresh = torch.Generator(generator.device)
+    fresh.set_state(generator.get_state())
+    generator.graphsafe_set_state(fresh)
+
+
 class Recording:
     """One captured call, with its own memory for inputs and outputs. Recording runs none of the kernels."""
 
@@ -140,8 +147,12 @@ class Recording:
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
                 stream = capture_stream(torch.cuda.current_device())
-                with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                    function()
+                try:
+                    with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                        function()
+                except RuntimeError:
+                    free_generator(torch.cuda.default_generators[torch.cuda.current_device()])
+                    raise
         finally:
             if collects:
                 gc.enable()
