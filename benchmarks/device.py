@@ -37,6 +37,7 @@ from rl_training.stores.model_rollouts import ModelRollouts
 
 CHEETAH = EnvSpaces.from_gym("cheetah", gs.Box(-np.inf, np.inf, (17,), np.float32), gs.Box(-1, 1, (6,), np.float32))
 LANDER = EnvSpaces.from_gym("lander", gs.Box(-np.inf, np.inf, (8,), np.float32), gs.Discrete(4))
+ATARI = EnvSpaces.from_gym("atari", gs.Box(0, 255, (4, 84, 84), np.uint8), gs.Discrete(4))
 WIDE = {"hidden_sizes": (256, 256), "batch_size": 256}
 DISCRETE = {"hidden_sizes": (128, 128), "batch_size": 128, "target_update_interval": 100}
 POOL = 8  # batches
@@ -51,9 +52,11 @@ def transitions(spaces: EnvSpaces, count: int) -> dict[str, Tensor]:
     else:
         actions = torch.rand(count, spaces.action_dim) * 2 - 1
     ends = torch.rand(count) < 0.01
+    obs = torch.randn(2, count, *spaces.obs_shape)
+    obs, next_obs = obs if spaces.obs_kind == "vector" else (50 * obs).abs().to(torch.uint8)
     return {
-        "obs": torch.randn(count, spaces.obs_dim), "actions": actions, "rewards": torch.randn(count),
-        "next_obs": torch.randn(count, spaces.obs_dim), "terminated": ends, "truncated": torch.zeros_like(ends),
+        "obs": obs, "actions": actions, "rewards": torch.randn(count),
+        "next_obs": next_obs, "terminated": ends, "truncated": torch.zeros_like(ends),
         "dones": ends.float(), "discounts": torch.where(ends, 0.0, 0.99), "indices": torch.arange(count),
     }  # fmt: skip
 
@@ -95,6 +98,7 @@ CASES: dict[str, Case] = {
     ),
     "ppo": (CHEETAH, rollout, EPOCHS), "appo": (CHEETAH, rollout, EPOCHS | {"minibatch_size": 4 * ROWS}),
     **dict.fromkeys(("a2c", "impala", "trpo"), (CHEETAH, rollout, ON_POLICY)), "gail": (CHEETAH, rollout, EPOCHS),
+    "dqn of images": (ATARI, replay, {"hidden_sizes": (512,), "batch_size": 32}),
     "dreamer": (CHEETAH, windows, {"size": "xs", "batch_size": 16, "sequence_length": 32}),
 }  # fmt: skip
 
@@ -104,7 +108,7 @@ class Learner:
 
     def __init__(self, name: str, device: str, how: str, phase: str = "policy") -> None:
         spaces, make_batch, chosen = CASES[name]
-        spec = get_algorithm_spec(name)
+        spec = get_algorithm_spec(name.partition(" ")[0])
         fields = spec.params.model_fields
         params = read_params(spec.params, {key: value for key, value in chosen.items() if key in fields})
         self.algorithm = build_algorithm(spec, params, spaces, seed=1, device=device)

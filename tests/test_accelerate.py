@@ -24,8 +24,9 @@ from rl_training.collect import behaviour
 from rl_training.collect.behaviour import Behaviour
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime.device_choice import choose_acceleration
 from rl_training.runtime.restoring import change_config
-from rl_training.runtime.session import choose_acceleration, fit_ranks, open_session
+from rl_training.runtime.session import fit_ranks, open_session
 from rl_training.runtime.workflows import train
 from test_capture import Recorded, RecordedOnHost
 

@@ -368,6 +368,8 @@ LEARNS, COLLECTS = {"environment": 0.1, "learn": 0.9}, {"environment": 0.5, "lea
         (COLLECTS, {}, False, {"num_envs=8 (other batches)", "vectorization=device"}),
         (COLLECTS, {"algo": "dqn", "algo_kwargs": {}, "vectorization": "sync"}, False,
          {"num_envs=8", "vectorization=device", "vectorization=async"}),
+        ({"rollout on the device": 1.0}, {"vectorization": "device"}, False,
+         {"num_envs=8 (other batches)", "vectorization=auto"}),
         (COLLECTS, {"algo": "bc", "algo_kwargs": {}}, False, set()),
     ],
 )  # fmt: skip

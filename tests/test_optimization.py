@@ -63,7 +63,7 @@ def test_steps_are_those_of_torch(kind: str, max_grad_norm: float | None) -> Non
     assert_same_parameters(ours, theirs)
 
 
-@pytest.mark.parametrize("count", [1, 1_023, 1_025, 40_000, 140_007])
+@pytest.mark.parametrize("count", [1, 1_023, 1_025, 40_000, 140_007, 2**21])
 def test_pieces_of_parameters_are_all_of_them_and_few(count: int) -> None:
     flat = torch.arange(count)
     pieces = split_evenly(flat)
@@ -71,6 +71,7 @@ def test_pieces_of_parameters_are_all_of_them_and_few(count: int) -> None:
     assert len(pieces) <= 32
     assert all(piece.storage_offset() % 4 == 0 for piece in pieces)
     assert max(map(len, pieces)) <= max(1_024, count / 32 + 4)
+    assert len(split_evenly(torch.zeros(2**21 + 1))) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from resume_cases import SPECS, assert_same, tiny
+from rl_training.errors import UserError
 from rl_training.runtime import threads
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
@@ -76,6 +77,17 @@ def test_a_run_does_not_see_that_it_was_measured(algo: str, taken: dict[int, flo
     assert_same(measured, told)
     assert torch.equal(before[0], torch.get_rng_state())
     assert np.array_equal(before[1], np.random.get_state()[1])  # type: ignore[arg-type]
+
+
+def test_too_little_memory_to_measure_in_is_said_in_a_sentence(
+    taken: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr(threads, "make_up_experience", fail)
+    with pytest.raises(UserError, match=r"^num_envs is \d+; the experience to store does not fit here: Unable to "):
+        open_session(tiny("ppo", tmp_path, kwargs=WIDE))
 
 
 @pytest.mark.parametrize("algo", MEASURED)

@@ -21,6 +21,7 @@ Backward = Callable[..., Gradients]
 PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
 MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # of parameters on a GPU, and numbers in each
+BLOCK = 65_536  # numbers that Adam's kernel gives to one of a GPU's processors, or one tensor if that is shorter
 
 
 def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], Tensor]:
@@ -51,7 +52,13 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def split_evenly(flat: Tensor) -> tuple[Tensor, ...]:
-    """[P] in pieces that start where a GPU can load four numbers at once."""
+    """[P] in pieces that start where a GPU can load four numbers at once; whole if it has a block for each of them.
+
+    On an H200 Adam's step of 140,000 parameters takes 27 microseconds in one piece and 5 in 32, of 10 million 77 and
+    106.
+    """
+    if len(flat) > MOST_PIECES * BLOCK:
+        return (flat,)
     size = max(LEAST_PIECE, -(-len(flat) // MOST_PIECES))
     return flat.split(-(-size // ALIGNED) * ALIGNED)
 
@@ -167,7 +174,6 @@ class Optimizer(nn.Module):
             steps = self.steps
             steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
             tensors = self.flat, grad, self.mean, self.square
-            # the kernel gives each tensor to one of a GPU's hundred processors, or to a few
             params, grads, means, squares = [(x,) if grad.is_cpu else split_evenly(x) for x in tensors]
             torch._fused_adam_(
                 params, grads, means, squares, [], [steps] * len(params),

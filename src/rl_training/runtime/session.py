@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.device_choice import ACCELERATED, choose_acceleration, choose_device
 from rl_training.runtime.own_network import resolve_network
 from rl_training.runtime.params import Params, check_schedules, dump_params, read_params
 from rl_training.runtime.ranks import Ranks
@@ -40,16 +40,10 @@ from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_alg
 from rl_training.runtime.threads import choose_threads, fastest, time_updates
 
 LANES_OF_RANKS = ("rollout", "replay")
-WIDEST_ON_CPU, WIDEST_CAPTURED, MOST_MEMBERS_ON_CPU = 256, 128, 2
 ANY_ORDER = (
     "worker_order is first: what is learned depends on which workers are fast, so this run is not a function of its "
     "seed, and a resume is not exact"
 )
-ACCELERATED = {
-    "graph": "each gradient step is captured once as a CUDA graph and replayed",
-    "compile": "each gradient step is compiled in its first calls, which take a minute or so",
-}
-COMPILERS = ("c++", "g++", "clang++", "cl")
 UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
 
 
@@ -112,12 +106,14 @@ def open_session(
     params = params.settle(recipe, spaces, config.seed)
     check_loggers(config)
     check_backend(config, spec, params)
-    asked, config = config, resolve(config, params, recipe, spaces, ranks)
+    asked, (device, why) = config, choose_device(config, params, spaces)
+    config = resolve(config.model_copy(update={"device": device}), params, recipe, spaces, ranks)
     times: dict[int, float] = {}
     alone = ranks.count == 1 and not config.has_workers  # other processes do not run yet, so timing would miss them
     if restored is None and asked.threads == "auto" and config.device == "cpu" and alone:
         build = partial(build_algorithm, spec, spaces=spaces, seed=config.seed, device="cpu")
-        times = time_updates(spec, params, spaces, recipe, config.num_envs, int(config.threads), build)
+        with experience_fits(config):
+            times = time_updates(spec, params, spaces, recipe, config.num_envs, int(config.threads), build)
         config = config.model_copy(update={"threads": fastest(times)}) if times else config
     torch.set_num_threads(int(config.threads))
     keep_freed_memory()
@@ -139,7 +135,7 @@ def open_session(
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
         resets = config.vectorization == "native"
         context = StoreContext(params, spaces, config.num_envs, seed, config.device, recipe, rng, resets)
-        try:
+        with experience_fits(config):
             store = spec.store(context)
             check_schedules(spec.name, params, algorithm, store)
             collector: Collector = NoCollector()
@@ -151,12 +147,7 @@ def open_session(
                     collector = DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
                 else:
                     collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
-        except MemoryError as error:
-            what = "the experience to store does not fit here"
-            raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
-    notes = [f"warning: {problem.sentence()}" for problem in problems]
-    if asked.device == "auto" and torch.cuda.is_available():
-        notes.append(choose_device(asked, params, spaces)[1])
+    notes = [f"warning: {problem.sentence()}" for problem in problems] + ([why] if why else [])
     if config.accelerate != "none":
         left_out = f", but not {algorithm.eager_part}" if algorithm.eager_part else ""
         auto = " auto is" if asked.accelerate == "auto" else ""
@@ -245,6 +236,16 @@ def closed_on_error(opened: Any) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def experience_fits(config: TrainConfig) -> Iterator[None]:
+    """Refuse more experience than there is memory for."""
+    try:
+        yield
+    except MemoryError as error:
+        what = "the experience to store does not fit here"
+        raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
+
+
 def describe_machine(config: TrainConfig) -> dict[str, str]:
     """What the arithmetic of a run depends on besides its config."""
     return {
@@ -284,8 +285,6 @@ def resolve(
 ) -> TrainConfig:
     """The config with every `auto` decided (some only where the spaces are known) and every default spelled out."""
     device = config.device
-    if device == "auto" and spaces is not None:
-        device, _ = choose_device(config, params, spaces)
     if device.startswith("cuda") and ranks is not None and ranks.count > 1:
         device = f"cuda:{ranks.local_rank}"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -303,46 +302,6 @@ def resolve(
         "accelerate": config.accelerate if spaces is None else choose_acceleration(config, params, device),
     }  # fmt: skip
     return config.model_copy(update={**decided, "algo_kwargs": dump_params(params), "env_kwargs": env_kwargs})
-
-
-def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tuple[str, str]:
-    """The GPU if there is one and it pays off, otherwise the CPU; and a sentence on why.
-
-    On a GPU, a small network spends its time on launches, not arithmetic: PPO with 8 CartPoles does 43,000 steps/s
-    on a CPU and 900 on a GPU. A GPU pays off for images, wide layers, many networks side by side, rollouts that stay
-    there, and captured updates: a replay learner with 256 units does 1,900 per second on an H200 and 130 on a core,
-    one with 128 units 4,000 and 2,200.
-    """
-    captures, lane = config.accelerate != "none", get_algorithm_spec(config.algo).lane
-    members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
-    widest = WIDEST_CAPTURED if captures and lane == "replay" else WIDEST_ON_CPU
-    pays = {
-        "images": spaces.obs_kind != "vector", f"layers of {params.widest_layer} units": params.widest_layer > widest,
-        f"{members} networks side by side": members > MOST_MEMBERS_ON_CPU,
-        "captured updates of many steps": captures and getattr(params, "capture", False),
-        "rollouts on the device": config.vectorization == "device" and lane == "rollout",
-        "captured updates": config.accelerate == "graph",
-    }  # fmt: skip
-    reason = next((name for name, is_so in pays.items() if is_so), None)
-    if torch.cuda.is_available() and reason is not None:
-        return "cuda", f"device auto is the GPU: {reason} learn faster there than on the CPU (device: cpu takes it)"
-    small = f"layers of at most {widest} units on vectors learn faster there than on the GPU"
-    return "cpu", f"device auto is the CPU: {small} (device: cuda takes it)"
-
-
-def choose_acceleration(config: TrainConfig, params: Params, device: str) -> str:
-    """Graphs on a GPU and plain calls on a CPU, unless the config says otherwise; refuses what is impossible."""
-    asked, captures = config.accelerate, device.startswith("cuda")
-    has_steps = bool(get_algorithm_spec(config.algo).learner.steps) and getattr(params, "capture", True)
-    if asked in ("auto", "none"):
-        return "graph" if asked == "auto" and captures and has_steps else "none"
-    if not has_steps:
-        raise UserError(f"accelerate is {asked!r}, but {config.algo} has no steps for it; it must be auto or none.")
-    if asked == "graph" and not captures:
-        raise UserError(f"accelerate is 'graph', but device is {device!r}; there it must be auto, none or compile.")
-    if asked == "compile" and not (os.environ.get("CXX") or any(map(shutil.which, COMPILERS))):
-        raise UserError("accelerate is 'compile', which needs a C++ compiler such as g++; it must be auto or none.")
-    return asked
 
 
 def choose_workers(config: TrainConfig) -> int | str:

@@ -174,8 +174,7 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
     if spec.steps_environments and result.share("environment", "act", "rollout on the device") >= MUCH:
         more = MANY_TIMES * config.num_envs
         tried[f"num_envs={more}{' (other batches)' * (spec.lane == 'rollout')}"] = {"num_envs": more}
-        kind = config.vectorization
-        others = {"sync": ("device", "async"), "native": ("device",), "async": ("device",)}.get(kind, ())
+        others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
         tried |= {f"vectorization={name}": {"vectorization": name} for name in others}
     return tried
 
