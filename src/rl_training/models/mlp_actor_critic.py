@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rl_training.algorithms.ops.autograd import differentiate
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
 from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
@@ -117,9 +118,9 @@ class MLPActorCritic(nn.Module):
             if isinstance(policy, Categorical):
                 on_outputs = policy.gradient(actions, on_logprobs, on_entropy)
             elif on_entropy is None:
-                on_outputs, *on_log_std = torch.autograd.grad(logprobs, leaves, on_logprobs)
+                on_outputs, *on_log_std = differentiate([logprobs], [on_logprobs], leaves)
             else:
-                on_outputs, *on_log_std = torch.autograd.grad((logprobs, entropy), leaves, (on_logprobs, on_entropy))
+                on_outputs, *on_log_std = differentiate([logprobs, entropy], [on_logprobs, on_entropy], leaves)
             on_networks = backward(on_outputs, on_values.unsqueeze(-1))
             return [*on_log_std, *on_networks] if on_log_std else on_networks
 
@@ -131,7 +132,7 @@ class MLPActorCritic(nn.Module):
         if traced is not None:
             return traced[0][0].squeeze(-1), lambda slopes: traced[1](slopes.unsqueeze(-1))
         values, parameters = self.values_of(features), list(self.critic.parameters())
-        return values.detach(), lambda slopes: torch.autograd.grad(values, parameters, slopes)
+        return values.detach(), lambda slopes: differentiate([values], [slopes], parameters)
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """What the policy depends on, the encoder included."""
