@@ -124,7 +124,7 @@ def main() -> None:
     """Every part on its own, so that one that fails does not hide the others."""
     found: dict[str, Any] = {"torch": torch.__version__, **vars(GIVEN)}
     with tempfile.TemporaryDirectory() as folder:
-        parts: dict[str, Any] = {"solve 1024": lambda: solve(1024, folder)} if GIVEN.solve else {}
+        parts: dict[str, Any] = {f"solve {envs}": lambda n=envs: solve(n, folder) for envs in GIVEN.solve}
         for algo in GIVEN.algos:
             for envs in GIVEN.envs:
                 name = f"{algo} {envs}"
@@ -139,7 +139,7 @@ def main() -> None:
             except Exception:
                 print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], f"device_envs_{GIVEN.accelerate}.json").write_text(json.dumps(found, indent=1))
+        Path(os.environ["OUT"], f"device_envs_{GIVEN.accelerate}_{GIVEN.precision}.json").write_text(json.dumps(found, indent=1))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -151,10 +151,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--accelerate", default="auto")
     parser.add_argument("--normalize", action="store_true", help="observations and rewards, as runs do by default")
-    parser.add_argument("--solve", action="store_true", help="seconds to an evaluation of 475")
+    parser.add_argument("--precision", default="highest", help="of products, as torch.set_float32_matmul_precision")
+    parser.add_argument("--solve", type=int, nargs="*", default=[], help="environments; seconds to 475")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     GIVEN = read_arguments()
+    torch.set_float32_matmul_precision(GIVEN.precision)
     main()
