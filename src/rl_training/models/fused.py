@@ -43,7 +43,9 @@ def _write(at, values, rows, columns, num_rows, num_columns):
 def _hidden(x, weight, bias, TANH: tl.constexpr, PRECISION: tl.constexpr):
     """One layer with its activation; the weight is [in, out]."""
     y = tl.dot(x, weight, input_precision=PRECISION) + bias[None, :]
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * y)) if TANH else tl.maximum(y, 0.0)
+    if TANH:
+        return 1.0 - 2.0 / (1.0 + tl.exp2(2.8853900817779268 * y))  # e^2y: a power of two takes fewer instructions
+    return tl.maximum(y, 0.0)
 
 
 @triton.jit
