@@ -56,6 +56,7 @@ def settings(algo: str, num_envs: int, **others: Any) -> dict[str, Any]:
     wrappers = dict.fromkeys(("normalize_observation", "normalize_reward"), GIVEN.normalize)
     said = {"env_id": "CartPole-v1", "env_kwargs": {"wrappers": wrappers}, "vectorization": "device"}
     said |= {"device": GIVEN.device, "accelerate": GIVEN.accelerate, "num_envs": num_envs, "loggers": []}
+    said["matmul_precision"] = GIVEN.precision
     return {"algo": algo, **said, "eval_episodes": 0, **others, "algo_kwargs": known}
 
 
@@ -139,7 +140,8 @@ def main() -> None:
             except Exception:
                 print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], f"device_envs_{GIVEN.accelerate}_{GIVEN.precision}.json").write_text(json.dumps(found, indent=1))
+        name = f"device_envs_{GIVEN.accelerate}_{GIVEN.precision}.json"
+        Path(os.environ["OUT"], name).write_text(json.dumps(found, indent=1))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -151,12 +153,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--accelerate", default="auto")
     parser.add_argument("--normalize", action="store_true", help="observations and rewards, as runs do by default")
-    parser.add_argument("--precision", default="highest", help="of products, as torch.set_float32_matmul_precision")
+    parser.add_argument("--precision", default="highest", help="matmul_precision")
     parser.add_argument("--solve", type=int, nargs="*", default=[], help="environments; seconds to 475")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     GIVEN = read_arguments()
-    torch.set_float32_matmul_precision(GIVEN.precision)
     main()

@@ -154,7 +154,8 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
 
 
 class Breaks(Callback):
-    """After two updates: a signal, a NaN, a reward on the device that is one, an environment that raises, or one that gets the signal and never returns."""
+    """After two updates: a signal, a NaN, a reward on the device that is one, an environment that raises, or one that
+    gets the signal and never returns."""
 
     def __init__(self, how: str) -> None:
         self.how = how

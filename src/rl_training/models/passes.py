@@ -7,7 +7,7 @@ functions of its outputs by parameters or inputs, once or twice. Where a loss gi
 no graph at all (`trace`). What has no written-out form (other activations, LayerNorm, noise, a GPU) goes through
 autograd; the tests compare the two.
 
-On a GPU, two hidden layers of at most 64 units on many rows run as one kernel per direction (`models/fused.py`).
+On a GPU, two hidden layers of at most 64 units on many rows run as one kernel per direction (`models/kernels/mlp.py`).
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
 
 def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[list[Tensor], Backward]:
     """`trace` by kernels."""
-    from rl_training.models.fused import mlp_backward, mlp_forward
+    from rl_training.models.kernels.mlp import mlp_backward, mlp_forward
 
     parameters, is_tanh = [_parameters(network) for network in networks], nn.Tanh in map(type, networks[0])
     every = [p for own in parameters for p in own]
