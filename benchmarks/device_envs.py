@@ -56,6 +56,7 @@ def settings(algo: str, num_envs: int, **others: Any) -> dict[str, Any]:
     wrappers = dict.fromkeys(("normalize_observation", "normalize_reward"), GIVEN.normalize)
     said = {"env_id": "CartPole-v1", "env_kwargs": {"wrappers": wrappers}, "vectorization": "device"}
     said |= {"device": GIVEN.device, "accelerate": GIVEN.accelerate, "num_envs": num_envs, "loggers": []}
+    said["matmul_precision"] = GIVEN.precision
     return {"algo": algo, **said, "eval_episodes": 0, **others, "algo_kwargs": known}
 
 
@@ -124,7 +125,7 @@ def main() -> None:
     """Every part on its own, so that one that fails does not hide the others."""
     found: dict[str, Any] = {"torch": torch.__version__, **vars(GIVEN)}
     with tempfile.TemporaryDirectory() as folder:
-        parts: dict[str, Any] = {"solve 1024": lambda: solve(1024, folder)} if GIVEN.solve else {}
+        parts: dict[str, Any] = {f"solve {envs}": lambda n=envs: solve(n, folder) for envs in GIVEN.solve}
         for algo in GIVEN.algos:
             for envs in GIVEN.envs:
                 name = f"{algo} {envs}"
@@ -139,7 +140,8 @@ def main() -> None:
             except Exception:
                 print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
     if "OUT" in os.environ:
-        Path(os.environ["OUT"], f"device_envs_{GIVEN.accelerate}.json").write_text(json.dumps(found, indent=1))
+        name = f"device_envs_{GIVEN.accelerate}_{GIVEN.precision}.json"
+        Path(os.environ["OUT"], name).write_text(json.dumps(found, indent=1))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -151,7 +153,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--accelerate", default="auto")
     parser.add_argument("--normalize", action="store_true", help="observations and rewards, as runs do by default")
-    parser.add_argument("--solve", action="store_true", help="seconds to an evaluation of 475")
+    parser.add_argument("--precision", default="highest", help="matmul_precision")
+    parser.add_argument("--solve", type=int, nargs="*", default=[], help="environments; seconds to 475")
     return parser.parse_args()
 
 

@@ -160,9 +160,8 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     if config.execution_backend == "local_sync":
         del plain["num_workers"]  # nobody reads it
     # as it was before they came
-    for name, before in (("worker_order", "fixed"), ("max_policy_lag", None), ("eval_max_steps", None)):
-        if plain[name] == before:
-            del plain[name]
+    before = {"worker_order": "fixed", "max_policy_lag": None, "eval_max_steps": None, "matmul_precision": "highest"}
+    plain = {name: value for name, value in plain.items() if name not in before or value != before[name]}
     if said := plain["env_kwargs"].pop("wrappers", None):  # what is off is off, whether or not it is said
         said = {name: value for name, value in said.items() if value is not False} or None
     plain["env_kwargs"] |= {} if said is None else {"wrappers": said}

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, before anything imports it
 
 
 @pytest.fixture(autouse=True)

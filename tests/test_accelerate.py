@@ -75,7 +75,7 @@ def test_captured_steps_learn_what_plain_ones_learn(algo: str) -> None:
     for name, tensor in tensors_of(plain).items():
         assert torch.equal(tensor, tensors_of(captured)[name]), name
     learners: list[Any] = [module for module in captured.modules() if isinstance(module, Algorithm)]
-    steps = [getattr(learner, name) for learner in learners for name in learner.steps]
+    steps = [getattr(learner, name) for learner in learners for name in learner.graphs or learner.steps]
     assert steps
     assert all(sum(step.replays) for step in steps)
 
@@ -86,7 +86,8 @@ def test_captured_steps_read_numbers_that_move(algo: str) -> None:
     plain, captured = (learn(algo, moves=True, accelerates=accelerates) for accelerates in (False, True))
     for name, tensor in tensors_of(plain).items():
         torch.testing.assert_close(tensors_of(captured)[name], tensor, rtol=1e-3, atol=1e-5)
-    assert all(sum(getattr(captured, name).replays) for name in captured.steps)  # they make no other signature
+    names = captured.graphs or captured.steps
+    assert all(sum(getattr(captured, name).replays) for name in names)  # they make no other signature
 
 
 def record_inputs(algo: str) -> tuple[Algorithm, dict[tuple[Algorithm, str], tuple[Any, ...]]]:
@@ -252,6 +253,18 @@ def test_a_run_keeps_and_says_what_was_chosen_and_its_resume_takes_it(
     resumed = stop_and_resume(tiny("sac", tmp_path / "two", **settings), 60)
     assert yaml.safe_load((resumed.run_dir / "config.yaml").read_text())["accelerate"] == "graph"
     assert_same(*(load_checkpoint(result.checkpoint_path)["algorithm"] for result in (whole, resumed)))
+
+
+def test_the_precision_of_products_is_set_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+    open_session(tiny("ppo", Path("unused"), matmul_precision="high")).close()
+    assert said == []
+    monkeypatch.setattr("rl_training.runtime.session.build_algorithm", lambda *_, **__: pytest.fail("not so far"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(pytest.fail.Exception, match="not so far"):
+        open_session(tiny("ppo", Path("unused"), matmul_precision="high", device="cuda"))
+    assert said == ["high"]
 
 
 def test_a_run_that_goes_on_on_another_device_chooses_again() -> None:

@@ -231,6 +231,15 @@ def test_the_state_comes_back_with_everything_in_it() -> None:
     assert np.array_equal(third.step(actions[0]).obs, going_on[0].obs)
 
 
+def test_a_resume_on_another_kind_of_device_is_said_not_to_be_exact() -> None:
+    session, again = open_rollouts(Walk), open_rollouts(Walk)
+    take_rollout(session)
+    stored: Any = session.collector.state_dict()
+    stored["stepper"]["engine"]["device"] = "cuda"
+    said = "mine did not replay to the stored random generator, so this resume is not exact."
+    assert again.collector.load_state_dict(stored) == [said]
+
+
 @pytest.mark.parametrize(
     "space",
     [
@@ -352,6 +361,7 @@ def test_a_rollout_writes_where_the_last_one_was() -> None:
     take_rollout(session)
     collector.abandon()
     take_rollout(session)
+    collector.engine.step(np.zeros(5, dtype=np.int64))
     collector.load_state_dict(collector.state_dict())
     assert addresses() == before
 

@@ -130,6 +130,8 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
         config = tiny(algo, folder, num_envs=2, kwargs={"eval_interval": 64, **kwargs}, **fields)
         whole = train(config, console=False)
         assert whole.metrics["global_step"] == 128
+        seen = ranks.union([whole.metrics.get("episode_return_mean")])
+        assert seen[0] == seen[1], "the ranks know other episodes"
         stopped = train(config, callbacks=[StopAt(70)] if ranks.rank else [], console=False)
         assert stopped.metrics["stop_reason"] == "callback"
         resumed = resume_training(stopped.checkpoint_path, console=False)
@@ -152,7 +154,8 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
 
 
 class Breaks(Callback):
-    """After two updates: a signal, a NaN, an environment that raises, or one that gets the signal and never returns."""
+    """After two updates: a signal, a NaN, a reward on the device that is one, an environment that raises, or one that
+    gets the signal and never returns."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -166,8 +169,12 @@ class Breaks(Callback):
         elif self.how == "nan":
             learn = learner.learn
             learner.learn = lambda batch: learn({**batch, "rewards": batch["rewards"] * math.nan})
-        elif self.how == "stall":
+        elif self.how == "reward":
             collector: Any = run.session.collector
+            roll = collector._roll
+            collector._roll = lambda noise: roll(noise) * math.nan
+        elif self.how == "stall":
+            collector = run.session.collector
             collector.stepper.engine.step = stall
         else:
             run.session.collector.interrupt(EnvironmentFailure("it broke"))
@@ -196,6 +203,9 @@ def check_ends(ranks: TorchRanks, folder: Path) -> None:
         result = train(config, callbacks=callbacks("stall"), console=False)
     state = load_checkpoint(result.checkpoint_path)
     assert (result.metrics["stop_reason"], state["run"]["step"], state["run"]["abandoned"]) == ("SIGTERM", 64, True)
+    on_device = config.model_copy(update={"vectorization": "device"})
+    with pytest.raises(EnvironmentFailure, match="returned a reward or an observation"):
+        train(on_device, callbacks=callbacks("reward"), console=False)
     with pytest.raises(TrainingFailure, match="not finite"):
         train(config, callbacks=callbacks("nan"), console=False)
     config = tiny("dqn", folder, num_envs=2, total_timesteps=128, eval_episodes=0)

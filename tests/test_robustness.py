@@ -172,6 +172,7 @@ MEANT: dict[str, tuple[Any, ...]] = {
     "execution_backend": ("spark", "", "LOCAL_SYNC"),
     "device": ("gpu", "5", "cuda:", "cuda:-1", "cuda:x", "cuda:²", "cuda:99999", "CPU", "", "cpu:0"),
     "accelerate": ("graph", "cuda_graph", "", "true"),
+    "matmul_precision": ("medium", "tf32", ""),
     "threads": (0, -1, 1025, "all", 1.5),
     "vectorization": ("threads",),
 }  # fmt: skip

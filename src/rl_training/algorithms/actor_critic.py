@@ -13,6 +13,8 @@ from rl_training.algorithms.ops.policy import approx_kl
 from rl_training.algorithms.ops.returns import gae
 from rl_training.algorithms.optimization import Backward, Optimizer
 
+MOST_NUMBERS = 16  # per row, taken one by one on a GPU, whose `index_select` spends a block of threads on a row
+
 
 class RewardScale(nn.Module):
     """Rewards divided by the running deviation of the discounted return, then clipped; no mean is subtracted."""
@@ -174,7 +176,14 @@ def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
 
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:
     """The given rows of every tensor."""
-    return {name: value.index_select(0, index) for name, value in rows.items()}
+    return {name: _select(value, index) for name, value in rows.items()}
+
+
+def _select(x: Tensor, index: Tensor) -> Tensor:
+    if x.is_cpu or x.dim() != 2 or x.shape[1] > MOST_NUMBERS:
+        return x.index_select(0, index)
+    columns = torch.arange(x.shape[1], device=x.device)
+    return x.take(torch.add(columns, index.unsqueeze(1), alpha=x.shape[1]))
 
 
 def normalize(x: Tensor, weights: Tensor | None = None, ranks: Any = None) -> Tensor:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_training.algorithms.bounds import check_bounds
-from rl_training.algorithms.capture import Numbers, accelerate_step
+from rl_training.algorithms.capture import Numbers, capture_step
 from rl_training.algorithms.optimization import Optimizer
 
 Batch = Mapping[str, Tensor]
@@ -60,7 +60,8 @@ class Algorithm(nn.Module):
 
     ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
     synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
-    steps: tuple[str, ...] = ()  # methods that `accelerate` may capture or compile (see `CapturedStep`)
+    steps: tuple[str, ...] = ()  # methods that `accelerate` may compile, and capture (see `CapturedStep`)
+    graphs: tuple[str, ...] = ()  # methods that call the steps and are captured instead of them, where there are such
     eager_part: ClassVar[str] = ""  # the part of an update that they leave out, in words
 
     def __new__(cls, *_: Any, **arguments: Any) -> Any:
@@ -124,8 +125,10 @@ class Algorithm(nn.Module):
         """Run the `steps` as CUDA graphs ("graph"), or compiled ("compile": on a GPU inside graphs)."""
         for learner in [module for module in self.modules() if isinstance(module, Algorithm)]:
             learner.numbers.device = learner.device
-            for name in learner.steps:
-                setattr(learner, name, accelerate_step(getattr(learner, name), how, learner.numbers))
+            for name in learner.steps if how == "compile" else ():
+                setattr(learner, name, torch.compile(getattr(learner, name), dynamic=False))
+            for name in learner.graphs or learner.steps:
+                setattr(learner, name, capture_step(getattr(learner, name), learner.numbers))
             for optimizer in learner._optimizers.values() if how == "compile" else ():
                 optimizer.apply_gradients = torch.compiler.disable(optimizer.apply_gradients)  # type: ignore[method-assign]
 

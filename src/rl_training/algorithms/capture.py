@@ -56,11 +56,9 @@ class Numbers(dict[str, Any]):
             self[name] = value
 
 
-def accelerate_step(step: Step, how: str, numbers: Numbers) -> Step:
-    """The step, compiled if `how` is "compile", and captured if the numbers' device can capture."""
-    function = torch.compile(step, dynamic=False) if how == "compile" else step
-    captures = numbers.device is not None and numbers.device.type in CAPTURING
-    return CapturedStep(function, numbers) if captures else function
+def capture_step(step: Step, numbers: Numbers) -> Step:
+    """The step, captured if the numbers' device can capture."""
+    return CapturedStep(step, numbers) if numbers.device is not None and numbers.device.type in CAPTURING else step
 
 
 class CapturedStep:

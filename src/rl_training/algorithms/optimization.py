@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
-from torch.autograd.graph import _engine_run_backward
 
+from rl_training.algorithms.ops.autograd import differentiate
 from rl_training.errors import UserError
 
 Gradients = Sequence[Tensor | None]
@@ -126,12 +126,7 @@ class Optimizer(nn.Module):
 
     def step(self, loss: Tensor) -> Tensor:
         """Differentiate a loss, clip, and move the parameters; returns the gradient norm before clipping."""
-        # torch.autograd.grad without its checks, which take as long as a small loss's own backward pass
-        return self.apply_gradients(
-            _engine_run_backward(
-                (loss,), (self._one,), False, False, self._params, allow_unreachable=True, accumulate_grad=False
-            )
-        )
+        return self.apply_gradients(differentiate((loss,), (self._one,), self._params))
 
     def trace(self, network: Any, *inputs: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Backward]:
         """Outputs of a network, or of its method `call`, without a graph, and a function from a loss's slopes there to
@@ -145,7 +140,7 @@ class Optimizer(nn.Module):
         def backward(*slopes: Tensor | None) -> Gradients:
             given = [pair for pair in zip(tensors, slopes, strict=True) if pair[1] is not None]
             outputs, on_outputs = zip(*given, strict=True)
-            return torch.autograd.grad(outputs, self._params, on_outputs, allow_unused=True)
+            return differentiate(outputs, on_outputs, self._params)
 
         detached = [tensor.detach() for tensor in tensors]
         return detached[0] if isinstance(outputs, Tensor) else type(outputs)(*detached), backward

@@ -6,7 +6,6 @@ advantages normalized per minibatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ class PPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
     steps = ("minibatch_step",)
+    graphs = ("epoch_step",)
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
@@ -62,29 +62,28 @@ class PPO(ActorCriticAlgorithm):
         grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         return torch.stack([*losses.values(), grad_norm])
 
-    def minibatches(self, rows: Batch) -> Iterator[dict[str, Tensor]]:
-        """The rows once, shuffled, in pieces of `minibatch_size`; a last piece of one row is dropped."""
-        count = len(rows["advantages"])
+    def epoch_step(self, rows: Batch, order: Tensor) -> Tensor:
+        """A gradient step on each `minibatch_size` rows in the given order; a last piece of one row is dropped.
+
+        Returns the steps' metrics [S, 7].
+        """
+        count, shuffled = len(order), select_rows(rows, order)
         size = min(self.minibatch_size or count, count)
-        order = torch.randperm(count, generator=self.generator, device=rows["advantages"].device)
-        shuffled = select_rows(rows, order)
-        for start in range(0, count, size):
-            if start == 0 or count - start > 1:
-                yield {name: value[start : start + size] for name, value in shuffled.items()}
+        starts = [start for start in range(0, count, size) if start == 0 or count - start > 1]
+        pieces = ({name: value[start : start + size] for name, value in shuffled.items()} for start in starts)
+        return torch.stack([self.minibatch_step(piece) for piece in pieces])
 
     def learn(self, batch: Batch) -> UpdateResult:
         """`update_epochs` passes over the rollout, ended early when an epoch's mean KL passes 1.5 `target_kl`."""
         rows = self.rows(batch)
-        steps: list[Tensor] = []
+        advantages, epochs = rows["advantages"], []
         for _ in range(self.update_epochs):
-            before = len(steps)
-            for minibatch in self.minibatches(rows):
-                steps.append(self.minibatch_step(minibatch))
-            if self.target_kl is not None:
-                kl = self.joint(torch.stack(steps[before:])[:, 4].mean())
-                if kl > 1.5 * self.target_kl:
-                    break
+            order = torch.randperm(len(advantages), generator=self.generator, device=advantages.device)
+            epochs.append(self.epoch_step(rows, order))
+            if self.target_kl is not None and self.joint(epochs[-1][:, 4].mean()) > 1.5 * self.target_kl:
+                break
         self.move_normalizers(rows)
+        steps = torch.cat(epochs)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
-        metrics = dict(zip(names, torch.stack(steps).mean(0).unbind(), strict=True))
+        metrics = dict(zip(names, steps.mean(0).unbind(), strict=True))
         return UpdateResult(metrics, num_gradient_steps=len(steps))

@@ -24,8 +24,9 @@ class DeviceCollector(LocalCollector):
     """A `LocalCollector` whose experience is tensors on the learner's device.
 
     A rollout is a function of noise that is drawn before it, so that on a GPU it is one CUDA graph; with `accelerate`
-    "compile" its steps are compiled. Finished episodes are counted in `sums` on the device: how many, their returns
-    and lengths, and a NaN where something was not finite.
+    "compile" its steps are compiled. Finished episodes are counted on the device: how many, their returns and lengths,
+    and a NaN where something was not finite; those of this rollout in the experience's `totals`, which several ranks
+    average, and earlier ones in `sums`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class DeviceCollector(LocalCollector):
             for name, (shape, dtype) in layout.arrays().items()
         }
         super().__init__(actor, stepper, Experience(layout, arrays), lag)
+        self.experience.totals = torch.zeros(4, dtype=torch.float64, device=device)
         self.returns = torch.zeros(layout.num_envs, dtype=torch.float64, device=device)  # of the current episodes
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.means: dict[str, float] = {}
@@ -64,12 +66,13 @@ class DeviceCollector(LocalCollector):
             choices.normal_(generator=generator)
         else:
             choices.exponential_(generator=generator).log_().neg_()
+        self.sums += experience.totals
         with torch.no_grad():
-            self.sums += self._roll({"choices": choices, "resets": resets, "steps": steps})
+            experience.totals.copy_(self._roll({"choices": choices, "resets": resets, "steps": steps}))
         experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
 
     def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
-        """Fill the experience; returns what is added to `sums`."""
+        """Fill the experience; returns its `totals`."""
         engine, env = self.engine, self.engine.env
         steps, count = noise["resets"].shape[:2]
         begun = tree_map(lambda x: x.reshape(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
@@ -117,7 +120,7 @@ class DeviceCollector(LocalCollector):
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
         """Mean return and length of the episodes that ended since the last call, or the last known means."""
-        count, returns, lengths, finite = self.sums.tolist()
+        count, returns, lengths, finite = (self.sums + self.experience.totals).tolist()
         if math.isnan(finite):
             raise EnvironmentFailure.not_finite(self.stepper.spaces.env_id, "a reward or an observation")
         means = self.means
@@ -125,8 +128,12 @@ class DeviceCollector(LocalCollector):
             means = {"episode_return_mean": returns / count, "episode_length_mean": lengths / count}
         if not last:
             self.means = means
-            self.sums.zero_()
+            self._forget_episodes()
         return dict(means)
+
+    def _forget_episodes(self) -> None:
+        self.sums.zero_()
+        self.experience.totals.zero_()
 
     def abandon(self) -> None:
         """Discard the current episodes and start new ones."""
@@ -140,13 +147,16 @@ class DeviceCollector(LocalCollector):
             stepper.obs, stepper.returns = self.engine.look(), self.returns.cpu().numpy()
             stepper.lengths = self.engine.ages.cpu().numpy().astype("int64")
             stepper.is_first = stepper.lengths == 0
-        return super().state_dict() | {"finished": {"sums": self.sums.clone(), "means": dict(self.means)}}
+        return super().state_dict() | {
+            "finished": {"sums": self.sums + self.experience.totals, "means": dict(self.means)}
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`."""
         sentences = super().load_state_dict(state)
         if self.stepper.started:
             self.returns.copy_(torch.from_numpy(self.stepper.returns))
+            self._forget_episodes()
             self.sums.copy_(state["finished"]["sums"])
             self.means = dict(state["finished"]["means"])
         return sentences

@@ -63,6 +63,7 @@ class Experience:
         self.final_obs, self.valid = arrays.get("final_obs"), arrays.get("valid")
         self.masks, self.final_masks = arrays.get("masks"), arrays.get("final_masks")
         self.logprobs, self.values = arrays.get("logprobs"), arrays.get("values")
+        self.totals: Any = None  # of the episodes that ended, where they are counted on a device
         self.clear()
 
     def clear(self) -> None:

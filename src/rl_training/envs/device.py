@@ -161,7 +161,7 @@ class DeviceEngine:
         for_reset, for_step = self.draw(1)
         given, begun = torch.from_numpy(actions).to(self.device), self.env.reset(for_reset[0])
         after = advance(self.env, self.limit, self.state, self.ages, given, for_step[0], begun)
-        self.state, self.ages = after.state, after.ages
+        self.place(after.state, after.ages)
         rewards, terminated, truncated = (part.cpu().numpy() for part in after[4:])
         final_obs = self._encode(after.final_obs) if (terminated | truncated).any() else None
         return Step(self._encode(after.obs), rewards.astype(np.float32), terminated, truncated, final_obs)

@@ -121,8 +121,10 @@ class Stepper:
         """The differences from `stored`: what a learner sees, and attributes of environments."""
         seen = [] if np.array_equal(self.obs, stored["obs"]) else ["observation"]
         hidden: list[str] = []
-        episodes = (state.get("episodes", []) for state in (stored["engine"], self.engine.state_dict()))
-        for pair in zip(*episodes, strict=True):
+        states = stored["engine"], self.engine.state_dict()
+        if states[0].get("device") != states[1].get("device"):  # another kind of device draws other numbers
+            seen.append("random generator")
+        for pair in zip(*(state.get("episodes", []) for state in states), strict=True):
             parts, attributes = differences(*pair)
             seen, hidden = seen + parts, hidden + attributes
         return seen, hidden

@@ -99,6 +99,9 @@ class TrainConfig(StrictModel):
         description="How gradient steps run: none as plain code, graph as CUDA graphs, compile with torch.compile "
         "(on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
     )
+    matmul_precision: Literal["highest", "high"] = Field(
+        "highest", description="Of float32 products on a GPU: highest is float32, high is TF32, which is faster."
+    )
     max_seconds: float | None = Field(
         None, gt=0, description="Stop after this many seconds of training, without evaluations, counted across resumes."
     )

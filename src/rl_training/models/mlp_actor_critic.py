@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rl_training.algorithms.ops.autograd import differentiate
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
 from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
-from rl_training.models.passes import Backward, WrittenOut
+from rl_training.models.passes import Backward, WrittenOut, run_network
 
 
 class PolicyOutput(NamedTuple):
@@ -61,8 +62,8 @@ class MLPActorCritic(nn.Module):
 
     def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:
         """The policy at observations [B, ...]."""
-        # By autograd alone, since TRPO differentiates it repeatedly.
-        return self._distribution_of(self.actor(self.features(obs)), action_masks)
+        # With a gradient, by autograd alone, since TRPO differentiates it repeatedly.
+        return self._distribution_of(run_network(self.actor, self.features(obs)), action_masks)
 
     def _distribution_of(self, outputs: Tensor, action_masks: Tensor | None) -> Distribution:
         if self.log_std is not None:
@@ -103,7 +104,10 @@ class MLPActorCritic(nn.Module):
     ) -> tuple[Evaluation, Backward] | None:
         """`evaluate_actions` without a graph, and a function from slopes of its three outputs (None for an entropy of
         weight 0) to the gradients of `parameters()`; None where autograd is needed, as after an encoder."""
-        traced = None if self.encoder is not None else self._both.trace(self.features(obs), self.actor, self.critic)
+        compiled = torch.compiler.is_compiling() and self.action_kind != "discrete"  # the others differentiate below
+        if self.encoder is not None or compiled:
+            return None
+        traced = self._both.trace(self.features(obs), self.actor, self.critic)
         if traced is None:
             return None
         (outputs, values), backward = traced
@@ -117,9 +121,9 @@ class MLPActorCritic(nn.Module):
             if isinstance(policy, Categorical):
                 on_outputs = policy.gradient(actions, on_logprobs, on_entropy)
             elif on_entropy is None:
-                on_outputs, *on_log_std = torch.autograd.grad(logprobs, leaves, on_logprobs)
+                on_outputs, *on_log_std = differentiate([logprobs], [on_logprobs], leaves)
             else:
-                on_outputs, *on_log_std = torch.autograd.grad((logprobs, entropy), leaves, (on_logprobs, on_entropy))
+                on_outputs, *on_log_std = differentiate([logprobs, entropy], [on_logprobs, on_entropy], leaves)
             on_networks = backward(on_outputs, on_values.unsqueeze(-1))
             return [*on_log_std, *on_networks] if on_log_std else on_networks
 
@@ -131,7 +135,7 @@ class MLPActorCritic(nn.Module):
         if traced is not None:
             return traced[0][0].squeeze(-1), lambda slopes: traced[1](slopes.unsqueeze(-1))
         values, parameters = self.values_of(features), list(self.critic.parameters())
-        return values.detach(), lambda slopes: torch.autograd.grad(values, parameters, slopes)
+        return values.detach(), lambda slopes: differentiate([values], [slopes], parameters)
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """What the policy depends on, the encoder included."""

@@ -6,11 +6,15 @@ tanh is numpy's, seven times as fast as torch's. To its caller it is a network l
 functions of its outputs by parameters or inputs, once or twice. Where a loss gives its slopes at the outputs, there is
 no graph at all (`trace`). What has no written-out form (other activations, LayerNorm, noise, a GPU) goes through
 autograd; the tests compare the two.
+
+On a GPU, two hidden layers of at most 64 units on many rows run as one kernel per direction (`models/kernels/mlp.py`).
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,8 @@ from torch import Tensor, nn
 
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> those of the parameters, in order
 Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
+FUSED_ROWS, FUSED_UNITS = 2**15, 64  # fewer rows do not repay the seconds in which the kernels are compiled
+CAN_FUSE = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))  # Triton needs one
 
 
 class LinearPass:
@@ -288,6 +294,45 @@ def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tupl
     return [outputs for outputs, _ in passed], backward
 
 
+def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> bool:
+    """Whether these networks run as one kernel per direction on these rows."""
+    if not x.is_cuda or x.dim() != 2 or x.dtype != torch.float32 or not 0 < x.numel() < 2**31 or not CAN_FUSE:
+        return False
+    if len(x) < FUSED_ROWS and not torch.compiler.is_compiling():
+        return False
+    forms = [[type(part) for part in network] for network in networks]
+    known = [[nn.Linear, kind, nn.Linear, kind, nn.Linear] for kind in (nn.Tanh, nn.ReLU)]
+    if forms[0] not in known or any(form != forms[0] for form in forms):
+        return False
+    return max(x.shape[1], *(len(p) for network in networks for p in _parameters(network))) <= FUSED_UNITS
+
+
+def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
+    return [p for part in network if isinstance(part, nn.Linear) for p in (part.weight, part.bias)]
+
+
+def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[list[Tensor], Backward]:
+    """`trace` by kernels."""
+    from rl_training.models.kernels.mlp import mlp_backward, mlp_forward
+
+    parameters, is_tanh = [_parameters(network) for network in networks], nn.Tanh in map(type, networks[0])
+    every = [p for own in parameters for p in own]
+
+    def backward(*grads: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            pieces = mlp_backward(x, list(grads), every, is_tanh).split([p.numel() for p in every])
+            return [piece.view_as(p) for piece, p in zip(pieces, every, strict=True)]
+
+    with torch.no_grad():
+        return [mlp_forward(x, own, is_tanh) for own in parameters], backward
+
+
+def run_network(network: nn.Sequential, x: Tensor) -> Tensor:
+    """[B, in] -> [B, out], by one kernel where that pays and nothing is differentiated."""
+    fused = not torch.is_grad_enabled() and is_fused(x, (network,))
+    return trace_fused(x, (network,))[0][0] if fused else network(x)
+
+
 class WrittenOut:
     """Networks that read the same rows, run by their passes if all of them have such a form; not a module itself.
 
@@ -301,12 +346,16 @@ class WrittenOut:
 
     def __call__(self, x: Tensor, *networks: Iterable[nn.Module]) -> Sequence[Tensor]:
         """[B, in] -> [B, out] of each network, given as modules that run one after the other."""
+        if not torch.is_grad_enabled() and is_fused(x, networks):
+            return trace_fused(x, networks)[0]
         splits = self._write_out(x, networks)
         return self._run_plainly(x) if splits is None else evaluate(splits, self._run_plainly, x)
 
     def trace(self, x: Tensor, *networks: Iterable[nn.Module]) -> tuple[Sequence[Tensor], Backward] | None:
         """The same without a graph, and a function from gradients of the outputs to those of all parameters in order;
         None where autograd is needed."""
+        if is_fused(x, networks):
+            return trace_fused(x, networks)
         splits = self._write_out(x, networks)
         return None if splits is None else trace(splits, self._memory, x)
 

@@ -198,6 +198,8 @@ class TorchRanks(Ranks):
                 self.tell(error)
             raise
         experience.episodes = self.union(experience.episodes)
+        if experience.totals is not None:
+            self.mean_(experience.totals)
         return experience
 
     def _exchange(self, own: Any) -> list[Any]:

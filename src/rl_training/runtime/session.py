@@ -116,6 +116,8 @@ def open_session(
             times = time_updates(spec, params, spaces, recipe, config.num_envs, int(config.threads), build)
         config = config.model_copy(update={"threads": fastest(times)}) if times else config
     torch.set_num_threads(int(config.threads))
+    if config.device.startswith("cuda"):
+        torch.set_float32_matmul_precision(config.matmul_precision)
     keep_freed_memory()
     make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
     algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])

@@ -1,0 +1,131 @@
+"""Networks as one kernel per direction: what they compute, and which networks run so.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rl_training.algorithms.a2c import A2C
+from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.ppo import PPO
+from rl_training.models import passes
+from rl_training.models.blocks import mlp
+from rl_training.models.mlp_actor_critic import MLPActorCritic
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RULE = passes.is_fused
+
+
+def would_fuse(rows: tuple[int, ...], *networks: Any, dtype: torch.dtype = torch.float32) -> bool:
+    """What the rule says of rows on a GPU."""
+    with FakeTensorMode():
+        x = torch.empty(rows, dtype=dtype, device="cuda")
+    return RULE(x, networks)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Networks run as kernels on any number of rows; the rows of every such call."""
+    pytest.importorskip("triton")
+    calls: list[int] = []
+
+    def is_fused(x: Tensor, networks: Sequence[Any]) -> bool:
+        fits = would_fuse(tuple(x.shape), *networks)
+        calls.extend([len(x)] if fits else [])
+        return fits
+
+    monkeypatch.setattr(passes, "CAN_FUSE", True)
+    monkeypatch.setattr(passes, "FUSED_ROWS", 1)
+    monkeypatch.setattr(passes, "is_fused", is_fused)
+    return calls
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize(("sizes", "rows"), [((4, 64, 64, 2), 300), ((3, 24, 40, 1), 1), ((17, 8, 64, 20), 64)])
+@pytest.mark.usefixtures("fused")
+def test_kernels_give_what_autograd_gives(sizes: tuple[int, ...], rows: int, activation: str) -> None:
+    torch.manual_seed(0)
+    first, *hidden, last = sizes
+    networks = [mlp(first, hidden, out, activation).to(DEVICE) for out in (last, 1)]
+    for parameter in [p for network in networks for p in network.parameters()]:
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(rows, first, device=DEVICE)
+    wanted = [network(x) for network in networks]
+    grads = [torch.randn_like(out) for out in wanted]
+    gradients = torch.autograd.grad(wanted, [p for network in networks for p in network.parameters()], grads)
+    outputs, backward = passes.trace_fused(x, networks)
+    torch.testing.assert_close(outputs, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(backward(*grads), list(gradients), rtol=1e-4, atol=1e-4)
+    assert not any(out.requires_grad for out in outputs)
+
+
+def learn_rows(learner: Any, rows: dict[str, Tensor], steps: int) -> list[Tensor]:
+    step = learner.minibatch_step if isinstance(learner, PPO) else learner.gradient_step
+    results = [step(rows) for _ in range(steps)]
+    return [*learner.policy.parameters(), *(results if isinstance(learner, PPO) else [r["loss"] for r in results])]
+
+
+@pytest.mark.parametrize("kind", ["discrete", "continuous"])
+@pytest.mark.parametrize("learner_class", [PPO, A2C])
+def test_a_learner_learns_the_same(learner_class: type[Algorithm], kind: str, fused: list[int]) -> None:
+    torch.manual_seed(0)
+    policy = MLPActorCritic(obs_dim=3, action_dim=2, hidden_sizes=(16, 16), action_kind=kind)
+    plain: Any = learner_class(policy=policy, learning_rate=1e-3, ent_coef=0.01).to(DEVICE)
+    other: Any = learner_class(policy=copy.deepcopy(policy), learning_rate=1e-3, ent_coef=0.01).to(DEVICE)
+    obs, noise = torch.randn(50, 3, device=DEVICE), torch.randn(50, 2, device=DEVICE)
+    with torch.no_grad():
+        chosen = policy.distribution(obs)
+        actions = chosen.sample(noise=noise)
+        rows = {"obs": obs, "actions": actions, "logprobs": chosen.log_prob(actions), "values": policy.values(obs)}
+    assert fused == [50, 50]
+    rows |= {"advantages": torch.randn(50, device=DEVICE), "returns": torch.randn(50, device=DEVICE)}
+    by_kernels = learn_rows(plain, rows, 3)
+    assert fused == [50] * 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "is_fused", lambda *_: False)
+        torch.testing.assert_close(by_kernels, learn_rows(other, rows, 3), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(rows["values"], other.policy.values(obs), rtol=0.1, atol=0.1)
+
+
+def test_what_is_differentiated_goes_through_autograd(fused: list[int]) -> None:
+    policy = MLPActorCritic(obs_dim=3, action_dim=2, hidden_sizes=(8, 8)).to(DEVICE)
+    obs = torch.randn(5, 3, device=DEVICE)
+    actions = torch.zeros(5, dtype=torch.long, device=DEVICE)
+    loss = policy.distribution(obs).log_prob(actions).sum() + policy.values(obs).sum()
+    assert all(grad is not None for grad in torch.autograd.grad(loss, list(policy.parameters())))
+    assert fused == []
+
+
+ROWS = (passes.FUSED_ROWS, 4)
+NETWORK = mlp(4, (64, 64), 2)
+CASES: dict[str, tuple[bool, tuple[int, ...], list[nn.Module]]] = {
+    "many rows": (True, ROWS, [NETWORK]),
+    "two networks": (True, ROWS, [NETWORK, mlp(4, (32, 8), 1)]),
+    "few rows": (False, (passes.FUSED_ROWS - 1, 4), [NETWORK]),
+    "a rollout": (False, (2, *ROWS), [NETWORK]),
+    "three layers": (False, ROWS, [mlp(4, (64, 64, 64), 2)]),
+    "another activation": (False, ROWS, [mlp(4, (64, 64), 2, "elu")]),
+    "two activations": (False, ROWS, [NETWORK, mlp(4, (64, 64), 1, "relu")]),
+    "a wide layer": (False, ROWS, [NETWORK, mlp(4, (64, 128), 1)]),
+    "a wide input": (False, (passes.FUSED_ROWS, 65), [mlp(65, (64, 64), 1)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_small_hidden_layers_and_many_rows_are_fused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, rows, networks = CASES[case]
+    monkeypatch.setattr(passes, "CAN_FUSE", True)
+    assert would_fuse(rows, *networks) == wanted
+    assert not would_fuse(rows, *networks, dtype=torch.float64)
+    assert not RULE(torch.zeros(rows), networks)
+    monkeypatch.setattr(passes, "CAN_FUSE", False)
+    assert not would_fuse(rows, *networks)
