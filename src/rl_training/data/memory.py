@@ -223,7 +223,7 @@ class Lane:
             view[...] = array
         self.there.copy_(self.here, non_blocking=True)
         if self.sent is not None:
-            self.sent.record()
+            self.sent.record(torch.cuda.current_stream(self.there.device))
         return self.tensors
 
 
