@@ -102,7 +102,7 @@ def test_rows_that_nobody_samples_go_over_by_themselves(monkeypatch: pytest.Monk
 def test_memory_is_used_where_it_fits_and_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
     session = open_session(tiny("dqn", tmp_path, threads=1))
-    params, spaces = session.params, session.spaces
+    params, spaces = session.params.model_copy(update={"batch_size": 32}), session.spaces
     session.close()
     wide: Any = type("Spaces", (), {"obs_shape": (4, 84, 84), "obs_dtype": "uint8"})
     need = params.buffer_capacity * 84 * 84  # type: ignore[attr-defined]
@@ -114,6 +114,9 @@ def test_memory_is_used_where_it_fits_and_pays(monkeypatch: pytest.MonkeyPatch, 
     free = 4 * need
     assert goes("auto", wide)
     assert not goes("auto", spaces)  # a few floats: the host gathers them faster
+    params = params.model_copy(update={"batch_size": 8})
+    assert not goes("auto", wide)
+    params = params.model_copy(update={"batch_size": 32})
     assert goes("device", spaces)
     assert not goes("host", wide)
     assert not goes("device", wide, "cpu")  # its memory is the host's
