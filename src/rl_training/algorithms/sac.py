@@ -45,8 +45,8 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 
 
 class SAC(Algorithm):
-    """The learner; `model` has `critics(features, actions)` [E, B], `features(obs)`, and `actor` with `sample(obs, noise)`
-    and `draw(obs, noise)`, the actions alone.
+    """The learner; `model` has `critics(features, actions)` [E, B], `features(obs)`, and an `actor` with
+    `sample(obs, noise)` and `draw(obs, noise)`, its actions alone.
 
     `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
     unless given). Without `backup_entropy` the critics' targets leave the entropy out.
