@@ -87,7 +87,7 @@ def jobs_of(settings: Settings, round_name: str) -> Iterator[Job]:
                             yield Job(entry["side"], algo, label, env, seed, budget)
 
 
-def our_config(settings: Settings, job: Job, output_dir: str = "runs") -> TrainConfig:
+def our_config(settings: Settings, job: Job, output_dir: str = "runs", device: str = "cpu") -> TrainConfig:
     """What `train --algo NAME --env ID` would run, with the candidate's changes and nothing that costs time."""
     from rl_training.runtime.spec import get_algorithm_spec
 
@@ -99,7 +99,7 @@ def our_config(settings: Settings, job: Job, output_dir: str = "runs") -> TrainC
             changes.get("env_kwargs", {}).get("wrappers", {}).pop("normalize_observation", None)
     data = merge({"algo": job.algo, "env_id": job.env, **base}, changes)
     quiet = {"eval_episodes": 0, "replay_in_checkpoint": False, "checkpoint_interval": 10**9, "threads": 1}
-    fixed = {"total_timesteps": job.budget, "seed": job.seed, "output_dir": output_dir, "device": "cpu"}
+    fixed = {"total_timesteps": job.budget, "seed": job.seed, "output_dir": output_dir, "device": device}
     return load_config({**data, **quiet, **fixed})
 
 
@@ -201,7 +201,7 @@ def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) ->
                 policy = TrainedPolicy(run.session.algorithm, run.session.spaces, run.session.config)
                 examiner.look(run.step, with_masks(policy), settings["curve_episodes"])
 
-    config = our_config(settings, job, folder)
+    config = our_config(settings, job, folder, settings["device"])
     if job.label != "default":  # else it would get today's defaults where it says nothing
         config = load_config(fill_defaults(config.model_dump(exclude_unset=True), UNSAID))
     result = train(config, callbacks=[Look()], console=False)
@@ -250,7 +250,7 @@ def run_job(settings: Settings, job: Job, path: Path, folder: str, jobs: int) ->
         "returns": [round(value, 3) for value in returns],
         "seconds": round(seconds, 2), "train_seconds": round(seconds - examiner.seconds, 2),
         "versions": {name: version(name) for name in ("torch", "gymnasium", "numpy")},
-        "machine": describe_machine(jobs),
+        "machine": describe_machine(jobs), "device": settings["device"] if job.side == "ours" else "cpu",
     }  # fmt: skip
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
@@ -261,7 +261,9 @@ def run_job(settings: Settings, job: Job, path: Path, folder: str, jobs: int) ->
 
 def run_jobs(settings: Settings, jobs: Sequence[Job], path: Path, processes: int, seconds: float) -> int:
     """Run the jobs in the order given, each in its own process; returns how many failed or were stopped."""
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if settings["device"] == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "gymnasium", "rl_training.runtime.workflows", "compare_defaults"])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -339,12 +341,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rounds", nargs="*", metavar="ROUND", help="of defaults.yaml; earlier ones come first")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side (default 2)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this long")
+    parser.add_argument("--device", help="of our runs, instead of what defaults.yaml says")
     parser.add_argument("--settings", type=Path, default=SETTINGS, help="another defaults.yaml")
     parser.add_argument("--output", type=Path, default=RECORDS / "records.jsonl", help="where records are appended")
     parser.add_argument("--plan", action="store_true", help="run nothing; count jobs and core minutes")
     parser.add_argument("--table", action="store_true", help="run nothing; show what is recorded")
     arguments = parser.parse_args(argv)
     settings = load_settings(arguments.settings)
+    settings["device"] = arguments.device or settings["device"]
     records = read_records(arguments.output.parent)
     if arguments.table:
         for half in ("tune", "report"):

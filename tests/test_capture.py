@@ -236,6 +236,7 @@ def test_a_host_read_on_a_gpu_falls_back_to_plain_calls() -> None:
     with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph and runs eagerly"):
         assert torch.equal(step(x), 2 * x)
     assert torch.equal(step(x), 2 * x)
+    torch.randn(2, device="cuda")  # the default generator is not left in the failed capture
     torch.cuda.synchronize()
 
 

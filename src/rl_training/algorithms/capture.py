@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -121,16 +120,11 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextmanager
-def unlocked(*generators: torch.Generator | None) -> Iterator[None]:
-    """Where a capture fails, give generators an equal state, since theirs waits for the end of the capture."""
-    before = [(generator, generator.clone_state()) for generator in generators if generator is not None]
-    try:
-        yield
-    except RuntimeError:
-        for generator, state in before:
-            generator.graphsafe_set_state(state)
-        raise
+def free_generator(generator: torch.Generator) -> None:
+    """Let it draw again after a failed capture, which leaves it waiting for the capture to end."""
+    fresh = torch.Generator(generator.device)
+    fresh.set_state(generator.get_state())
+    generator.graphsafe_set_state(fresh)
 
 
 class Recording:
@@ -161,12 +155,15 @@ class Recording:
                 self.graph = torch.cuda.CUDAGraph()
                 if self.generator is not None:  # a replay draws from where the generator is, and moves it on
                     self.graph.register_generator_state(self.generator)
-                current = torch.cuda.current_device()
-                capturing = torch.cuda.graph(
-                    self.graph, stream=capture_stream(current), capture_error_mode="thread_local"
-                )
-                with unlocked(torch.cuda.default_generators[current], self.generator), capturing:
-                    function()
+                stream = capture_stream(torch.cuda.current_device())
+                try:
+                    with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                        function()
+                except RuntimeError:
+                    for generator in (torch.cuda.default_generators[torch.cuda.current_device()], self.generator):
+                        if generator is not None:
+                            free_generator(generator)
+                    raise
         finally:
             if collects:
                 gc.enable()
