@@ -57,16 +57,7 @@ class Recorded(CapturedStep):
 
 
 class ReplayedOnHost(Replayed, HostRecording):
-    def record(self, function: Callable[[], None]) -> None:
-        if not self.found:
-            assert self.generator is not None
-            before = self.generator.get_state()
-            function()
-            self.generator.set_state(before)  # a capture moves no generator
-        super().record(function)
-
-    def wait(self) -> None:
-        """Nothing runs elsewhere."""
+    pass
 
 
 class RecordedOnHost(Recorded, HostStep):

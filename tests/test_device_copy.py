@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from resume_cases import tiny
+from resume_cases import assert_same, stop_and_resume, tiny
 from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer
 from rl_training.data import device_copy as device_copy_module
 from rl_training.errors import UserError
+from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.session import open_session
+from rl_training.runtime.workflows import train
 from rl_training.stores import replay as replay_store
 from test_replay_buffer import Episodes
 
@@ -102,7 +104,7 @@ def test_rows_that_nobody_samples_go_over_by_themselves(monkeypatch: pytest.Monk
 def test_memory_is_used_where_it_fits_and_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
     session = open_session(tiny("dqn", tmp_path, threads=1))
-    params, spaces = session.params, session.spaces
+    params, spaces = session.params.model_copy(update={"batch_size": 32}), session.spaces
     session.close()
     wide: Any = type("Spaces", (), {"obs_shape": (4, 84, 84), "obs_dtype": "uint8"})
     need = params.buffer_capacity * 84 * 84  # type: ignore[attr-defined]
@@ -114,6 +116,9 @@ def test_memory_is_used_where_it_fits_and_pays(monkeypatch: pytest.MonkeyPatch, 
     free = 4 * need
     assert goes("auto", wide)
     assert not goes("auto", spaces)  # a few floats: the host gathers them faster
+    params = params.model_copy(update={"batch_size": 8})
+    assert not goes("auto", wide)
+    params = params.model_copy(update={"batch_size": 32})
     assert goes("device", spaces)
     assert not goes("host", wide)
     assert not goes("device", wide, "cpu")  # its memory is the host's
@@ -123,3 +128,20 @@ def test_memory_is_used_where_it_fits_and_pays(monkeypatch: pytest.MonkeyPatch, 
     free = need - 1
     with pytest.raises(UserError, match=r"replay_memory is 'device', .* but only .* is free on cuda; .* 'host'"):
         goes("device", wide)
+
+
+@pytest.mark.skipif(len(DEVICES) == 1, reason="needs a GPU")
+@pytest.mark.parametrize("algo", ["rainbow_dqn", "sac", "dreamer"])
+def test_a_run_learns_the_same_wherever_its_batches_are_gathered(algo: str, tmp_path: Path) -> None:
+    states = []
+    for where in ("host", "device"):
+        config = tiny(algo, tmp_path / where, device="cuda", eval_episodes=0, kwargs={"replay_memory": where})
+        state = load_checkpoint(train(config, console=False).checkpoint_path)
+        states.append([state["algorithm"], state["source"]])
+    assert_same(*states)
+
+
+def test_a_resume_may_gather_elsewhere(tmp_path: Path) -> None:
+    changes = {"algo_kwargs": {"replay_memory": "host"}}  # without `force`
+    resumed = stop_and_resume(tiny("dqn", tmp_path, eval_episodes=0), 60, changes=changes)
+    assert resumed.metrics["stop_reason"] == "total_timesteps"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -124,16 +123,11 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@contextmanager
-def unlocked(*generators: torch.Generator | None) -> Iterator[None]:
-    """Where a capture fails, give generators an equal state, since theirs waits for the end of the capture."""
-    before = [(generator, generator.clone_state()) for generator in generators if generator is not None]
-    try:
-        yield
-    except RuntimeError:
-        for generator, state in before:
-            generator.graphsafe_set_state(state)
-        raise
+def free_generator(generator: torch.Generator) -> None:
+    """Let it draw again after a failed capture, which leaves it waiting for the capture to end."""
+    fresh = torch.Generator(generator.device)
+    fresh.set_state(generator.get_state())
+    generator.graphsafe_set_state(fresh)
 
 
 class Recording:
@@ -164,39 +158,53 @@ class Recording:
                 self.graph = torch.cuda.CUDAGraph()
                 if self.generator is not None:  # a replay draws from where the generator is, and moves it on
                     self.graph.register_generator_state(self.generator)
-                current = torch.cuda.current_device()
-                capturing = torch.cuda.graph(
-                    self.graph, stream=capture_stream(current), capture_error_mode="thread_local"
-                )
-                with unlocked(torch.cuda.default_generators[current], self.generator), capturing:
-                    function()
+                stream = capture_stream(torch.cuda.current_device())
+                try:
+                    with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                        function()
+                except RuntimeError:
+                    for generator in (torch.cuda.default_generators[torch.cuda.current_device()], self.generator):
+                        if generator is not None:
+                            free_generator(generator)
+                    raise
         finally:
             if collects:
                 gc.enable()
 
     def keep(self, outputs: Any) -> None:
-        """Join the outputs of each dtype into one tensor, which one kernel copies; part of what is captured."""
-        tensors: list[Tensor] = []
-        self.outputs = map_tensors(Tensor.detach, outputs)
-        _sign(self.outputs, tensors)
-        pieces = {kind: [t.reshape(-1) for t in tensors if t.dtype == kind] for kind in {t.dtype for t in tensors}}
-        self.joined = {kind: torch.cat(parts) for kind, parts in pieces.items()}
-        self.sizes = {kind: [len(part) for part in parts] for kind, parts in pieces.items()}
+        """Keep the outputs; part of what is captured."""
+        self.outputs = Joined(outputs)
 
     def replay(self, tensors: list[Tensor]) -> Any:
         """Run it on other inputs of the same shapes."""
         for group in self.groups:
             torch._foreach_copy_([self.inputs[i] for i in group], [tensors[i] for i in group])
         self.graph.replay()
-        pieces = {kind: iter(joined.clone().split(self.sizes[kind])) for kind, joined in self.joined.items()}
-        return map_tensors(lambda own: next(pieces[own.dtype]).view(own.shape), self.outputs)
+        return self.outputs.copy(torch.clone)
+
+
+class Joined:
+    """A tree of tensors whose tensors of each dtype are one, which one kernel copies."""
+
+    def __init__(self, tree: Any) -> None:
+        tensors: list[Tensor] = []
+        self.tree = map_tensors(Tensor.detach, tree)
+        _sign(self.tree, tensors)
+        pieces = {kind: [t.reshape(-1) for t in tensors if t.dtype == kind] for kind in {t.dtype for t in tensors}}
+        self.joined = {kind: torch.cat(parts) for kind, parts in pieces.items()}
+        self.sizes = {kind: [len(part) for part in parts] for kind, parts in pieces.items()}
+
+    def copy(self, function: Callable[[Tensor], Tensor]) -> Any:
+        """The tree as it is now, made of what the function returns for the tensor of each dtype."""
+        pieces = {kind: iter(function(joined).split(self.sizes[kind])) for kind, joined in self.joined.items()}
+        return map_tensors(lambda own: next(pieces[own.dtype]).view(own.shape), self.tree)
 
 
 class HostStep(CapturedStep):
     """A step between the host and a state on a device: `function(tensors, state) -> (tensors, state)`.
 
-    It takes and returns numpy arrays. Its graph holds the transfers, from and to pinned memory, so that a call is one
-    launch and one wait. It is captured if the numbers have a device.
+    It takes and returns numpy arrays, through pinned memory: a call is a launch and a copy that waits for it. It is
+    captured if the numbers have a device.
     """
 
     def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator, device: torch.device) -> None:
@@ -228,35 +236,35 @@ class HostRecording(Recording):
         self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None, device: torch.device
     ) -> None:
         self.given = {name: self.allocate(tensor, device) for name, tensor in inputs[0].items()}
-        self.found: dict[str, Tensor] = {}
+        self.here: dict[torch.dtype, Tensor] = {}
 
         def transfer(state: Any) -> Any:
-            there = {name: tensor.to(device, non_blocking=True) for name, tensor in self.given.items()}
-            self.results, state = function(there, state)
-            for name, pinned in self.found.items():
-                pinned.copy_(self.results[name], non_blocking=True)
-            return state
+            return function({name: own.to(device, non_blocking=True) for name, own in self.given.items()}, state)
 
-        super().__init__(transfer, inputs[1:], generator, device)  # once to see what it returns
-        self.found = {name: self.allocate(tensor, device) for name, tensor in self.results.items()}
         super().__init__(transfer, inputs[1:], generator, device)
 
     @staticmethod
     def allocate(like: Tensor, device: torch.device) -> Tensor:
-        """Memory on the host, from which a device reads by itself."""
+        """Memory on the host that the device can read and write by itself."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
+
+    def keep(self, outputs: Any) -> None:
+        """Keep results and state apart."""
+        found, state = outputs
+        self.found = Joined(found)
+        super().keep(state)
 
     def replay(self, tensors: list[Tensor]) -> Any:
         """Run it on other inputs of the same shapes, and wait for the results."""
-        for pinned, tensor in zip(self.given.values(), tensors, strict=False):  # the others are the state's
-            pinned.copy_(tensor)
+        for own, tensor in zip(self.given.values(), tensors, strict=False):  # the others are the state's
+            own.copy_(tensor)
         state = super().replay(tensors[len(self.given) :])
-        self.wait()
-        return {name: pinned.clone() for name, pinned in self.found.items()}, state
+        return self.found.copy(self._fetch), state
 
-    def wait(self) -> None:
-        """Until the device has done what it was given."""
-        torch.cuda.current_stream(self.device).synchronize()
+    def _fetch(self, joined: Tensor) -> Tensor:
+        if joined.dtype not in self.here:
+            self.here[joined.dtype] = self.allocate(joined, joined.device)
+        return self.here[joined.dtype].copy_(joined).clone()
 
 
 def _sign(tree: Any, tensors: list[Tensor]) -> Any:

@@ -45,7 +45,8 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 
 
 class SAC(Algorithm):
-    """The learner; `model` has `actor` (`sample(obs, noise)`), `critics(features, actions)` [E, B] and `features(obs)`.
+    """The learner; `model` has `critics(features, actions)` [E, B], `features(obs)`, and an `actor` with
+    `sample(obs, noise)` and `draw(obs, noise)`, its actions alone.
 
     `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
     unless given). Without `backup_entropy` the critics' targets leave the entropy out.
@@ -97,7 +98,7 @@ class SAC(Algorithm):
         """A sample of the policy, or tanh(mean)."""
         if deterministic:
             return ActOutput(self.model.actor(obs))
-        return ActOutput(self.model.actor.sample(obs, self.draw_noise(obs)).actions)
+        return ActOutput(self.model.actor.draw(obs, self.draw_noise(obs)))
 
     def draw_noise(self, obs: Tensor) -> Tensor:
         """Standard normal noise [B, A] for actions at these observations."""

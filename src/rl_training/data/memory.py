@@ -213,7 +213,9 @@ class Lane:
         self.there = torch.empty_like(self.here, device=device)
         self.views = [tensor.numpy() for tensor in split_joined(self.here, arrays)]
         self.tensors = list(split_joined(self.there, arrays))
-        self.sent = torch.cuda.Event() if device.type == "cuda" else None
+        # looking the stream up takes longer than the transfer
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.sent = None if self.stream is None else torch.cuda.Event()
 
     def send(self, arrays: Sequence[Array]) -> list[Tensor]:
         """Overwrite what was sent before."""
@@ -223,7 +225,7 @@ class Lane:
             view[...] = array
         self.there.copy_(self.here, non_blocking=True)
         if self.sent is not None:
-            self.sent.record()
+            self.sent.record(self.stream)
         return self.tensors
 
 

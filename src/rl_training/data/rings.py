@@ -114,6 +114,9 @@ class TransitionRings(EnvRings):
         self._channels = self._obs.shape[1] if frame_stack > 1 else 0
         self._lockstep, self._started, self._wrapped, self._steps_checked = True, False, False, 0
 
+    def __len__(self) -> int:
+        return int(self._sizes[0]) * self.num_envs if self._lockstep else super().__len__()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays as they are now, final observations included."""

@@ -335,7 +335,9 @@ def _channels_back(images: Array, layout: str) -> Array:
 
 def _scale(actions: Array, low: Array, high: Array, half: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """[-1, 1] to [low, high]; clipped after scaling, so that rounding cannot leave the environment's bounds."""
-    scaled = (actions + 1.0) * half + low
+    scaled = actions + 1.0
+    scaled *= half
+    scaled += low
     if dtype.kind != "f":
         scaled = np.rint(scaled)
     inside = np.minimum(np.maximum(scaled, low, out=scaled), high, out=scaled)

@@ -51,6 +51,11 @@ class SquashedGaussianActor(nn.Module):
         mean, log_std = self._passes(x, self.network)[0].chunk(2, -1)
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
+    def draw(self, obs: Tensor, noise: Tensor) -> Tensor:
+        """The actions of `sample`."""
+        mean, log_std = self.gaussian(obs)
+        return torch.addcmul(mean, log_std.exp(), noise).tanh()
+
     def sample(self, obs: Tensor, noise: Tensor) -> SampledActions:
         """Actions made from standard normal `noise` [B, A]; the gradient passes through them."""
         mean, log_std = self.gaussian(obs)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array
+from rl_training.algorithms.base import Algorithm, Array, Carry
+from rl_training.algorithms.capture import HostStep
 from rl_training.envs.spaces import EnvSpaces, read_masks
 from rl_training.play import Act
 
@@ -33,6 +35,7 @@ class ActingSession:
         self.algorithm, self.num_envs, self.deterministic = algorithm, num_envs, deterministic
         self.rng = np.random.default_rng(seed)
         self.generator = torch.Generator(algorithm.device).manual_seed(seed)
+        self._step = HostStep(self._decide, algorithm.numbers, self.generator, algorithm.device)
         self._numpy_policy = algorithm.numpy_policy()
         self._lock = acting_lock(algorithm)
         self.forget()
@@ -59,18 +62,19 @@ class ActingSession:
         return act
 
     def _act_in_torch(self, obs: Array, masks: Array | None, is_first: Array | None) -> Array:
-        device = self.algorithm.device
-
-        def tensor(array: Array | None) -> Any:
-            return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
+        given = {"obs": obs, "action_masks": masks, "is_first": is_first}
+        arrays = {name: np.ascontiguousarray(array) for name, array in given.items() if array is not None}
         with evaluation_mode(self.algorithm, self.generator), torch.no_grad():
-            out = self.algorithm.act(
-                tensor(obs), self.carry, is_first=tensor(is_first), deterministic=self.deterministic,
-                action_masks=tensor(masks),
-            )  # fmt: skip
-        self.carry = out.carry
-        return out.actions.cpu().numpy()
+            found, self.carry = self._step(arrays, self.carry)
+        actions: Array = found["actions"]
+        return actions
+
+    def _decide(self, given: Mapping[str, Tensor], carry: Carry) -> tuple[dict[str, Tensor], Carry]:
+        first, legal = given.get("is_first"), given.get("action_masks")
+        out = self.algorithm.act(
+            given["obs"], carry, is_first=first, deterministic=self.deterministic, action_masks=legal
+        )
+        return {"actions": out.actions}, out.carry
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from rl_training.validation import StrictModel
 
 # Why a number cannot be scheduled: the end of a sentence.
 LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
-# A GPU gathers observations of at least so many bytes if they take at most this share of its free memory.
-WIDE_ROW, MOST_OF_FREE = 1024, 0.5
+# A GPU gathers batches with at least so many bytes of observations, if all take at most this share of its free memory.
+WIDE_BATCH, MOST_OF_FREE = 500_000, 0.5
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 
 
@@ -291,7 +291,8 @@ def goes_to_device(params: Any, spaces: EnvSpaces, device: str, frame_stack: int
     row = math.prod(spaces.obs_shape) * np.dtype(spaces.obs_dtype).itemsize
     need, free = params.buffer_capacity * row // frame_stack, torch.cuda.mem_get_info(device)[0]
     if params.replay_memory == "auto":
-        return row >= WIDE_ROW and need <= MOST_OF_FREE * free
+        rows = params.batch_size * getattr(params, "sequence_length", 1)
+        return rows * row >= WIDE_BATCH and need <= MOST_OF_FREE * free
     if need > free:
         sizes = f"needs {format_bytes(need)}, but only {format_bytes(free)} is free on {device}"
         raise UserError(f"replay_memory is 'device', which {sizes}; lower buffer_capacity, or use 'auto' or 'host'.")
