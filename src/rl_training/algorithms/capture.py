@@ -67,7 +67,7 @@ class CapturedStep:
         self.function, self.numbers = function, numbers
         self._graphs: dict[Any, Recording] = {}
         self._calls: Counter[Any] = Counter()
-        self._can_capture = True
+        self._can_capture, self._is_full = True, False
 
     def __call__(self, *inputs: Any) -> Any:
         """The function's result, which the next call does not overwrite."""
@@ -76,9 +76,10 @@ class CapturedStep:
         graph = self._graphs.get(key)
         if graph is not None:
             return graph.replay(tensors)
-        if self._can_capture and len(self._graphs) == MOST_GRAPHS:
-            self._stop_capturing(f"has {MOST_GRAPHS} CUDA graphs, one per shape of its inputs; others run eagerly")
-        if not self._can_capture:
+        if not self._can_capture or len(self._graphs) == MOST_GRAPHS:
+            if self._can_capture and not self._is_full:
+                self._is_full = True
+                self._warn(f"has {MOST_GRAPHS} CUDA graphs, one per shape of its inputs; others run eagerly")
             return self.function(*inputs)
         if len(self._calls) > 4 * MOST_GRAPHS:  # signatures that never come back
             self._calls.clear()
@@ -88,14 +89,13 @@ class CapturedStep:
         try:
             self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
-            self._stop_capturing(f"cannot be captured as a CUDA graph and runs eagerly: {str(error).splitlines()[0]}")
+            self._can_capture = False
+            self._warn(f"cannot be captured as a CUDA graph and runs eagerly: {str(error).splitlines()[0]}")
             return self.function(*inputs)
         return graph.replay(tensors)
 
-    def _stop_capturing(self, why: str) -> None:
-        """Keep the graphs that there are, and say once why there will be no more."""
-        self._can_capture = False
-        warnings.warn(f"{getattr(self.function, '__qualname__', 'step')} {why}", stacklevel=3)
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{getattr(self.function, '__qualname__', 'step')} {what}", stacklevel=3)
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
         """Run on a side stream, as CUDA graphs require of warm-up calls."""
