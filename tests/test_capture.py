@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -130,20 +129,23 @@ def test_another_signature_gets_another_graph(other: Any) -> None:
     assert (step.plain, step.replays) == (2 * PLAIN_CALLS, [2, 2])
 
 
-def test_a_step_has_no_more_graphs_than_it_may() -> None:
+def test_a_step_has_no_more_graphs_than_it_may_and_drops_the_one_that_is_unused_longest() -> None:
     function, total = counter()
     step = Recorded(function, Numbers())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for size in range(1, MOST_GRAPHS + 3):
-            for _ in range(PLAIN_CALLS + 1):
-                step({"x": torch.ones(size)})
-    (warning,) = said
-    assert f"has {MOST_GRAPHS} CUDA graphs, one per shape of its inputs; others run eagerly" in str(warning.message)
-    assert step.replays == [1] * MOST_GRAPHS
-    assert total[0] == (PLAIN_CALLS + 1) * sum(range(1, MOST_GRAPHS + 3))
-    step({"x": torch.ones(1)})
-    assert step.replays[0] == 2
+
+    def call(size: int, times: int) -> None:
+        for _ in range(times):
+            step({"x": torch.ones(size)})
+
+    for size in range(1, MOST_GRAPHS + 2):
+        call(size, PLAIN_CALLS + 1)
+        call(1, 1 if size > 1 else 0)  # what is used again and again stays
+    assert step.replays == [1] * (MOST_GRAPHS - 1) + [1 + MOST_GRAPHS]
+    plain = step.plain
+    call(2, PLAIN_CALLS + 2)  # it was dropped, and starts anew
+    assert step.plain == plain + PLAIN_CALLS
+    assert step.replays[-1] == 2
+    assert total[0] == (PLAIN_CALLS + 1) * sum(range(1, MOST_GRAPHS + 2)) + MOST_GRAPHS + 2 * (PLAIN_CALLS + 2)
 
 
 def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:

@@ -81,9 +81,8 @@ class CapturedStep:
         key = self.numbers.constants, _sign(inputs, tensors)
         graph = self._graphs.get(key)
         if graph is not None:
+            self._graphs[key] = self._graphs.pop(key)  # the one that was used last comes last
             return graph.replay(tensors)
-        if self._can_capture and len(self._graphs) == MOST_GRAPHS:
-            self._stop_capturing(f"has {MOST_GRAPHS} CUDA graphs, one per shape of its inputs; others run eagerly")
         if not self._can_capture:
             return self.function(*inputs)
         if len(self._calls) > 4 * MOST_GRAPHS:  # signatures that never come back
@@ -91,17 +90,17 @@ class CapturedStep:
         self._calls[key] += 1
         if self._calls[key] <= PLAIN_CALLS:
             return self._run_plainly(inputs)
+        if len(self._graphs) == MOST_GRAPHS:
+            unused_longest = next(iter(self._graphs))
+            del self._graphs[unused_longest], self._calls[unused_longest]
         try:
             self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
-            self._stop_capturing(f"cannot be captured as a CUDA graph and runs eagerly: {str(error).splitlines()[0]}")
+            self._can_capture = False
+            reason, name = str(error).splitlines()[0], getattr(self.function, "__qualname__", "step")
+            warnings.warn(f"{name} cannot be captured as a CUDA graph and runs eagerly: {reason}", stacklevel=2)
             return self.function(*inputs)
         return graph.replay(tensors)
-
-    def _stop_capturing(self, why: str) -> None:
-        """Keep the graphs that there are, and say once why there will be no more."""
-        self._can_capture = False
-        warnings.warn(f"{getattr(self.function, '__qualname__', 'step')} {why}", stacklevel=3)
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
         """Run on a side stream, as CUDA graphs require of warm-up calls."""

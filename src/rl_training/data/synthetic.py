@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import ArraySpec, allocate, as_tensors, check_same_layout, filled_parts, restore_parts
+from rl_training.data.memory import ArraySpec, allocate, check_same_layout, filled_parts, restore_parts
 
 SHARE_OF_GPU = 0.5  # of its free memory; a larger buffer stays on the host
 
@@ -26,9 +26,11 @@ class SyntheticBuffer:
         specs = {name: ArraySpec((capacity, *shape), floats) for name, shape in shapes.items()}
         self.nbytes = sum(spec.nbytes for spec in specs.values())
         self.on_gpu = device != "cpu" and self.nbytes <= SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]
-        self._columns: dict[str, Any] = allocate(specs, None, f"a synthetic buffer of {capacity} transitions")
+        self._columns: dict[str, Any]
         if self.on_gpu:
-            self._columns = as_tensors(self._columns, torch.device(device))
+            self._columns = {name: torch.zeros(spec.shape, device=device) for name, spec in specs.items()}
+        else:
+            self._columns = allocate(specs, None, f"a synthetic buffer of {capacity} transitions")
         self.capacity, self._size, self._head = capacity, 0, 0
 
     def __len__(self) -> int:
