@@ -68,6 +68,16 @@ def test_kernels_give_what_autograd_gives(sizes: tuple[int, ...], rows: int, act
     assert not any(out.requires_grad for out in outputs)
 
 
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.usefixtures("fused")
+def test_what_is_not_a_number_stays_so(activation: str) -> None:
+    network = mlp(4, (8, 8), 2, activation).to(DEVICE)
+    nn.init.constant_(network[0].weight[0], torch.nan)
+    (out,), backward = passes.trace_fused(torch.ones(3, 4, device=DEVICE), [network])
+    assert out.isnan().all()
+    assert backward(torch.ones_like(out))[2].isnan().any()
+
+
 def learn_rows(learner: Any, rows: dict[str, Tensor], steps: int) -> list[Tensor]:
     step = learner.minibatch_step if isinstance(learner, PPO) else learner.gradient_step
     results = [step(rows) for _ in range(steps)]

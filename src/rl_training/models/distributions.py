@@ -44,6 +44,8 @@ class Distribution(Protocol):
 class Categorical:
     """One choice out of A: logits [B, A], actions [B]."""
 
+    _entropy: Tensor | None = None  # once it is known, since a loss and its gradient both need it
+
     def __init__(self, logits: Tensor, masks: Tensor | None = None) -> None:
         if masks is not None:
             logits = logits.masked_fill(~masks, MASKED_LOGIT)
@@ -65,16 +67,18 @@ class Categorical:
 
     def entropy(self) -> Tensor:
         """[B]."""
-        return categorical_entropy(self.log_probs)
+        if self._entropy is None:
+            self._entropy = categorical_entropy(self.log_probs)
+        return self._entropy
 
-    @torch.no_grad()
     def gradient(self, actions: Tensor, on_logprobs: Tensor, on_entropy: Tensor | None) -> Tensor:
         """Gradient [B, A] with respect to the logits, from those with respect to `log_prob` and `entropy` [B]."""
-        probs = self.log_probs.exp()
-        weights = -on_logprobs.unsqueeze(-1)
-        if on_entropy is not None:  # dH/dlogit = -p (log p + H)
-            weights = weights - on_entropy.unsqueeze(-1) * (self.log_probs + self.entropy().unsqueeze(-1))
-        return (probs * weights).scatter_add_(-1, actions.long().unsqueeze(-1), on_logprobs.unsqueeze(-1))
+        with torch.no_grad():  # not a decorator, at which a compiled step would be cut in two
+            probs = self.log_probs.exp()
+            weights = -on_logprobs.unsqueeze(-1)
+            if on_entropy is not None:  # dH/dlogit = -p (log p + H)
+                weights = weights - on_entropy.unsqueeze(-1) * (self.log_probs + self.entropy().unsqueeze(-1))
+            return (probs * weights).scatter_add_(-1, actions.long().unsqueeze(-1), on_logprobs.unsqueeze(-1))
 
     def kl(self, other: Categorical) -> Tensor:
         """KL(self || other) [B]."""
