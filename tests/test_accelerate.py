@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import shutil
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,11 +28,12 @@ from rl_training.collect import behaviour
 from rl_training.collect.behaviour import Behaviour
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.device_choice import choose_acceleration
 from rl_training.runtime.restoring import change_config
 from rl_training.runtime.session import fit_ranks, open_session
 from rl_training.runtime.workflows import train
-from test_capture import Recorded, RecordedOnHost
+from test_capture import Recorded, RecordedOnHost, Replayed
 
 BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
 UPDATES = 9
@@ -161,6 +166,33 @@ def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
     step: Any = captured._explore
     fades = ACTING & set(captured.algorithm.numbers)  # on a CPU each value is a constant of another graph
     assert (sum(step.replays), step.plain) == ((0, 8) if fades else (5, 3))
+
+
+def test_a_session_that_ends_frees_its_graphs_at_once() -> None:
+    algorithm = learn("sac", moves=False, accelerates=False)
+    session = ActingSession(algorithm, 1, seed=0)
+    step = weakref.ref(session._step)
+    gc.disable()  # which collects seldom: each evaluation on a GPU would leave its memory behind
+    try:
+        del session
+        assert step() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+def test_a_copy_of_a_learner_has_no_graphs_of_the_original(duplicate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: Any, protocol: int) -> Any:
+        raise TypeError("cannot pickle 'torch._C._CUDAGraph' object")
+
+    monkeypatch.setattr(Replayed, "__reduce_ex__", refuse)
+    captured: Any = learn("ppo", moves=True, accelerates=True)
+    copied = duplicate(captured)
+    name = captured.graphs[0]
+    assert sum(getattr(captured, name).replays)
+    assert not getattr(copied, name).replays
+    assert getattr(copied, name).function.__self__ is copied
 
 
 @NEEDS_GPU

@@ -102,6 +102,10 @@ class CapturedStep:
             return self.function(*inputs)
         return graph.replay(tensors)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graphs: a copy of a learner captures its own."""
+        return {**self.__dict__, "_graphs": {}, "_calls": Counter()}
+
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
         """Run on a side stream, as CUDA graphs require of warm-up calls."""
         with torch.cuda.device(_device_of(inputs)):

@@ -35,7 +35,14 @@ class ActingSession:
         self.algorithm, self.num_envs, self.deterministic = algorithm, num_envs, deterministic
         self.rng = np.random.default_rng(seed)
         self.generator = torch.Generator(algorithm.device).manual_seed(seed)
-        self._step = HostStep(self._decide, algorithm.numbers, self.generator, algorithm.device)
+
+        def decide(given: Mapping[str, Tensor], carry: Carry) -> tuple[dict[str, Tensor], Carry]:
+            first, legal = given.get("is_first"), given.get("action_masks")
+            out = algorithm.act(given["obs"], carry, is_first=first, deterministic=deterministic, action_masks=legal)
+            return {"actions": out.actions}, out.carry
+
+        # not a method: a session in a cycle would hold its graphs until the garbage is collected
+        self._step = HostStep(decide, algorithm.numbers, self.generator, algorithm.device)
         self._numpy_policy = algorithm.numpy_policy()
         self._lock = acting_lock(algorithm)
         self.forget()
@@ -68,13 +75,6 @@ class ActingSession:
             found, self.carry = self._step(arrays, self.carry)
         actions: Array = found["actions"]
         return actions
-
-    def _decide(self, given: Mapping[str, Tensor], carry: Carry) -> tuple[dict[str, Tensor], Carry]:
-        first, legal = given.get("is_first"), given.get("action_masks")
-        out = self.algorithm.act(
-            given["obs"], carry, is_first=first, deterministic=self.deterministic, action_masks=legal
-        )
-        return {"actions": out.actions}, out.carry
 
 
 @contextmanager
