@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -204,6 +205,64 @@ def test_a_step_that_cannot_be_captured_says_so_and_runs_plainly() -> None:
         step({"x": torch.ones(2)})
     step({"x": torch.ones(2)})
     assert total[0] == 2 * (PLAIN_CALLS + 2)
+
+
+def test_after_a_failed_capture_no_step_replays_a_graph_of_the_generator_before() -> None:
+    class Unable(Recorded):
+        def _record(self, inputs: tuple[Any, ...]) -> Recording:
+            raise RuntimeError("out of memory")
+
+    numbers, generator = Numbers(), torch.Generator()
+    numbers["rate"] = 1.0
+    able, unable = (kind(lambda x: x + 1, numbers, generator) for kind in (Recorded, Unable))
+    for _ in range(PLAIN_CALLS + 2):
+        able(torch.ones(2))
+    for _ in range(PLAIN_CALLS):
+        unable(torch.ones(2))
+    with pytest.warns(UserWarning, match="out of memory"):
+        unable(torch.ones(2))
+    numbers["rate"] = 2.0
+    numbers["rate"] = 1.0
+    assert able.replays == [2]
+    for _ in range(PLAIN_CALLS + 1):
+        able(torch.ones(2))
+    assert (able.plain, able.replays) == (2 * PLAIN_CALLS, [2, 1])
+
+
+def test_a_number_that_was_unset_may_be_elsewhere_afterwards() -> None:
+    numbers = Numbers()
+    numbers.device = torch.device("cpu")
+    numbers["rate"] = 1.0
+    before, constants = numbers["rate"], numbers.constants
+    numbers["rate"] = None
+    numbers["rate"] = 2.0
+    assert numbers["rate"].data_ptr() != before.data_ptr()
+    assert numbers.constants != constants  # a graph would read the memory of before
+
+
+def test_threads_capture_one_after_the_other() -> None:
+    second = Recorded(lambda x: x + 1, Numbers())
+
+    def call() -> None:
+        second(torch.ones(2))
+
+    class First(Recorded):
+        waits: threading.Thread
+
+        def _record(self, inputs: tuple[Any, ...]) -> Recording:
+            self.waits = threading.Thread(target=call)
+            self.waits.start()
+            self.waits.join(0.1)
+            assert self.waits.is_alive()
+            return super()._record(inputs)
+
+    first = First(lambda x: x + 1, Numbers())
+    for _ in range(PLAIN_CALLS):
+        first(torch.ones(2))
+        call()
+    first(torch.ones(2))
+    first.waits.join()
+    assert (first.replays, second.replays) == ([1], [1])
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ Step = Callable[..., Any]
 CAPTURING = ("cuda",)  # devices whose kernels can be captured
 PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselves up in the first of them
 MOST_GRAPHS = 16  # of one step; each keeps its own memory
+ONE_CAPTURE = threading.Lock()  # at a time: all captures on a device use one stream
 # What a kernel takes by value, or Python branches on.
 BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
 OUTSIDE = frozenset({"target_kl", "penalty_coef"})  # no step reads them
@@ -28,11 +30,12 @@ class Numbers(dict[str, Any]):
     With a `device`, a number that is set becomes a 0-dim tensor there, and later values are written into it, so that a
     captured step reads them. That includes numbers that do not change yet: a resumed run would otherwise round
     differently.
-    `constants` are what a step does not read in place: floats, and whether a number is set.
+    `constants` are what a step does not read in place: floats, and where the tensors are. A graph belongs to them.
     """
 
     device: torch.device | None = None
     constants: tuple[Any, ...] = ()
+    _failures = 0
 
     def __setitem__(self, name: str, value: float | None) -> None:
         held = self.get(name)
@@ -42,7 +45,17 @@ class Numbers(dict[str, Any]):
         if self.device is not None and value is not None and name not in self._floats(self.device):
             value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
-        self.constants = tuple("set" if isinstance(x, Tensor) else x for key, x in self.items() if key not in OUTSIDE)
+        self._find_constants()
+
+    def _find_constants(self) -> None:
+        read = [value for name, value in self.items() if name not in OUTSIDE]
+        places = [("at", value.data_ptr()) if isinstance(value, Tensor) else value for value in read]
+        self.constants = (self._failures, *places)
+
+    def drop_graphs(self) -> None:
+        """Replay no graph that was captured before: it draws from the state that the generator had."""
+        self._failures += 1
+        self._find_constants()
 
     @staticmethod
     def _floats(device: torch.device) -> frozenset[str]:
@@ -95,11 +108,13 @@ class CapturedStep:
             unused_longest = next(iter(self._graphs))
             del self._graphs[unused_longest], self._calls[unused_longest]
         try:
-            self._graphs[key] = graph = self._record(inputs)
+            with ONE_CAPTURE:
+                self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
             self._can_capture = False
             if self.generator is not None:
-                self._graphs.clear()  # they draw from the state that the generator had
+                self._graphs.clear()
+                self.numbers.drop_graphs()
             reason, name = str(error).splitlines()[0], getattr(self.function, "__qualname__", "step")
             warnings.warn(f"{name} cannot be captured as a CUDA graph and runs eagerly: {reason}", stacklevel=2)
             return self.function(*inputs)
