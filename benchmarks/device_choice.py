@@ -15,7 +15,7 @@ import torch
 
 from rl_training.experiment.config import load_config
 from rl_training.runtime.settings import UNSAID, fill_defaults
-from rl_training.runtime.threads import threads_restored
+from rl_training.runtime.threads import torch_settings_restored
 from rl_training.tools import bench
 
 SHORT = {"learning_starts": 300, "buffer_capacity": 20_000}
@@ -33,7 +33,7 @@ def measure(algo: str, env_id: str, num_envs: int, device: str, params: dict[str
     """Steps/s while learning, and the number of threads."""
     said = {"algo": algo, "env_id": env_id, "num_envs": num_envs, "device": device, "algo_kwargs": params,
             "total_timesteps": 10**7}  # fmt: skip
-    with threads_restored(), closing(bench.open_measured(load_config(fill_defaults(said, UNSAID)))) as session:
+    with torch_settings_restored(), closing(bench.open_measured(load_config(fill_defaults(said, UNSAID)))) as session:
         first = bench.warm_up(session)
         return bench.measure_pace(session, first), session.config.threads
 

@@ -71,12 +71,25 @@ def test_a_run_does_not_see_that_it_was_measured(algo: str, taken: dict[int, flo
         session.close()
         return session.algorithm.state_dict(), session.store.rng.bit_generator.state
 
-    with threads.threads_restored():
+    with threads.torch_settings_restored():
         before = torch.get_rng_state(), np.random.get_state()[1]
         measured, told = look(), look(threads=2)
     assert_same(measured, told)
     assert torch.equal(before[0], torch.get_rng_state())
     assert np.array_equal(before[1], np.random.get_state()[1])  # type: ignore[arg-type]
+
+
+def test_a_run_leaves_torch_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_all(*_: Any, **__: Any) -> Any:
+        torch.set_num_threads(before[0] + 1)
+        torch.set_float32_matmul_precision("high")
+        raise UserError("enough")
+
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    monkeypatch.setattr("rl_training.runtime.workflows.open_session", set_all)
+    with pytest.raises(UserError, match="enough"):
+        train(tiny("ppo", tmp_path), console=False)
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
 
 
 def test_too_little_memory_to_measure_in_is_said_in_a_sentence(
@@ -92,7 +105,7 @@ def test_too_little_memory_to_measure_in_is_said_in_a_sentence(
 
 @pytest.mark.parametrize("algo", MEASURED)
 def test_every_algorithm_of_these_lanes_is_measured(algo: str, taken: dict[int, float], tmp_path: Path) -> None:
-    with threads.threads_restored():
+    with threads.torch_settings_restored():
         session = open_session(tiny(algo, tmp_path, kwargs=WIDE))
         session.close()
     assert session.config.threads == 2
@@ -106,7 +119,7 @@ def test_nothing_is_measured_where_the_answer_is_known(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     monkeypatch.setattr(threads, "_time_update", refuse)
-    with threads.threads_restored():
+    with threads.torch_settings_restored():
         session = open_session(tiny(algo, tmp_path, kwargs=kwargs, threads=said))
         session.close()
     assert session.config.threads == {"auto": 1 if algo == "dqn" else 4}.get(said, said)

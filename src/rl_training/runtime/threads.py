@@ -27,13 +27,14 @@ MEASURED_LANES = ("rollout", "replay")  # their stores take made-up experience
 
 
 @contextmanager
-def threads_restored() -> Iterator[None]:
-    """Restore torch's number of threads afterwards."""
-    threads = torch.get_num_threads()
+def torch_settings_restored() -> Iterator[None]:
+    """Restore afterwards what a run sets for the whole process: torch's threads, and the precision of products."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
@@ -63,7 +64,7 @@ def time_updates(
     (phase, batch), *_ = store.batches(algorithm, 0)
     counts = [*(1 << i for i in range((most - 1).bit_length())), most]
     taken: dict[int, float] = {}
-    with threads_restored():
+    with torch_settings_restored():
         for count in counts:
             taken[count] = _time_update(algorithm, phase, batch, count, SECONDS / len(counts))
             if taken[count] > min(taken.values()):

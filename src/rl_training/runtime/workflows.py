@@ -30,7 +30,7 @@ from rl_training.runtime.run_folder import branch_run_dir, end_written, is_newes
 from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session
 from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.threads import threads_restored
+from rl_training.runtime.threads import torch_settings_restored
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plain_action(action: Any) -> Any:
     return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
-@threads_restored()
+@torch_settings_restored()
 @keys_located()
 def train(
     config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
@@ -193,7 +193,7 @@ def predict_checkpoint(
     return load_policy(path, network).predict(obs, deterministic, action_mask=action_mask)
 
 
-@threads_restored()
+@torch_settings_restored()
 def evaluate_checkpoint(
     path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
     env: UserEnv | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
@@ -217,7 +217,7 @@ def evaluate_checkpoint(
     return {**result.metrics(), "eval_returns": result.returns, "eval_lengths": result.lengths}
 
 
-@threads_restored()
+@torch_settings_restored()
 def resume_training(
     path: PathLike, *, total_timesteps: int | None = None, output_dir: PathLike | None = None,
     changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,

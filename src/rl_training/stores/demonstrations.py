@@ -20,7 +20,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.random_play import play_at_random
 from rl_training.runtime.spec import StoreContext
-from rl_training.runtime.threads import threads_restored
+from rl_training.runtime.threads import torch_settings_restored
 from rl_training.stores.prior_data import (
     DataPath,
     DatasetKind,
@@ -82,7 +82,7 @@ def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> T
     assert params.expert_checkpoint is not None  # the validator
     refuse_missing("expert_checkpoint", params.expert_checkpoint, "a checkpoint that a run wrote")
     steps = params.expert_dataset_size or RECORDED_STEPS
-    with threads_restored():  # those of this run, not of the expert's
+    with torch_settings_restored():  # those of this run, not of the expert's
         dataset = record_policy(params.expert_checkpoint, steps, seed=params.expert_dataset_seed, env=recipe.user_env)
     return fit_dataset(dataset, spaces)
 

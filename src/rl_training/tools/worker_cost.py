@@ -22,7 +22,7 @@ from rl_training.envs.workers import Workers
 from rl_training.errors import counted
 from rl_training.runtime.random_play import make_stepper
 from rl_training.runtime.session import Session, build_algorithm
-from rl_training.runtime.threads import threads_restored
+from rl_training.runtime.threads import torch_settings_restored
 from rl_training.tools.stopwatch import Stopwatch
 
 LEAST_ENVS = 8  # a single one cannot be divided among workers
@@ -87,7 +87,7 @@ def measure_workers(session: Session, seconds: float) -> WorkerCost:
     """Collect for that long in one process, then as long with one environment and one thread, as a worker may."""
     num_envs = max(LEAST_ENVS, session.config.num_envs)
     alone = time_collecting(session, session.algorithm, num_envs, seconds)
-    with threads_restored():
+    with torch_settings_restored():
         torch.set_num_threads(1)
         actor = build_algorithm(session.spec, session.params, session.spaces, seed=session.config.seed, device="cpu")
         worker = time_collecting(session, actor, 1, seconds)
