@@ -20,7 +20,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
 from rl_training.runtime.session import build_algorithm
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
-from rl_training.runtime.threads import threads_restored
+from rl_training.runtime.threads import torch_settings_restored
 from rl_training.tools import bench, doctor, floor, worker_cost
 from rl_training.tools.floor import Floor
 from rl_training.tools.worker_cost import WorkerCost
@@ -322,6 +322,20 @@ def test_products_are_counted_by_shape_forwards_and_backwards() -> None:
     assert products.time(torch.device("cpu")) > 0
 
 
+def test_the_kernel_of_a_whole_network_is_a_product_of_its_shapes() -> None:
+    """As `rl_training::mlp_forward`, which only a GPU has."""
+
+    @torch.library.custom_op("bench_test::mlp_forward", mutates_args=(), schema="(Tensor x, Tensor[] y) -> Tensor")
+    def mlp_forward(x: Any, parameters: Any) -> Any:
+        return x + parameters[0].sum()
+
+    with floor.Products() as products:
+        for value in (1.0, 2.0):
+            mlp_forward(torch.full((3, 2), value), [torch.full((2, 2), value), torch.ones(2)])
+        mlp_forward(torch.ones(4, 2), [torch.ones(2, 2), torch.ones(2)])
+    assert sorted(products.counts.values()) == [1, 2]
+
+
 @pytest.mark.parametrize("algo", TINY)
 def test_a_floor_has_the_parts_that_a_run_has(algo: str) -> None:
     with closing(bench.open_measured(tiny(algo))) as session:
@@ -389,7 +403,7 @@ def test_settings_are_tried_in_runs_of_their_own_and_the_best_comes_first(monkey
     monkeypatch.setattr(bench, "settings_to_try", lambda result: changes)
     monkeypatch.setattr(bench, "measure_pace", lambda session, step: rates[session.config.num_envs])
     result = breakdown(LEARNS, env_id="Acrobot-v1", vectorization="sync")
-    with threads_restored():
+    with torch_settings_restored():
         found = replace(result, trials=bench.try_settings(result))
     assert found.trials == (("num_envs=8", 4.0), ("threads=2", 0.5))
     assert found.describe_trials() == "num_envs=8: 4.00 times the steps/s; threads=2: 0.50 times"

@@ -17,7 +17,7 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.runtime.random_play import draw, make_stepper
 from rl_training.runtime.session import Session
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mlp_forward", "mlp_backward")
 ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # of which products are counted
 ROUNDS, ROUND_SECONDS, GRAPHED = 3, 0.005, 20
 
@@ -36,7 +36,7 @@ class Floor(NamedTuple):
 
 
 class Products(TorchDispatchMode):
-    """Counts the matrix products and convolutions inside it, by their shapes."""
+    """Counts the matrix products, convolutions and kernels of whole MLPs inside it, by their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of `func`, which is noted if it is a product."""
         if func.overloadpacket.__name__ in PRODUCTS:
-            key = func, tuple((x.shape, x.stride()) if isinstance(x, torch.Tensor) else str(x) for x in args)
+            key = func, _describe(args)
             self.counts[key] += 1
             self.calls.setdefault(key, partial(func, *args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
@@ -55,6 +55,12 @@ class Products(TorchDispatchMode):
     def time(self, device: torch.device) -> float:
         """Seconds of all of them, run alone: as plain calls, on a GPU as a graph."""
         return sum(count * time_call(self.calls[key], device) for key, count in self.counts.items())
+
+
+def _describe(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride()
+    return tuple(map(_describe, x)) if isinstance(x, (tuple, list)) else str(x)
 
 
 def time_call(call: Callable[[], Any], device: torch.device) -> float:
