@@ -399,9 +399,16 @@ def test_what_is_tried_depends_on_the_bottleneck(
 
 def test_settings_are_tried_in_runs_of_their_own_and_the_best_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {2: 5_000.0, 8: 40_000.0}
-    changes = {"num_envs=8": {"num_envs": 8}, "threads=2": {"threads": 2}, "impossible": {"vectorization": "native"}}
+    changes: dict[str, Any] = {"num_envs=8": {"num_envs": 8}, "threads=2": {"threads": 2}}
+    changes |= {"impossible": {"vectorization": "native"}, "too large": {"num_envs": 16}}
     monkeypatch.setattr(bench, "settings_to_try", lambda result: changes)
-    monkeypatch.setattr(bench, "measure_pace", lambda session, step: rates[session.config.num_envs])
+
+    def measure(session: Any, step: int) -> float:
+        if session.config.num_envs not in rates:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rates[session.config.num_envs]
+
+    monkeypatch.setattr(bench, "measure_pace", measure)
     result = breakdown(LEARNS, env_id="Acrobot-v1", vectorization="sync")
     with torch_settings_restored():
         found = replace(result, trials=bench.try_settings(result))

@@ -183,7 +183,7 @@ def try_settings(result: Breakdown) -> tuple[Trial, ...]:
     """What each of the settings reaches, the best first; one that is not possible here is left out."""
     trials = []
     for setting, change in settings_to_try(result).items():
-        with suppress(UserError):
+        with suppress(UserError, RuntimeError):  # refused, or too large for the GPU
             session = open_session(result.config.model_copy(update=change))
             with closing(session):
                 trials.append(Trial(setting, measure_pace(session, warm_up(session)) / result.pace))
