@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from resume_cases import assert_same, stop_and_resume, tiny
+from rl_training.collect.behaviour import Behaviour
 from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer
 from rl_training.data import device_copy as device_copy_module
 from rl_training.errors import UserError
@@ -17,6 +18,7 @@ from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import train
 from rl_training.stores import replay as replay_store
+from rl_training.stores.replay import ReplayStore
 from test_replay_buffer import Episodes
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -139,6 +141,26 @@ def test_a_run_learns_the_same_wherever_its_batches_are_gathered(algo: str, tmp_
         state = load_checkpoint(train(config, console=False).checkpoint_path)
         states.append([state["algorithm"], state["source"]])
     assert_same(*states)
+
+
+@pytest.mark.parametrize("algo", ["dqn", "n_step_dqn", "sac"])
+def test_runs_that_draw_batches_ahead_are_the_same(algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Behaviour, "_ask_for_policy", lambda self: None)  # as on a GPU, where acting draws in torch
+    ahead: list[bool] = []
+    make = ReplayStore.__init__
+
+    def make_store(self: ReplayStore, context: Any) -> None:
+        make(self, context)
+        self.draws_ahead = bool(ahead)
+
+    monkeypatch.setattr(ReplayStore, "__init__", make_store)
+    results = [train(tiny(algo, tmp_path / "plain", eval_episodes=0), console=False)]
+    ahead.append(True)
+    results.append(train(tiny(algo, tmp_path / "ahead", eval_episodes=0), console=False))
+    results.append(stop_and_resume(tiny(algo, tmp_path / "parts", eval_episodes=0), 60))
+    states = [load_checkpoint(result.checkpoint_path) for result in results]
+    for state in states[1:]:
+        assert_same([states[0]["algorithm"], states[0]["source"]], [state["algorithm"], state["source"]])
 
 
 def test_a_resume_may_gather_elsewhere(tmp_path: Path) -> None:

@@ -401,3 +401,35 @@ def test_a_buffer_that_reuses_batches_keeps_the_last_ones() -> None:
     for plain, reused in pairs[-2 * Sender.TURNS :]:
         for name, tensor in plain.items():
             assert torch.equal(tensor, reused[name]), name
+
+
+@pytest.mark.parametrize("surprise", ["none", "another step", "gamma", "moved", "another size"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"n_step": 3}, {"obs_shape": (4, 2, 2), "obs_dtype": "uint8", "frame_stack": 4}]
+)
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_batch_that_is_drawn_ahead_is_the_one_of_its_turn(num_envs: int, layout: Any, surprise: str) -> None:
+    images = layout.get("frame_stack", 0)
+    world = Episodes(num_envs, seed=5, shape=(1, 2, 2) if images else (3,), image_stack=images)
+    plain, ahead = (make(num_envs, capacity=90, **layout) for _ in range(2))
+    rngs = [np.random.default_rng(2) for _ in range(2)]
+    kept = 0
+    for t in range(200):  # around the ring twice
+        steps = [world.step() for _ in range(2 if surprise == "another step" and t % 7 == 0 else 1)]
+        if surprise == "moved" and t % 7 == 0 and not images:
+            steps[0]["obs"] = steps[0]["obs"] + 1
+        for buffer in (plain, ahead):
+            for step in steps:
+                buffer.add(**step)
+            if surprise == "gamma":
+                buffer.gamma = 0.9 - 0.001 * t
+        size = 5 if surprise == "another size" and t % 7 == 0 else 4
+        kept += ahead.ahead is not None and ahead.ahead.batch is not None
+        batch, other = plain.sample(size, rngs[0]), ahead.sample(size, rngs[1])
+        for name, tensor in batch.items():
+            assert torch.equal(other[name], tensor), name
+        state = rngs[0].bit_generator.state
+        assert rngs[1].bit_generator.state == state
+        ahead.draw_ahead(4, rngs[1])
+        assert ahead.ahead is None or ahead.ahead.before == state
+    assert kept > 50 or surprise == "gamma"

@@ -128,7 +128,7 @@ class Algorithm(nn.Module):
             for name in learner.steps if how == "compile" else ():
                 setattr(learner, name, torch.compile(getattr(learner, name), dynamic=False))
             for name in learner.graphs or learner.steps:
-                setattr(learner, name, capture_step(getattr(learner, name), learner.numbers))
+                setattr(learner, name, capture_step(getattr(learner, name), learner.numbers, learner.generator))
             for optimizer in learner._optimizers.values() if how == "compile" else ():
                 optimizer.apply_gradients = torch.compiler.disable(optimizer.apply_gradients)  # type: ignore[method-assign]
 

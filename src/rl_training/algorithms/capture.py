@@ -55,9 +55,10 @@ class Numbers(dict[str, Any]):
             self[name] = value
 
 
-def capture_step(step: Step, numbers: Numbers) -> Step:
-    """The step, captured if the numbers' device can capture."""
-    return CapturedStep(step, numbers) if numbers.device is not None and numbers.device.type in CAPTURING else step
+def capture_step(step: Step, numbers: Numbers, generator: torch.Generator) -> Step:
+    """The step, which may draw from the generator, captured if the numbers' device can capture."""
+    captures = numbers.device is not None and numbers.device.type in CAPTURING
+    return CapturedStep(step, numbers, generator) if captures else step
 
 
 class CapturedStep:
@@ -97,6 +98,8 @@ class CapturedStep:
             self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
             self._can_capture = False
+            if self.generator is not None:
+                self._graphs.clear()  # they draw from the state that the generator had
             reason, name = str(error).splitlines()[0], getattr(self.function, "__qualname__", "step")
             warnings.warn(f"{name} cannot be captured as a CUDA graph and runs eagerly: {reason}", stacklevel=2)
             return self.function(*inputs)
@@ -189,14 +192,27 @@ class Joined:
         tensors: list[Tensor] = []
         self.tree = map_tensors(Tensor.detach, tree)
         _sign(self.tree, tensors)
-        pieces = {kind: [t.reshape(-1) for t in tensors if t.dtype == kind] for kind in {t.dtype for t in tensors}}
-        self.joined = {kind: torch.cat(parts) for kind, parts in pieces.items()}
-        self.sizes = {kind: [len(part) for part in parts] for kind, parts in pieces.items()}
+        tensors.sort(key=lambda tensor: tensor.dim() > 0)  # numbers first, which one call separates
+        kinds = {tensor.dtype: [own for own in tensors if own.dtype == tensor.dtype] for tensor in tensors}
+        self.joined = {kind: torch.cat([own.reshape(-1) for own in owns]) for kind, owns in kinds.items()}
+        self.numbers = {kind: sum(own.dim() == 0 for own in owns) for kind, owns in kinds.items()}
+        self.sizes = {kind: [own.numel() for own in owns if own.dim()] for kind, owns in kinds.items()}
 
     def copy(self, function: Callable[[Tensor], Tensor]) -> Any:
         """The tree as it is now, made of what the function returns for the tensor of each dtype."""
-        pieces = {kind: iter(function(joined).split(self.sizes[kind])) for kind, joined in self.joined.items()}
-        return map_tensors(lambda own: next(pieces[own.dtype]).view(own.shape), self.tree)
+        numbers, others = {}, {}
+        for kind, joined in self.joined.items():
+            found, count, sizes = function(joined), self.numbers[kind], self.sizes[kind]
+            numbers[kind] = iter(found[:count].unbind() if count else ())
+            rest = found[count:] if count else found
+            others[kind] = iter(rest.split(sizes) if len(sizes) > 1 else [rest])
+
+        def piece(own: Tensor) -> Tensor:
+            if own.dim() < 2:
+                return next((others if own.dim() else numbers)[own.dtype])
+            return next(others[own.dtype]).view(own.shape)
+
+        return map_tensors(piece, self.tree)
 
 
 class HostStep(CapturedStep):

@@ -47,6 +47,7 @@ class DDPG(GaussianExploration):
 
     policy_delay = 1
     steps = ("critic_step", "actor_step")
+    graphs = ("update_step",)
     target_update_interval: int | None = None  # updates between the targets' moves; None: with the actor's steps
 
     def __init__(
@@ -103,13 +104,21 @@ class DDPG(GaussianExploration):
         self.actor_optimizer.step(losses["actor_loss"])
         return losses
 
-    def learn(self, batch: Batch) -> UpdateResult:
-        """A critic step; after every `policy_delay` of them, an actor step and a target update."""
-        metrics, priorities = self.critic_step(transition_columns(batch), self.draw_noise(batch["actions"]))
-        if (self.num_updates + 1) % self.policy_delay == 0:
+    def update_step(self, batch: Batch, with_actor: bool, with_targets: bool) -> tuple[dict[str, Tensor], Tensor]:
+        """A critic step, and on request an actor step and a target update; metrics, and priorities [B]."""
+        metrics, priorities = self.critic_step(batch, self.draw_noise(batch["actions"]))
+        if with_actor:
             self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())
-        if (self.num_updates + 1) % (self.target_update_interval or self.policy_delay) == 0:
+        if with_targets:
             self._target.polyak_(self.tau)
+        return {**metrics, "actor_loss": self.last_actor_loss.clone()}, priorities
+
+    def learn(self, batch: Batch) -> UpdateResult:
+        """One update step, after every `policy_delay` of them with the actor and the targets."""
+        with_actor, with_targets = (
+            (self.num_updates + 1) % every == 0
+            for every in (self.policy_delay, self.target_update_interval or self.policy_delay)
+        )
+        metrics, priorities = self.update_step(transition_columns(batch), with_actor, with_targets)
         self.model.actor.observation_input.update(batch["obs"])
-        metrics["actor_loss"] = self.last_actor_loss.clone()
         return UpdateResult(metrics, priorities=priorities, watch="critic_loss")

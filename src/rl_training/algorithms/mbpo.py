@@ -64,6 +64,7 @@ class MBPO(SAC):
     model_loss_name = "mbpo_model_loss"
     synonyms = {"policy_learning_rate": "learning_rate"}
     steps = ("critic_step", "actor_step", "model_step")
+    graphs = ("update_step", "model_step")
     eager_part = "imagined rollouts and the choice of elites"
 
     def __init__(

@@ -54,6 +54,7 @@ class QLearning(Algorithm):
     """
 
     steps = ("critic_step",)
+    graphs = ("update_step",)
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, gamma: float = 0.99,
@@ -138,10 +139,13 @@ class QLearning(Algorithm):
             self.q_network.set_noise(None)
         return metrics, terms.td_errors
 
+    def update_step(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+        """A gradient step with new draws; metrics, and priorities [B]."""
+        return self.critic_step(batch, self.draws(len(batch["actions"])))
+
     def learn(self, batch: Batch) -> UpdateResult:
         """One gradient step, then a target update when it is due."""
-        draws = self.draws(len(batch["actions"]))
-        metrics, self.last_td_errors = self.critic_step(transition_columns(batch), draws)
+        metrics, self.last_td_errors = self.update_step(transition_columns(batch))
         observation_input = getattr(self.q_network, "observation_input", None)
         if observation_input is not None:
             observation_input.update(batch["obs"])

@@ -33,6 +33,8 @@ class RLPD(SAC):
     given (-|A| where this is SAC).
     """
 
+    graphs = ()  # a permutation is drawn between the steps
+
     def __init__(
         self, *, model: Any, critic_subset_size: int = 2, actor_update_interval: int = 1,
         target_entropy: float | None = None, **options: Any,

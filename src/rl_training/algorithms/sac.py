@@ -54,6 +54,7 @@ class SAC(Algorithm):
 
     actor_update_interval = 1
     steps: tuple[str, ...] = ("critic_step", "actor_step")
+    graphs: tuple[str, ...] = ("update_step",)
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
@@ -137,14 +138,20 @@ class SAC(Algorithm):
             self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
         return losses
 
-    def learn(self, batch: Batch) -> UpdateResult:
-        """A critic step, at every `actor_update_interval` an actor and temperature step, and a target update."""
+    def update_step(self, batch: Batch, with_actor: bool) -> tuple[dict[str, Any], Tensor]:
+        """A critic step, an actor and temperature step on request, and a target update; metrics, and priorities [B]."""
         obs = batch["obs"]
-        metrics, priorities = self.critic_step(transition_columns(batch), self.draw_noise(obs), self.draw_subset())
-        if (self.num_updates + 1) % self.actor_update_interval == 0:
+        metrics, priorities = self.critic_step(batch, self.draw_noise(obs), self.draw_subset())
+        if with_actor:
             losses = self.actor_step(obs, self.draw_noise(obs))
             torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
         self._target.polyak_(self.tau)
-        self.model.actor.observation_input.update(obs)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
-        return UpdateResult({**metrics, **last}, priorities=priorities, watch="critic_loss")
+        return {**metrics, **last}, priorities
+
+    def learn(self, batch: Batch) -> UpdateResult:
+        """One update step, at every `actor_update_interval` with the actor's."""
+        with_actor = (self.num_updates + 1) % self.actor_update_interval == 0
+        metrics, priorities = self.update_step(transition_columns(batch), with_actor)
+        self.model.actor.observation_input.update(batch["obs"])
+        return UpdateResult(metrics, priorities=priorities, watch="critic_loss")

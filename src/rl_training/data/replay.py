@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,15 @@ from torch import Tensor
 from rl_training.data.memory import Array, Sender, as_tensors
 from rl_training.data.rings import TransitionRings
 from rl_training.errors import UserError
+
+
+class Ahead(NamedTuple):
+    """A batch that was drawn before the step that precedes it."""
+
+    before: Mapping[str, Any]  # the generator's state
+    rows: Array
+    place: tuple[int, ...]  # where the rings are to be when it is used
+    batch: dict[str, Tensor] | None  # None if that step may change it
 
 
 class ReplayBuffer(TransitionRings):
@@ -43,6 +53,8 @@ class ReplayBuffer(TransitionRings):
         super().__init__(capacity, num_envs, copy_to=self.device if on_device else None, **layout)
         self._backwards = np.arange(self.frame_stack - 1, -1, -1)
         self._window = np.arange(n_step)
+        self.ahead: Ahead | None = None
+        self._gamma: float
         self.gamma = gamma
 
     @property
@@ -52,12 +64,42 @@ class ReplayBuffer(TransitionRings):
 
     @gamma.setter
     def gamma(self, value: float) -> None:
+        if self.ahead is not None and value != self._gamma:
+            self.ahead = self.ahead._replace(batch=None)
         self._gamma = value
         self._powers = (value ** np.arange(self.n_step + 1)).astype(np.float32)
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
         """`batch_size` transitions, uniformly and with replacement, as `gather` returns them."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            if ahead.place == self._place() and len(ahead.rows) == batch_size:
+                return ahead.batch or self.gather(ahead.rows)
+            rng.bit_generator.state = ahead.before
         return self.gather(self._draw(batch_size, rng))
+
+    def draw_ahead(self, batch_size: int, rng: np.random.Generator) -> None:
+        """Draw the next sample now, as it will be after one more step of every environment, while a GPU is busy.
+
+        Until it is taken, the generator's state of before is `ahead.before`. Rows that the step may change are gathered
+        afterwards.
+        """
+        if not self._lockstep:
+            return
+        before, (head, size, _) = rng.bit_generator.state, self._place()
+        head, size = (head + 1) % self._slots, min(size + 1, self.rows_per_env)
+        ranks = rng.integers(0, size * self.num_envs, batch_size)
+        rows = (ranks + (head - size) % self._slots * self.num_envs) % self._length
+        stays = ranks.max() < (size - 1 - self.n_step) * self.num_envs
+        self.ahead = Ahead(before, rows, (head, size, True), self.gather(rows) if stays else None)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken; a state of another layout is refused."""
+        super().load_state_dict(state)
+        self.ahead = None
+
+    def _place(self) -> tuple[int, ...]:
+        return int(self._heads[0]), int(self._sizes[0]), self._lockstep
 
     def _draw(self, batch_size: int, rng: np.random.Generator) -> Array:
         total = len(self)

@@ -206,6 +206,9 @@ class ReplayStore(BufferStore):
         rows = -(-self.params.train_frequency // context.num_envs)
         self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
         self._updates = self._looks_at_clipping = 0
+        # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
+        plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
+        self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
 
     @property
     def gamma(self) -> float:
@@ -241,6 +244,13 @@ class ReplayStore(BufferStore):
             self.credit -= self.params.train_frequency
             for _ in range(self.params.gradient_updates_per_step):
                 yield "policy", self.sample()
+            if self.draws_ahead and self.credit < self.params.train_frequency:
+                self.buffer.draw_ahead(self.params.batch_size, self.rng)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state before a draw for the next turn."""
+        ahead = self.buffer.ahead
+        return super().state_dict() | ({} if ahead is None else {"rng": ahead.before})
 
     def sample(self) -> dict[str, Any]:
         """One batch."""
