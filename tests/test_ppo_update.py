@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import rl_training.algorithms.ppo as ppo_module
+from rl_training.algorithms.actor_critic import select_rows
 from rl_training.algorithms.ppo import PPO, ppo_loss
 from rollout_cases import (
     KINDS,
@@ -230,3 +231,13 @@ def test_target_kl_looks_at_the_mean_of_an_epoch(monkeypatch: pytest.MonkeyPatch
 
     assert epochs([0.0, 0.0, 0.02]) == 5  # the last minibatch alone is above 1.5 times the target
     assert epochs([0.03, 0.03, 0.0]) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [1, 4, 16, 17])
+def test_rows_are_selected_alike_on_a_gpu(width: int) -> None:
+    rows = {"obs": torch.randn(100, width), "actions": torch.arange(100), "pictures": torch.randn(100, 2, 3, 3)}
+    order = torch.randperm(100)
+    found = select_rows({name: value.cuda() for name, value in rows.items()}, order.cuda())
+    for name, value in rows.items():
+        assert torch.equal(found[name].cpu(), value[order])
