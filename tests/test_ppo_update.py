@@ -102,7 +102,7 @@ def test_a_ratio_beyond_the_clip_moves_only_back(sign: float, moves: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("size", "sizes"), [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21])], ids=str
+    ("size", "sizes"), [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21]), (1, [1] * 20)], ids=str
 )
 def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) -> None:
     """But one row left over, which could not be normalized, waits for the next shuffle."""
@@ -122,6 +122,21 @@ def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) ->
             assert torch.equal(tensor, rows[name][found])
         orders.append(found)
     assert orders[0] != orders[1]
+
+
+def test_how_many_steps_are_taken_together_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for most, calls in ((32, 3), (2, 6)):  # of three minibatches per epoch
+        monkeypatch.setattr(ppo_module, "MOST_STEPS", most)
+        policy = make_policy()
+        learner = PPO(policy=policy, update_epochs=3, minibatch_size=8)
+        learner.seed(7)
+        together, seen = learner.shuffled_steps, []
+        monkeypatch.setattr(learner, "shuffled_steps", lambda *given, f=together, s=seen: s.append(1) or f(*given))
+        learner.update(flat_rows(make_rollout(policy)))
+        assert len(seen) == calls
+        weights.append(weights_of(policy))
+    assert torch.equal(*weights)
 
 
 def test_advantages_are_normalized_in_each_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
