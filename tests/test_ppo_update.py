@@ -102,8 +102,10 @@ def test_a_ratio_beyond_the_clip_moves_only_back(sign: float, moves: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("size", "sizes"), [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21]), (1, [1] * 20)], ids=str
-)
+    ("size", "sizes"),
+    [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21]), (1, [1] * 20)],
+    ids=str,
+)  # fmt: skip
 def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) -> None:
     """But one row left over, which could not be normalized, waits for the next shuffle."""
     policy = make_policy()
