@@ -44,6 +44,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return fits
 
     monkeypatch.setattr(passes, "CAN_FUSE", True)
+    monkeypatch.setattr(passes, "has_room", lambda device: True)
     monkeypatch.setattr(passes, "is_fused", is_fused)
     return calls
 
@@ -133,8 +134,12 @@ CASES: dict[str, tuple[bool, tuple[int, ...], list[nn.Module]]] = {
 def test_two_small_hidden_layers_and_many_rows_are_fused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, rows, networks = CASES[case]
     monkeypatch.setattr(passes, "CAN_FUSE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert would_fuse(rows, *networks) == wanted
     assert not would_fuse(rows, *networks, dtype=torch.float64)
     assert not RULE(torch.zeros(rows), networks, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not would_fuse(rows, *networks)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(passes, "CAN_FUSE", False)
     assert not would_fuse(rows, *networks)

@@ -26,7 +26,7 @@ Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> t
 Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
 FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewer to learn from, or to evaluate, do not repay compiling the kernels
 FUSED_UNITS = 64
-CAN_FUSE = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))  # Triton needs one
+CAN_FUSE = bool(torch.version.cuda and find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))))
 
 
 class LinearPass:
@@ -295,6 +295,14 @@ def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tupl
     return [outputs for outputs, _ in passed], backward
 
 
+def has_room(device: torch.device) -> bool:
+    """Whether two programs of the kernels fit on a multiprocessor: on Hopper and on the data center's Blackwell."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+has_room._dynamo_marked_constant = True  # type: ignore[attr-defined]  # while compiling; the decorator imports sympy
+
+
 def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> bool:
     """Whether these networks run as one kernel per direction on these rows, which pays from `least` on."""
     if not x.is_cuda or x.dim() != 2 or x.dtype != torch.float32 or not 0 < x.numel() < 2**31 or not CAN_FUSE:
@@ -305,7 +313,8 @@ def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> 
     known = [[nn.Linear, kind, nn.Linear, kind, nn.Linear] for kind in (nn.Tanh, nn.ReLU)]
     if forms[0] not in known or any(form != forms[0] for form in forms):
         return False
-    return max(x.shape[1], *(len(p) for network in networks for p in _parameters(network))) <= FUSED_UNITS
+    widest = max(x.shape[1], *(len(p) for network in networks for p in _parameters(network)))
+    return widest <= FUSED_UNITS and has_room(x.device)
 
 
 def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
