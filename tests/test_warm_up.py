@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 
+from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.envs.factory import probe_spaces, read_recipe
 
@@ -15,8 +13,7 @@ STEPS = 4_000
 
 
 def make_behaviour(env_id: str, num_envs: int) -> Behaviour:
-    learner: Any = SimpleNamespace(device="cpu", initial_carry=lambda count: None)
-    return Behaviour(learner, probe_spaces(read_recipe(env_id, {})), num_envs, np.random.default_rng(0))
+    return Behaviour(Algorithm(), probe_spaces(read_recipe(env_id, {})), num_envs, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1"])
