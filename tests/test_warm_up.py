@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
@@ -13,7 +15,9 @@ STEPS = 4_000
 
 
 def make_behaviour(env_id: str, num_envs: int) -> Behaviour:
-    return Behaviour(Algorithm(), probe_spaces(read_recipe(env_id, {})), num_envs, np.random.default_rng(0))
+    learner = Algorithm()
+    learner.weight = nn.Parameter(torch.zeros(1))  # its device is that of its parameters
+    return Behaviour(learner, probe_spaces(read_recipe(env_id, {})), num_envs, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1"])
