@@ -29,22 +29,22 @@ def would_fuse(rows: tuple[int, ...], *networks: Any, dtype: torch.dtype = torch
     """What the rule says of rows on a GPU."""
     with FakeTensorMode():
         x = torch.empty(rows, dtype=dtype, device="cuda")
-    return RULE(x, networks)
+    return RULE(x, networks, 1000)
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Networks run as kernels on any number of rows; the rows of every such call."""
+    """Networks run as kernels on any number of rows; from how many on they would, for every such call."""
     pytest.importorskip("triton")
     calls: list[int] = []
 
-    def is_fused(x: Tensor, networks: Sequence[Any]) -> bool:
-        fits = would_fuse(tuple(x.shape), *networks)
-        calls.extend([len(x)] if fits else [])
+    def is_fused(x: Tensor, networks: Sequence[Any], least: int) -> bool:
+        fits = would_fuse((1000, *x.shape[1:]), *networks)
+        calls.extend([least] if fits else [])
         return fits
 
     monkeypatch.setattr(passes, "CAN_FUSE", True)
-    monkeypatch.setattr(passes, "FUSED_ROWS", 1)
+    monkeypatch.setattr(passes, "has_room", lambda device: True)
     monkeypatch.setattr(passes, "is_fused", is_fused)
     return calls
 
@@ -96,10 +96,10 @@ def test_a_learner_learns_the_same(learner_class: type[Algorithm], kind: str, fu
         chosen = policy.distribution(obs)
         actions = chosen.sample(noise=noise)
         rows = {"obs": obs, "actions": actions, "logprobs": chosen.log_prob(actions), "values": policy.values(obs)}
-    assert fused == [50, 50]
+    assert fused == [passes.FUSED_OUTPUTS] * 2
     rows |= {"advantages": torch.randn(50, device=DEVICE), "returns": torch.randn(50, device=DEVICE)}
     by_kernels = learn_rows(plain, rows, 3)
-    assert fused == [50] * 5
+    assert fused[2:] == [passes.FUSED_ROWS] * 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "is_fused", lambda *_: False)
         torch.testing.assert_close(by_kernels, learn_rows(other, rows, 3), rtol=1e-3, atol=1e-5)
@@ -115,18 +115,18 @@ def test_what_is_differentiated_goes_through_autograd(fused: list[int]) -> None:
     assert fused == []
 
 
-ROWS = (passes.FUSED_ROWS, 4)
+ROWS = (1000, 4)
 NETWORK = mlp(4, (64, 64), 2)
 CASES: dict[str, tuple[bool, tuple[int, ...], list[nn.Module]]] = {
     "many rows": (True, ROWS, [NETWORK]),
     "two networks": (True, ROWS, [NETWORK, mlp(4, (32, 8), 1)]),
-    "few rows": (False, (passes.FUSED_ROWS - 1, 4), [NETWORK]),
+    "few rows": (False, (999, 4), [NETWORK]),
     "a rollout": (False, (2, *ROWS), [NETWORK]),
     "three layers": (False, ROWS, [mlp(4, (64, 64, 64), 2)]),
     "another activation": (False, ROWS, [mlp(4, (64, 64), 2, "elu")]),
     "two activations": (False, ROWS, [NETWORK, mlp(4, (64, 64), 1, "relu")]),
     "a wide layer": (False, ROWS, [NETWORK, mlp(4, (64, 128), 1)]),
-    "a wide input": (False, (passes.FUSED_ROWS, 65), [mlp(65, (64, 64), 1)]),
+    "a wide input": (False, (1000, 65), [mlp(65, (64, 64), 1)]),
 }
 
 
@@ -134,8 +134,12 @@ CASES: dict[str, tuple[bool, tuple[int, ...], list[nn.Module]]] = {
 def test_two_small_hidden_layers_and_many_rows_are_fused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, rows, networks = CASES[case]
     monkeypatch.setattr(passes, "CAN_FUSE", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert would_fuse(rows, *networks) == wanted
     assert not would_fuse(rows, *networks, dtype=torch.float64)
-    assert not RULE(torch.zeros(rows), networks)
+    assert not RULE(torch.zeros(rows), networks, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not would_fuse(rows, *networks)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(passes, "CAN_FUSE", False)
     assert not would_fuse(rows, *networks)

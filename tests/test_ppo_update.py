@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import rl_training.algorithms.ppo as ppo_module
+from rl_training.algorithms.actor_critic import select_rows
 from rl_training.algorithms.ppo import PPO, ppo_loss
 from rollout_cases import (
     KINDS,
@@ -101,8 +102,10 @@ def test_a_ratio_beyond_the_clip_moves_only_back(sign: float, moves: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("size", "sizes"), [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21])], ids=str
-)
+    ("size", "sizes"),
+    [(None, [21]), (7, [7, 7, 7]), (8, [8, 8, 5]), (10, [10, 10]), (50, [21]), (1, [1] * 20)],
+    ids=str,
+)  # fmt: skip
 def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) -> None:
     """But one row left over, which could not be normalized, waits for the next shuffle."""
     policy = make_policy()
@@ -121,6 +124,21 @@ def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) ->
             assert torch.equal(tensor, rows[name][found])
         orders.append(found)
     assert orders[0] != orders[1]
+
+
+def test_how_many_steps_are_taken_together_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for most, calls in ((32, 3), (2, 6)):  # of three minibatches per epoch
+        monkeypatch.setattr(ppo_module, "MOST_STEPS", most)
+        policy = make_policy()
+        learner = PPO(policy=policy, update_epochs=3, minibatch_size=8)
+        learner.seed(7)
+        together, seen = learner.shuffled_steps, []
+        monkeypatch.setattr(learner, "shuffled_steps", lambda *given, f=together, s=seen: s.append(1) or f(*given))
+        learner.update(flat_rows(make_rollout(policy)))
+        assert len(seen) == calls
+        weights.append(weights_of(policy))
+    assert torch.equal(*weights)
 
 
 def test_advantages_are_normalized_in_each_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +248,13 @@ def test_target_kl_looks_at_the_mean_of_an_epoch(monkeypatch: pytest.MonkeyPatch
 
     assert epochs([0.0, 0.0, 0.02]) == 5  # the last minibatch alone is above 1.5 times the target
     assert epochs([0.03, 0.03, 0.0]) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [1, 4, 16, 17])
+def test_rows_are_selected_alike_on_a_gpu(width: int) -> None:
+    rows = {"obs": torch.randn(100, width), "actions": torch.arange(100), "pictures": torch.randn(100, 2, 3, 3)}
+    order = torch.randperm(100)
+    found = select_rows({name: value.cuda() for name, value in rows.items()}, order.cuda())
+    for name, value in rows.items():
+        assert torch.equal(found[name].cpu(), value[order])

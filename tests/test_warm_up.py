@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.envs.factory import probe_spaces, read_recipe
 
@@ -15,7 +15,8 @@ STEPS = 4_000
 
 
 def make_behaviour(env_id: str, num_envs: int) -> Behaviour:
-    learner: Any = SimpleNamespace(device="cpu", initial_carry=lambda count: None)
+    learner = Algorithm()
+    learner.weight = nn.Parameter(torch.zeros(1))  # its device is that of its parameters
     return Behaviour(learner, probe_spaces(read_recipe(env_id, {})), num_envs, np.random.default_rng(0))
 
 

@@ -221,9 +221,10 @@ class Joined:
         """The tree as it is now, made of what the function returns for the tensor of each dtype."""
         numbers, others = {}, {}
         for kind, joined in self.joined.items():
-            found, count = function(joined), self.numbers[kind]
+            found, count, sizes = function(joined), self.numbers[kind], self.sizes[kind]
             numbers[kind] = iter(found[:count].unbind() if count else ())
-            others[kind] = iter(found[count:].split(self.sizes[kind]) if self.sizes[kind] else ())
+            rest = found[count:] if count else found
+            others[kind] = iter(rest.split(sizes) if len(sizes) > 1 else [rest])
 
         def piece(own: Tensor) -> Tensor:
             if own.dim() < 2:

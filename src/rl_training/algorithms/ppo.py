@@ -15,6 +15,8 @@ from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_stat
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
+MOST_STEPS = 32  # in one graph
+
 
 def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
     """From new_logprobs, logprobs (of the behavior policy), advantages, values, returns and entropy, all [B].
@@ -32,7 +34,7 @@ class PPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
     steps = ("minibatch_step",)
-    graphs = ("epoch_step",)
+    graphs = ("shuffled_steps",)
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
@@ -62,24 +64,24 @@ class PPO(ActorCriticAlgorithm):
         grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         return torch.stack([*losses.values(), grad_norm])
 
-    def epoch_step(self, rows: Batch, order: Tensor) -> Tensor:
-        """A gradient step on each `minibatch_size` rows in the given order; a last piece of one row is dropped.
-
-        Returns the steps' metrics [S, 7].
-        """
-        count, shuffled = len(order), select_rows(rows, order)
-        size = min(self.minibatch_size or count, count)
-        starts = [start for start in range(0, count, size) if start == 0 or count - start > 1]
-        pieces = ({name: value[start : start + size] for name, value in shuffled.items()} for start in starts)
-        return torch.stack([self.minibatch_step(piece) for piece in pieces])
+    def shuffled_steps(self, rows: Batch, order: Tensor) -> Tensor:
+        """A gradient step on each `minibatch_size` rows in the given order; returns the steps' metrics [S, 7]."""
+        chosen = select_rows(rows, order)
+        pieces = zip(*(value.split(self.minibatch_size or len(order)) for value in chosen.values()), strict=True)
+        return torch.stack([self.minibatch_step(dict(zip(chosen, piece, strict=True))) for piece in pieces])
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """`update_epochs` passes over the rollout, ended early when an epoch's mean KL passes 1.5 `target_kl`."""
-        rows = self.rows(batch)
-        advantages, epochs = rows["advantages"], []
+        """`update_epochs` passes over the rollout, ended early when an epoch's mean KL passes 1.5 `target_kl`.
+
+        A last minibatch of one row is dropped.
+        """
+        rows, epochs = self.rows(batch), []
+        count, device = len(rows["advantages"]), rows["advantages"].device
+        size = self.minibatch_size or count
+        kept = count - (count > 1 and (count - 1) % size == 0)
         for _ in range(self.update_epochs):
-            order = torch.randperm(len(advantages), generator=self.generator, device=advantages.device)
-            epochs.append(self.epoch_step(rows, order))
+            order = torch.randperm(count, generator=self.generator, device=device)[:kept]
+            epochs.append(torch.cat([self.shuffled_steps(rows, part) for part in order.split(size * MOST_STEPS)]))
             if self.target_kl is not None and self.joint(epochs[-1][:, 4].mean()) > 1.5 * self.target_kl:
                 break
         self.move_normalizers(rows)

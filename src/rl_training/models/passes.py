@@ -7,7 +7,7 @@ functions of its outputs by parameters or inputs, once or twice. Where a loss gi
 no graph at all (`trace`). What has no written-out form (other activations, LayerNorm, noise, a GPU) goes through
 autograd; the tests compare the two.
 
-On a GPU, two hidden layers of at most 64 units on many rows run as one kernel per direction (`models/kernels/mlp.py`).
+On a GPU, networks of two hidden layers run as one kernel per direction on many rows (`models/kernels/mlp.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> those of the parameters, in order
 Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
-FUSED_ROWS, FUSED_UNITS = 2**15, 64  # fewer rows do not repay the seconds in which the kernels are compiled
-CAN_FUSE = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))  # Triton needs one
+FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewer to learn from, or to evaluate, do not repay compiling the kernels
+FUSED_UNITS = 64
+CAN_FUSE = bool(torch.version.cuda and find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))))
 
 
 class LinearPass:
@@ -294,17 +295,26 @@ def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tupl
     return [outputs for outputs, _ in passed], backward
 
 
-def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> bool:
-    """Whether these networks run as one kernel per direction on these rows."""
+def has_room(device: torch.device) -> bool:
+    """Whether two programs of the kernels fit on a multiprocessor: on Hopper and on the data center's Blackwell."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+has_room._dynamo_marked_constant = True  # type: ignore[attr-defined]  # while compiling; the decorator imports sympy
+
+
+def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> bool:
+    """Whether these networks run as one kernel per direction on these rows, which pays from `least` on."""
     if not x.is_cuda or x.dim() != 2 or x.dtype != torch.float32 or not 0 < x.numel() < 2**31 or not CAN_FUSE:
         return False
-    if len(x) < FUSED_ROWS and not torch.compiler.is_compiling():
+    if len(x) < least and not torch.compiler.is_compiling():
         return False
     forms = [[type(part) for part in network] for network in networks]
     known = [[nn.Linear, kind, nn.Linear, kind, nn.Linear] for kind in (nn.Tanh, nn.ReLU)]
     if forms[0] not in known or any(form != forms[0] for form in forms):
         return False
-    return max(x.shape[1], *(len(p) for network in networks for p in _parameters(network))) <= FUSED_UNITS
+    widest = max(x.shape[1], *(len(p) for network in networks for p in _parameters(network)))
+    return widest <= FUSED_UNITS and has_room(x.device)
 
 
 def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
@@ -329,7 +339,7 @@ def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[lis
 
 def run_network(network: nn.Sequential, x: Tensor) -> Tensor:
     """[B, in] -> [B, out], by one kernel where that pays and nothing is differentiated."""
-    fused = not torch.is_grad_enabled() and is_fused(x, (network,))
+    fused = not torch.is_grad_enabled() and is_fused(x, (network,), FUSED_OUTPUTS)
     return trace_fused(x, (network,))[0][0] if fused else network(x)
 
 
@@ -346,7 +356,7 @@ class WrittenOut:
 
     def __call__(self, x: Tensor, *networks: Iterable[nn.Module]) -> Sequence[Tensor]:
         """[B, in] -> [B, out] of each network, given as modules that run one after the other."""
-        if not torch.is_grad_enabled() and is_fused(x, networks):
+        if not torch.is_grad_enabled() and is_fused(x, networks, FUSED_OUTPUTS):
             return trace_fused(x, networks)[0]
         splits = self._write_out(x, networks)
         return self._run_plainly(x) if splits is None else evaluate(splits, self._run_plainly, x)
@@ -354,7 +364,7 @@ class WrittenOut:
     def trace(self, x: Tensor, *networks: Iterable[nn.Module]) -> tuple[Sequence[Tensor], Backward] | None:
         """The same without a graph, and a function from gradients of the outputs to those of all parameters in order;
         None where autograd is needed."""
-        if is_fused(x, networks):
+        if is_fused(x, networks, FUSED_ROWS):
             return trace_fused(x, networks)
         splits = self._write_out(x, networks)
         return None if splits is None else trace(splits, self._memory, x)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FORWARD = {"BLOCK": 64, "num_warps": 4}
-BACKWARD = {"BLOCK": 32, "num_warps": 4}
+FORWARD = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
+BACKWARD = {"BLOCK": 32, "num_warps": 4, "num_stages": 1}  # with a second stage, two do not fit into the memory
 PROGRAMS = 2  # per multiprocessor: more do not fit
 # No value or alignment of these gets a kernel of its own: each is compiled once.
 SHAPE = ["count", "num_in", "num_1", "num_2", "num_out"]
@@ -40,26 +40,9 @@ def _write(at, values, rows, columns, num_rows, num_columns):
 
 
 @triton.jit
-def _high(x):
-    """The part of each number that TF32 keeps."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _product(a, b, into, EXACT: tl.constexpr):
-    """`into` plus a @ b; exactly, without the product of the two low parts, which is below float32's precision."""
-    if EXACT:  # as Triton's tf32x3, which also looks for infinities
-        a_high, b_high = _high(a), _high(b)
-        into = tl.dot(a - a_high, b_high, into, input_precision="tf32")
-        into = tl.dot(a_high, b - b_high, into, input_precision="tf32")
-        a, b = a_high, b_high
-    return tl.dot(a, b, into, input_precision="tf32")
-
-
-@triton.jit
-def _hidden(x, weight, bias, TANH: tl.constexpr, EXACT: tl.constexpr):
+def _hidden(x, weight, bias, TANH: tl.constexpr, PRECISION: tl.constexpr):
     """One layer with its activation; the weight is [in, out]."""
-    y = _product(x, weight, tl.zeros((x.shape[0], weight.shape[1]), tl.float32), EXACT) + bias[None, :]
+    y = tl.dot(x, weight, input_precision=PRECISION) + bias[None, :]
     if TANH:
         return 1.0 - 2.0 / (1.0 + tl.exp2(2.8853900817779268 * y))  # e^2y: a power of two takes fewer instructions
     return tl.where(y < 0.0, 0.0, y)  # NaN stays NaN
@@ -75,7 +58,7 @@ def _slope(y, TANH: tl.constexpr):
 def _forward(
     x_at, w0, b0, w1, b1, w2, b2, out_at, count, num_in, num_1, num_2, num_out,
     IN: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
-    TANH: tl.constexpr, EXACT: tl.constexpr,
+    TANH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     into, ones, twos, outs = tl.arange(0, IN), tl.arange(0, ONE), tl.arange(0, TWO), tl.arange(0, OUT)
     first = tl.trans(_read(w0, ones, into, num_1, num_in))
@@ -86,9 +69,9 @@ def _forward(
     on_last = tl.load(b2 + outs, mask=outs < num_out, other=0.0)
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         rows = start + tl.arange(0, BLOCK)
-        one = _hidden(_read(x_at, rows, into, count, num_in), first, on_first, TANH, EXACT)
-        two = _hidden(one, second, on_second, TANH, EXACT)
-        out = _product(two, last, tl.zeros((BLOCK, OUT), tl.float32), EXACT) + on_last[None, :]
+        one = _hidden(_read(x_at, rows, into, count, num_in), first, on_first, TANH, PRECISION)
+        two = _hidden(one, second, on_second, TANH, PRECISION)
+        out = tl.dot(two, last, input_precision=PRECISION) + on_last[None, :]
         _write(out_at, out, rows, outs, count, num_out)
 
 
@@ -96,7 +79,7 @@ def _forward(
 def _backward(
     x_at, grad_at, w0, b0, w1, b1, w2, into_at, stride, count, num_in, num_1, num_2, num_out,
     IN: tl.constexpr, ONE: tl.constexpr, TWO: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
-    TANH: tl.constexpr, EXACT: tl.constexpr,
+    TANH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     into, ones, twos, outs = tl.arange(0, IN), tl.arange(0, ONE), tl.arange(0, TWO), tl.arange(0, OUT)
     first = tl.trans(_read(w0, ones, into, num_1, num_in))
@@ -110,16 +93,16 @@ def _backward(
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         rows = start + tl.arange(0, BLOCK)
         x = _read(x_at, rows, into, count, num_in)
-        one = _hidden(x, first, on_first, TANH, EXACT)
-        two = _hidden(one, tl.trans(second), on_second, TANH, EXACT)
+        one = _hidden(x, first, on_first, TANH, PRECISION)
+        two = _hidden(one, tl.trans(second), on_second, TANH, PRECISION)
         grad = _read(grad_at, rows, outs, count, num_out)
-        g_w2 = _product(tl.trans(grad), two, g_w2, EXACT)
+        g_w2 = tl.dot(tl.trans(grad), two, g_w2, input_precision=PRECISION)
         g_b2 += tl.sum(grad, 0)
-        grad = _product(grad, last, tl.zeros((BLOCK, TWO), tl.float32), EXACT) * _slope(two, TANH)
-        g_w1 = _product(tl.trans(grad), one, g_w1, EXACT)
+        grad = tl.dot(grad, last, input_precision=PRECISION) * _slope(two, TANH)
+        g_w1 = tl.dot(tl.trans(grad), one, g_w1, input_precision=PRECISION)
         g_b1 += tl.sum(grad, 0)
-        grad = _product(grad, second, tl.zeros((BLOCK, ONE), tl.float32), EXACT) * _slope(one, TANH)
-        g_w0 = _product(tl.trans(grad), x, g_w0, EXACT)
+        grad = tl.dot(grad, second, input_precision=PRECISION) * _slope(one, TANH)
+        g_w0 = tl.dot(tl.trans(grad), x, g_w0, input_precision=PRECISION)
         g_b0 += tl.sum(grad, 0)
     at = into_at + tl.program_id(0) * stride
     _write(at, g_w0, ones, into, num_1, num_in)
@@ -145,7 +128,7 @@ def _launch(x: Tensor, options: dict[str, int]) -> tuple[int, dict[str, object]]
     """The number of programs, and options of the kernel."""
     units = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     return min(triton.cdiv(len(x), options["BLOCK"]), PROGRAMS * units), {
-        "EXACT": torch.get_float32_matmul_precision() == "highest", "num_stages": 1, **options,
+        "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32", **options,
     }  # fmt: skip
 
 
