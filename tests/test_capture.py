@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -328,3 +329,35 @@ def test_a_graph_draws_on_from_where_its_generator_is(reads: bool) -> None:
         assert torch.equal(step(x), draw(x, plain))
         assert torch.equal(own.get_state(), plain.get_state())
         assert torch.equal(torch.rand(2, generator=own, device="cuda"), torch.rand(2, generator=plain, device="cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:.*cannot be captured")
+def test_steps_that_share_a_generator_draw_in_turn_after_one_of_them_failed() -> None:
+    own, plain = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
+    numbers, x = Numbers(), torch.ones(2, device="cuda")
+
+    def draw(x: Tensor) -> Tensor:
+        return x * torch.randn(2, generator=own, device="cuda")
+
+    able = CapturedStep(draw, numbers, own)
+    unable = CapturedStep(lambda x: draw(x) * x.sum().item() / 2, numbers, own)
+    for turn in range(PLAIN_CALLS + 6):
+        for step in (able, able, unable):
+            assert torch.equal(step(x), torch.randn(2, generator=plain, device="cuda")), turn
+        assert torch.equal(own.get_state(), plain.get_state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("error")
+def test_threads_may_capture_at_the_same_time_on_a_gpu() -> None:
+    def work() -> None:
+        step = CapturedStep(lambda x: (x @ x).relu(), Numbers())
+        for size in range(8, 16):
+            x = torch.randn(size, size, device="cuda")
+            for _ in range(PLAIN_CALLS + 2):
+                torch.testing.assert_close(step(x), (x @ x).relu())
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
