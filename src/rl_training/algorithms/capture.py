@@ -205,7 +205,7 @@ class Recording:
 
 
 class Joined:
-    """A tree of tensors whose tensors of each dtype are one, which one kernel copies."""
+    """A tree of tensors, joined into one tensor per dtype, so that one kernel copies them."""
 
     def __init__(self, tree: Any) -> None:
         tensors: list[Tensor] = []

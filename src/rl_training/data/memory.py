@@ -184,7 +184,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 class Sender:
-    """`as_tensors` for arrays of few different shapes, in memory that is used again: after `TURNS` more calls.
+    """`as_tensors` for arrays of few different shapes, in memory that is reused: `TURNS` calls later it is overwritten.
 
     Making pinned memory and views takes longer than sending a small batch.
     """

@@ -25,13 +25,11 @@ from rl_training.runtime.params import Activation, Params, Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
 from rl_training.validation import StrictModel
 
-# Why a number cannot be scheduled: the end of a sentence.
 LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
 # A GPU gathers batches with at least so many bytes of observations, if all take at most this share of its free memory.
 WIDE_BATCH, MOST_OF_FREE = 500_000, 0.5
+# Why a number cannot be scheduled: the end of a sentence.
 DIVIDED_ONCE = "batches are divided once, when the run is built"
-
-
 ReplayMemory = Annotated[
     Literal["auto", "host", "device"],
     Field(description="device: observations are in GPU memory too, and gathered there; auto: if large, and they fit."),
