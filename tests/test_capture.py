@@ -298,13 +298,14 @@ def test_a_real_graph_gives_what_plain_calls_give() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_host_read_on_a_gpu_falls_back_to_plain_calls() -> None:
-    step = CapturedStep(lambda x: x * x.sum().item(), Numbers())
+    step, before = CapturedStep(lambda x: x * x.sum().item(), Numbers()), torch.cuda.current_stream()
     x = torch.ones(2, device="cuda")
     for _ in range(PLAIN_CALLS):
         step(x)
     with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph and runs eagerly"):
         assert torch.equal(step(x), 2 * x)
     assert torch.equal(step(x), 2 * x)
+    assert torch.cuda.current_stream() == before
     torch.randn(2, device="cuda")  # the default generator is not left in the failed capture
     torch.cuda.synchronize()
 

@@ -179,11 +179,12 @@ class Recording:
                 self.graph = torch.cuda.CUDAGraph()
                 if self.generator is not None:  # a replay draws from where the generator is, and moves it on
                     self.graph.register_generator_state(self.generator)
-                stream = capture_stream(torch.cuda.current_device())
+                stream, before = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
                 try:
                     with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                         function()
                 except RuntimeError:
+                    torch.cuda.set_stream(before)  # a failed capture does not leave its own
                     for generator in (torch.cuda.default_generators[torch.cuda.current_device()], self.generator):
                         if generator is not None:
                             free_generator(generator)
