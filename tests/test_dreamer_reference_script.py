@@ -15,6 +15,7 @@ pytest.importorskip("ale_py")
 QUICK = {"size": "xxs", "batch_size": 2, "sequence_length": 8, "train_ratio": 8, "learning_starts": 50}
 
 
+@pytest.mark.slow
 class TestReferenceScript(ReferenceScript):
     script, preset = "dreamer_atari_reference", "dreamer/breakout_atari"
 
@@ -31,7 +32,6 @@ class TestReferenceScript(ReferenceScript):
         monkeypatch.setattr("_runner.load_config", load_quick)
         return importlib.import_module(self.script).main
 
-    @pytest.mark.slow
     def test_takes_another_environment(self, main: Any, tmp_path: Path) -> None:
         words = ["--env-id", "ALE/Pong-v5", "--total-timesteps", "50", "--eval-episodes", "1"]
         assert main([*words, "--output-dir", str(tmp_path)]).run_dir.name.startswith("dreamer-ALE_Pong")

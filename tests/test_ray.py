@@ -61,6 +61,7 @@ def local_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_rollout_and_a_replay_run_are_those_of_worker_processes(local_cluster: None, tmp_path: Path) -> None:
     killed = train(on_ray("ppo", tmp_path / "ray"), callbacks=[ActorKiller(1)], console=False)
     assert killed.metrics["worker_restarts"] == 1
