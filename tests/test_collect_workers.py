@@ -107,6 +107,7 @@ def test_auto_leaves_one_core_to_the_learner_and_is_decided_once(tmp_path: Path,
     assert len(session.collector.records) == session.config.num_workers == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_workers_hold_random_actions_from_turn_to_turn(tmp_path: Path) -> None:
     kwargs = {"random_action_hold": 10**6, "learning_starts": 100}
     session = open_session(workers("td3", tmp_path, kwargs=kwargs))

@@ -109,6 +109,7 @@ def test_what_cannot_be_imagined_is_one_sentence(checkpoint: Path, tmp_path: Pat
         open_loop_errors(checkpoint, warm_up=10, horizon=80, windows=1)
 
 
+@pytest.mark.slow
 def test_the_command_says_where_the_picture_is(image_checkpoint: Path) -> None:
     pytest.importorskip("matplotlib")
     from rl_training.cli.main import app

@@ -81,6 +81,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_not(tmp_path: Path) -> None:
     holders = [
         subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -201,6 +202,7 @@ print(len(buffer), float(buffer.sample(64, np.random.default_rng(0))["obs"].sum(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_mapped_buffer_larger_than_memory_is_resumed(tmp_path: Path) -> None:
     buffer = make(tmp_path, capacity=3000, obs_dim=10_000)
