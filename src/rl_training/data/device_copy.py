@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ class DeviceCopy:
 
     def __init__(self, array: Array, device: torch.device) -> None:
         self.array, self.tensor = array, torch.zeros(array.shape, dtype=torch_dtype(array.dtype), device=device)
-        self._written: list[Any] = []  # slices and indices
+        self._written: list[Array] = []  # indices of rows
         self._waiting = 0
 
     def follow(self, rows: slice | Array) -> None:

@@ -19,6 +19,7 @@ from rl_training.data.mapped import MappedFolder
 from rl_training.errors import UserError
 
 Array = NDArray[Any]
+SHARE_OF_GPU = 0.5  # of its free memory, for what nobody asked to keep there
 DType = Any  # "uint8", np.uint8, np.dtype("uint8") or torch.uint8
 
 
@@ -146,6 +147,11 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
         f"lower buffer_capacity to about {fits}, or set replay_folder to a folder on a larger disk."
     )
+
+
+def fits_on_gpu(nbytes: int, device: str) -> bool:
+    """Whether a GPU has room for so many bytes that nobody asked to keep there; a CPU is none."""
+    return device.startswith("cuda") and nbytes <= SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]
 
 
 def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import ArraySpec, allocate, check_same_layout, filled_parts, restore_parts
-
-SHARE_OF_GPU = 0.5  # of its free memory; a larger buffer stays on the host
+from rl_training.data.memory import ArraySpec, allocate, check_same_layout, filled_parts, fits_on_gpu, restore_parts
 
 
 class SyntheticBuffer:
@@ -25,7 +23,7 @@ class SyntheticBuffer:
         shapes = {"obs": (obs_dim,), "actions": (action_dim,), "rewards": (), "next_obs": (obs_dim,), "dones": ()}
         specs = {name: ArraySpec((capacity, *shape), floats) for name, shape in shapes.items()}
         self.nbytes = sum(spec.nbytes for spec in specs.values())
-        self.on_gpu = device != "cpu" and self.nbytes <= SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]
+        self.on_gpu = fits_on_gpu(self.nbytes, device)
         self._columns: dict[str, Any]
         if self.on_gpu:
             self._columns = {name: torch.zeros(spec.shape, device=device) for name, spec in specs.items()}

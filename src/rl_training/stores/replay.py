@@ -17,7 +17,7 @@ from rl_training.algorithms.base import Algorithm, Batch, UpdateResult, read_met
 from rl_training.collect.local import Request
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.data.experience import Experience
-from rl_training.data.memory import format_bytes
+from rl_training.data.memory import fits_on_gpu, format_bytes
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.networks import build_on_model
@@ -26,8 +26,7 @@ from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
 from rl_training.validation import StrictModel
 
 LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
-# A GPU gathers batches with at least so many bytes of observations, if all take at most this share of its free memory.
-WIDE_BATCH, MOST_OF_FREE = 500_000, 0.5
+WIDE_BATCH = 500_000  # bytes of observations from which on a GPU gathers batches faster than the host sends them
 # Why a number cannot be scheduled: the end of a sentence.
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 ReplayMemory = Annotated[
@@ -297,10 +296,11 @@ def goes_to_device(params: Any, spaces: EnvSpaces, device: str, frame_stack: int
     if params.replay_memory == "host" or not device.startswith("cuda"):
         return False
     row = math.prod(spaces.obs_shape) * np.dtype(spaces.obs_dtype).itemsize
-    need, free = params.buffer_capacity * row // frame_stack, torch.cuda.mem_get_info(device)[0]
+    need = params.buffer_capacity * row // frame_stack
     if params.replay_memory == "auto":
         rows = params.batch_size * getattr(params, "sequence_length", 1)
-        return rows * row >= WIDE_BATCH and need <= MOST_OF_FREE * free
+        return rows * row >= WIDE_BATCH and fits_on_gpu(need, device)
+    free = torch.cuda.mem_get_info(device)[0]
     if need > free:
         sizes = f"needs {format_bytes(need)}, but only {format_bytes(free)} is free on {device}"
         raise UserError(f"replay_memory is 'device', which {sizes}; lower buffer_capacity, or use 'auto' or 'host'.")

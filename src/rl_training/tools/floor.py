@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_training.algorithms.base import Algorithm
+from rl_training.data.memory import torch_dtype
 from rl_training.runtime.random_play import draw, make_stepper
 from rl_training.runtime.session import Session
 
@@ -113,7 +114,7 @@ def measure_floor(session: Session, learner: Algorithm, step: int, seconds: floa
     if not session.spec.steps_environments:
         return Floor(0.0, 0.0, learn)
     spaces = session.spaces
-    obs = torch.zeros(num_envs, *spaces.obs_shape, dtype=torch.from_numpy(np.empty(0, spaces.obs_dtype)).dtype)
+    obs = torch.zeros(num_envs, *spaces.obs_shape, dtype=torch_dtype(np.dtype(spaces.obs_dtype)))
     masks = torch.ones(num_envs, spaces.action_dim, dtype=torch.bool) if spaces.has_action_mask else None
     first = torch.ones(num_envs, dtype=torch.bool, device=device)
     with acting, torch.no_grad():
