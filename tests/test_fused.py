@@ -88,9 +88,9 @@ def learn_rows(learner: Any, rows: dict[str, Tensor], steps: int) -> list[Tensor
 @pytest.mark.parametrize("learner_class", [PPO, A2C])
 def test_a_learner_learns_the_same(learner_class: type[Algorithm], kind: str, fused: list[int]) -> None:
     torch.manual_seed(0)
-    policy = MLPActorCritic(obs_dim=3, action_dim=2, hidden_sizes=(16, 16), action_kind=kind)
-    plain: Any = learner_class(policy=policy, learning_rate=1e-3, ent_coef=0.01).to(DEVICE)
-    other: Any = learner_class(policy=copy.deepcopy(policy), learning_rate=1e-3, ent_coef=0.01).to(DEVICE)
+    policy = MLPActorCritic(obs_dim=3, action_dim=2, hidden_sizes=(16, 16), action_kind=kind).to(DEVICE)
+    plain: Any = learner_class(policy=policy, learning_rate=1e-3, ent_coef=0.01)
+    other: Any = learner_class(policy=copy.deepcopy(policy), learning_rate=1e-3, ent_coef=0.01)
     obs, noise = torch.randn(50, 3, device=DEVICE), torch.randn(50, 2, device=DEVICE)
     with torch.no_grad():
         chosen = policy.distribution(obs)

@@ -49,7 +49,7 @@ class AtariEngine:
         done = terminated | truncated
         final_obs = None
         if np.count_nonzero(done):
-            final_obs = self._see(np.where(done[:, None, None, None], info["final_obs"], obs))
+            final_obs = self._see(info["final_obs"])
             self._ages[done] = 0
         due = np.flatnonzero(done & (self._steps() - self._seeded_at >= SEED_EVERY))
         obs = self._seed(due) if len(due) else self._see(obs)
