@@ -444,10 +444,11 @@ class Breaks(Walk):
         return state, torch.where(state["place"] > 4.0, torch.nan, rewards), terminated
 
 
-def test_a_reward_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
+def test_a_reward_that_is_not_a_number_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tiny("ppo", tmp_path, vectorization="device", num_envs=4, env_id="breaks")
     with pytest.raises(EnvironmentFailure, match="breaks returned a reward or an observation"):
-        train(config, env=Breaks, console=False)
+        train(config, env=Breaks, console=True)
+    assert "warning" not in "".join(capfd.readouterr())  # what learned from it is not worth saving
 
 
 @pytest.mark.parametrize("kind", ["discrete", "multi_discrete", "continuous"])
@@ -477,17 +478,10 @@ class Wrapped(gym.Wrapper[Any, Any, Any, Any]):
     """Anything."""
 
 
-class WalkOfDicts(Walk):
-    """An observation that is no Box."""
-
-    observation_space = gs.Dict({"place": gs.Box(-1.0, 1.0, (3,))})  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
         (read_recipe("CliffWalking-v1", {}), "CliffWalking-v1 is not a DeviceEnvironment"),
-        (read_recipe("walk", {}, WalkOfDicts), "the observation space of walk is not a Box"),
         (read_recipe("x", {}, lambda: Wrapped(gym.make("CartPole-v1"))), "wrapped in Wrapped"),
         (read_recipe("CartPole-v1", {"wrappers": {"frame_stack": 2}}), "no wrappers except normalize_observation"),
         (read_recipe("CartPole-v1", {"wrappers": {"clip_reward": True}}), "no wrappers except normalize_observation"),
@@ -511,6 +505,34 @@ def gives(**parts: Any) -> type[Walk]:
     return Odd
 
 
+def walk(**parts: Any) -> type[Walk]:
+    """A Walk with other attributes."""
+    return type("Odd", (Walk,), parts)
+
+
+def stay(self: Any, state: Any, actions: Tensor, noise: Tensor) -> Any:
+    """A step that does nothing."""
+    return state, torch.zeros(len(actions)), torch.zeros(len(actions), dtype=torch.bool)
+
+
+def triple(self: Any, state: Any) -> Tensor:
+    """An observation of three numbers."""
+    part: Tensor = state["all"] if isinstance(state, dict) else state
+    return part[:, :1].expand(-1, 3)
+
+
+def move_in_place(self: Any, state: Any, actions: Tensor, noise: Tensor) -> Any:
+    """A step that changes the state that it is given."""
+    state["place"] += 1.0
+    return Walk.step(self, state, actions, noise)
+
+
+def count_calls(self: Any, state: Any, actions: Tensor, noise: Tensor) -> Any:
+    """A step that remembers."""
+    self.calls = getattr(self, "calls", 0) + 1
+    return Walk.step(self, state, actions, noise)
+
+
 class Pictured(Walk):
     """Floats where the space says pixels."""
 
@@ -523,16 +545,78 @@ class Pictured(Walk):
 @pytest.mark.parametrize(
     ("maker", "sentence"),
     [
-        (gives(rewards=lambda x: x[:, None]), r"rewards of two environments has the shape \(2, 1\), not \(2,\)"),
+        (gives(rewards=lambda x: x[:, None]), r"rewards of 17 environments has the shape \(17, 1\), not .* \(17,\)"),
+        (gives(rewards=lambda x: 1.0), "step returned a value of type float; it must return tensors"),
+        (gives(rewards=lambda x: (x, x)), "rewards of 17 environments has the type tuple"),
+        (gives(terminated=lambda x: x[:1]), r"terminated of 17 environments has the shape \(1,\)"),
         (gives(terminated=lambda x: x.float()), "terminated is of torch.float32; it must be of torch.bool"),
-        (gives(state=lambda x: {**x, "place": x["place"].double()}), "the state of two environments is .*float64"),
+        (gives(state=lambda x: {**x, "place": x["place"].double()}), r"state\['place'\] is .*float32 after .*float64"),
+        (gives(state=lambda x: x | {"more": x["place"]}), r"state\['more'\] is missing after reset and \[17\] of"),
+        (gives(state=lambda x: tuple(x.values())), "mine fails in observe with TypeError: tuple indices"),
         (Pictured, "observe gives an image of torch.float32; it must be of torch.uint8"),
-        (type("Wide", (Walk,), {"observation_space": gs.Box(-1.0, 1.0, (4,))}), r"observation of shape \(3,\); its"),
+        (walk(observation_space=gs.Box(-1.0, 1.0, (4,))), r"observe of 17 .*shape \(17, 3\), not the shape \(17, 4\)"),
+        (walk(observation_space=gs.Box(-9, 9, (3,), np.int64)), "observe gives torch.float32; .* says int64"),
+        (walk(observation_space=gs.Dict({"place": gs.Box(-1.0, 1.0, (3,))})), "observation_space is Dict.*be a Box"),
+        (walk(observation_space=None), "the observation_space of mine is None; set self.observation_space"),
+        (walk(action_space=gs.Dict()), "the action space Dict.* of mine is not supported"),
+        (walk(reset_noise=-1), "reset_noise is -1; it must be a whole number of at least 0"),
+        (walk(step_noise=1.0), "step_noise is 1.0; it must be a whole number"),
+        (walk(max_episode_steps=0), "max_episode_steps is 0; it must be a whole number of at least 1"),
+        (walk(step=DeviceEnvironment.step), "mine has no step; a DeviceEnvironment must define reset, step and obs"),
+        (walk(step=lambda *_: (torch.zeros(1),) * 4), "step returned 4 values; it must return the next state, rewards"),
+        (walk(observe=lambda self, state: None), "observe returned a value of type NoneType; it must return tensors"),
+        (walk(reset=lambda self, noise: {"all": noise, "count": noise.sum()}, step=stay, observe=triple),
+         r"state\['count'\] of 17 environments has the shape \(\), not \(17, ...\)"),
+        (walk(reset=lambda self, noise: noise.mul_(2.0)), "reset changes a tensor that it is given; it must ret"),
+        (walk(step=move_in_place), "step changes a tensor that it is given"),
+        (walk(observe=lambda self, state: state.setdefault("new", Walk.observe(self, state))),
+         "observe changes a tensor that it is given"),
+        (walk(reset=lambda self, noise: torch.rand_like(noise)), "reset gives two results for the same input; random"),
+        (walk(step=count_calls), "step changes self.calls; what changes must be part of the state"),
+        (walk(reset=lambda self, noise: torch.zeros_like(noise), step=stay, observe=triple),
+         "reset returns the same state for all noise; use it, or set reset_noise = 0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("vectorization", ["device", "sync"])
+def test_functions_that_do_not_fit_are_told_in_a_sentence(maker: Any, sentence: str, vectorization: str) -> None:
+    """With every vectorization, so that `doctor` finds them too."""
+    recipe = read_recipe("mine", {}, maker)
+    with pytest.raises(UserError, match=sentence) as caught:
+        choose_vectorization("device", recipe, 2) if vectorization == "device" else probe_spaces(recipe)
+    assert "mine" in str(caught.value)
+
+
+def test_rows_of_a_test_begin_apart_if_rare_noise_does_something() -> None:
+    rare = walk(reset=lambda self, noise: (noise < 0.001).float(), step=stay, observe=triple)
+    find_device_environment(read_recipe("mine", {}, rare))
+    fixed = walk(reset_noise=0, reset=lambda self, noise: noise.new_zeros(len(noise), 1), step=stay, observe=triple)
+    find_device_environment(read_recipe("mine", {}, fixed))
+
+
+def test_what_is_computed_once_may_be_kept() -> None:
+    def step(self: Any, state: Any, actions: Tensor, noise: Tensor) -> Any:
+        self.table = getattr(self, "table", torch.ones(1))
+        return stay(self, state, actions, noise)
+
+    find_device_environment(read_recipe("mine", {}, walk(reset=lambda self, noise: noise, step=step, observe=triple)))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (Walk, "device_environment is <class .*; it must be an instance"),
+        (Walk(), r"action_space is Discrete\(3\), but that of its device_environment is Discrete\(2\)"),
+        (walk(action_space=gs.Discrete(3))(), r"observation_space.shape is \(1,\), but that of .* is \(3,\)"),
     ],
 )
-def test_functions_that_do_not_fit_are_told_in_a_sentence(maker: Any, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        open_engine(maker, 2)
+def test_the_tensor_functions_of_a_gymnasium_environment_must_fit_it(given: Any, sentence: str) -> None:
+    class Own(gym.Env[Any, Any]):
+        observation_space = gs.Box(-1.0, 1.0, (1,))
+        action_space = gs.Discrete(3)  # type: ignore[assignment]
+        device_environment = given
+
+    with pytest.raises(UserError, match=f"^mine: {sentence}"):
+        choose_vectorization("device", read_recipe("mine", {}, Own), 2)
 
 
 class Elsewhere(Walk):
@@ -547,7 +631,7 @@ class Elsewhere(Walk):
 
 
 @pytest.mark.parametrize(
-    ("maker", "name"), [(gives(rewards=lambda x: torch.ones(len(x))), "rewards"), (Elsewhere, "the state")]
+    ("maker", "name"), [(gives(rewards=lambda x: torch.ones(len(x))), "rewards"), (Elsewhere, r"state\['count'\]")]
 )
 def test_a_tensor_of_another_device_is_told_before_the_run(maker: Any, name: str) -> None:
     with pytest.raises(UserError, match=f"^mine: {name} is on cpu, but the device is meta; make it like a given"):
@@ -567,7 +651,7 @@ def test_a_file_may_name_a_class_of_ones_own() -> None:
 
 
 def test_what_the_functions_raise_is_told_in_a_sentence() -> None:
-    with pytest.raises(EnvironmentFailure, match=r"mine .*ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"mine fails in step with ZeroDivisionError: .* \(.*, line \d+\)\.$"):
         open_engine(gives(rewards=lambda x: x / (1 // 0)), 2)
 
 

@@ -242,9 +242,10 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             raise UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.") from error
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
     if hasattr(env, "observe") and not isinstance(env, gym.Env):
-        from rl_training.envs.device import DeviceEnvironment, OneEnvironment  # torch
+        from rl_training.envs.device import DeviceEnvironment, OneEnvironment, check_functions  # torch
 
         if isinstance(env, DeviceEnvironment):
+            check_functions(env, recipe.env_id)
             limit = recipe.max_episode_steps or env.max_episode_steps
             return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
     if not isinstance(env, gym.Env):
@@ -361,6 +362,14 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
     return probe(recipe).spaces
 
 
+def check_spaces(env: Any, env_id: str) -> None:
+    """A UserError if an environment has no observation space or no action space."""
+    for name in ("observation_space", "action_space"):
+        if not isinstance(space := getattr(env, name, None), gs.Space):
+            wanted = f"set self.{name} to a gymnasium space in __init__"
+            raise UserError(f"the {name} of {env_id} is {space!r}; {wanted}.")
+
+
 class Probe(NamedTuple):
     """The spaces of an environment, its known problems, and where the user defines its `step`."""
 
@@ -378,10 +387,7 @@ def probe(recipe: EnvRecipe) -> Probe:
     else:  # as it is, so that prediction reads raw observations (a dict stays a dict)
         env = _make_base(recipe, None)
     try:
-        for name in ("observation_space", "action_space"):
-            if not isinstance(space := getattr(env, name, None), gs.Space):
-                wanted = f"set self.{name} to a gymnasium space in __init__"
-                raise UserError(f"the {name} of {recipe.env_id} is {space!r}; {wanted}.")
+        check_spaces(env, recipe.env_id)
         observation, info = _first_reset(env, recipe.env_id)
         spaces = EnvSpaces.from_gym(
             recipe.env_id,

@@ -579,7 +579,8 @@ class Run:
         except TrainingFailure:  # it keeps the last good checkpoint and names it
             raise
         except BaseException as error:
-            if self._progress() != self._saved and not self._at_once and self._can_save_after(error):
+            finite = self.session.algorithm.first_bad_tensor() is None
+            if finite and self._progress() != self._saved and not self._at_once and self._can_save_after(error):
                 try:
                     if self._in_turn:
                         self._abandon_turn()
