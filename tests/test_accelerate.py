@@ -32,7 +32,7 @@ from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.device_choice import choose_acceleration
 from rl_training.runtime.restoring import change_config
 from rl_training.runtime.session import fit_ranks, open_session
-from rl_training.runtime.workflows import train
+from rl_training.runtime.workflows import resume_training, train
 from test_capture import Recorded, RecordedOnHost, Replayed
 
 BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
@@ -247,7 +247,7 @@ def test_graphs_are_for_a_gpu_and_compiling_for_whoever_asks(
 
 def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang++" if name == "clang++" else None)
 
     def refusal(asked: str, algo: str = "ppo", device: str = "cpu", **kwargs: Any) -> str:
         config = tiny(algo, Path("unused"), accelerate=asked)
@@ -256,10 +256,31 @@ def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch
         return str(refused.value)
 
     assert refusal("graph") == "accelerate is 'graph', but device is 'cpu'; there it must be auto, none or compile."
-    wanted = "accelerate is 'compile', which needs a C++ compiler such as g++; it must be auto or none."
-    assert refusal("compile") == wanted
+    wanted = "accelerate is 'compile', but its C++ compiler {} is not found; install it, name another in CXX, or "
+    monkeypatch.setattr("sys.platform", "linux")
+    assert refusal("compile").startswith(wanted.format("'g++'"))  # torch tries no other, whatever else is there
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert refusal("compile").startswith(wanted.format("'/nowhere/c++'"))
     without = "accelerate is 'graph', but dreamer has no steps for it; it must be auto or none."
     assert refusal("graph", "dreamer", "cuda", capture=False) == without
+
+
+def test_the_memory_of_a_gpu_is_refused_to_a_new_run_without_one(tmp_path: Path) -> None:
+    wanted = "replay_memory is 'device', but device is 'cpu'; there it must be auto or host."
+    for device in ("cpu", "auto"):
+        with pytest.raises(UserError, match=wanted):
+            train(tiny("dqn", tmp_path, device=device, kwargs={"replay_memory": "device"}), console=False)
+    assert not list(tmp_path.iterdir())
+    done = train(tiny("dqn", tmp_path, eval_episodes=0), console=False)  # a run that began on a GPU continues here
+    changes = {"algo_kwargs": {"replay_memory": "device"}}
+    assert resume_training(done.checkpoint_path, total_timesteps=160, changes=changes).metrics["global_step"] == 160
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="device is 'cuda:2', but the last GPU here is 'cuda:1'; use that"):
+        open_session(tiny("ppo", Path("unused"), device="cuda:2"))
 
 
 def test_several_learners_run_plainly() -> None:

@@ -236,9 +236,10 @@ def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[Dev
     from rl_training.envs.classic_control import KNOWN
 
     where = "vectorization is 'device', but"
-    options = recipe.wrappers
-    if options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward:
-        raise UserError(f"{where} it supports no wrappers except normalize_observation and normalize_reward.")
+    options = recipe.wrappers.model_dump(exclude_defaults=True)
+    if odd := [name for name in options if name not in ("normalize_observation", "normalize_reward")]:
+        setting = f"env_kwargs.wrappers.{odd[0]} is {options[odd[0]]!r}"
+        raise UserError(f"{where} {setting}; its only wrappers are normalize_observation and normalize_reward.")
     env = make_env(recipe)
     limit, layer, plain = episode_limit(env), env, env.unwrapped
     env.close()

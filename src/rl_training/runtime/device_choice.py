@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ MBPO = "MBPO of 256 x 256 units: 1,902 updates/s, 97 on a core"
 SAC = "SAC of 256 x 256 units: 1,913 updates/s, 132 on a core"
 PPO = "PPO of 512 x 512 units with 8 CartPoles: 7,251 steps/s, 1,887 on a core"
 SMALL = "DQN of 128 x 128 units: 708 steps/s on the GPU, 925 on a core"
-COMPILERS = ("c++", "g++", "clang++", "cl")
+COMPILERS = {"darwin": "clang++", "win32": "cl"}
 
 
 class Rule(NamedTuple):
@@ -82,6 +83,8 @@ def choose_acceleration(config: TrainConfig, params: Params, device: str) -> str
         raise UserError(f"accelerate is {asked!r}, but {config.algo} has no steps for it; it must be auto or none.")
     if asked == "graph" and not captures:
         raise UserError(f"accelerate is 'graph', but device is {device!r}; there it must be auto, none or compile.")
-    if asked == "compile" and not (os.environ.get("CXX") or any(map(shutil.which, COMPILERS))):
-        raise UserError("accelerate is 'compile', which needs a C++ compiler such as g++; it must be auto or none.")
+    compiler = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")  # as torch chooses it
+    if asked == "compile" and shutil.which(compiler) is None:
+        how = "install it, name another in CXX, or use auto or none"
+        raise UserError(f"accelerate is 'compile', but its C++ compiler {compiler!r} is not found; {how}.")
     return asked

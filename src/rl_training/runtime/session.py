@@ -107,6 +107,8 @@ def open_session(
     check_loggers(config)
     check_backend(config, spec, params)
     asked, (device, why) = config, choose_device(config, params, spaces)
+    if restored is None and device == "cpu" and getattr(params, "replay_memory", "auto") == "device":
+        raise UserError("replay_memory is 'device', but device is 'cpu'; there it must be auto or host.")
     config = resolve(config.model_copy(update={"device": device}), params, recipe, spaces, ranks)
     times: dict[int, float] = {}
     alone = ranks.count == 1 and not config.has_workers  # other processes do not run yet, so timing would miss them
@@ -292,7 +294,8 @@ def resolve(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {config.device!r}, but torch sees no GPU here; use cpu or auto.")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
-        raise UserError(f"device is {device!r}, but there are {torch.cuda.device_count()} GPUs here.")
+        last = torch.cuda.device_count() - 1
+        raise UserError(f"device is {device!r}, but the last GPU here is 'cuda:{last}'; use that, cpu or auto.")
     threads = config.threads if config.threads != "auto" or spaces is None else choose_threads(params, spaces)
     env_kwargs = config.env_kwargs
     if recipe.wrappers.normalize_observation == "auto" and spaces is not None:
