@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -358,8 +358,10 @@ def test_floor_and_bottleneck_are_said_in_words() -> None:
     result = breakdown({"environment": 0.05, "act": 0.01, "learn": 0.04})
     assert result.describe_floor() == (
         "environment alone 20.0 + matrix products 20.0 (acting 10.0, learning 10.0) = 40.0 µs per step; "
-        "this run reaches 40% of that speed"
+        "the run's best round, 10,000 steps/s, is 40% of that speed"
     )
+    alone = replace(result, floor=Floor(None, 1e-5, 1e-5)).describe_floor()
+    assert alone.startswith("without the environment, matrix products 20.0 (acting 10.0, learning 10.0) = 20.0 µs per")
     assert result.describe_bottleneck() == (
         "the environment, 50% of the time; its own steps alone would take 40% of that"
     )
@@ -395,6 +397,42 @@ def test_what_is_tried_depends_on_the_bottleneck(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
     assert set(bench.settings_to_try(breakdown(seconds, **changes))) == tried
+
+
+@pytest.mark.parametrize(
+    ("algo", "kwargs", "pace", "num_steps"),
+    [
+        ("ppo", {"num_steps": 256, "minibatch_size": 64}, 6_400.0, 100),  # a turn takes 2.56 s, so: one of a second
+        ("ppo", {"num_steps": 256, "minibatch_size": 64}, 20_000.0, 256),  # short enough
+        ("ppo", {"num_steps": 256, "minibatch_size": 12_800}, 100.0, 200),  # one minibatch at least
+        ("a2c", {"num_steps": 256}, 100.0, 256),  # one batch: a shorter one would be another update
+    ],
+)
+def test_trials_of_long_turns_take_shorter_rollouts(
+    algo: str, kwargs: dict[str, Any], pace: float, num_steps: int
+) -> None:
+    said = {"algo": algo, "env_id": "CartPole-v1", "num_envs": 64, "total_timesteps": 1_000, "algo_kwargs": kwargs}
+    config = load_config(said)
+    assert bench.shorten_rollouts(config, pace).algo_kwargs == kwargs | {"num_steps": num_steps}
+
+
+def test_gains_of_shortened_rollouts_are_against_shortened_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pace_of(config: Any) -> float:
+        assert config.algo_kwargs["num_steps"] < 256
+        return 300.0 if config.threads == 2 else 200.0
+
+    monkeypatch.setattr(bench, "pace_of", pace_of)
+    monkeypatch.setattr(bench, "settings_to_try", lambda result: {"threads=2": {"threads": 2}})
+    result = breakdown(LEARNS, algo_kwargs={"num_steps": 256, "minibatch_size": 8})
+    assert bench.try_settings(replace(result, pace=100.0)) == (("threads=2", 1.5),)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.4, 3), (2.0, 1)])
+def test_long_turns_are_timed_once(seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = iter([(100, seconds), (300, seconds), (200, seconds)])
+    monkeypatch.setattr(bench, "time_turns", lambda *_: next(timed))
+    assert bench.measure_pace(cast(Any, None), 0) == (300 if rounds == 3 else 100) / seconds
+    assert len(list(timed)) == 3 - rounds
 
 
 def test_settings_are_tried_in_runs_of_their_own_and_the_best_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,8 +524,9 @@ def test_doctor_and_bench_as_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1,000 steps in about" in checked.stdout
     assert "nothing to fix" in checked.stdout
     plain = runner.invoke(app, ["doctor", "--env", "CartPole-v1"])
-    timed = runner.invoke(app, ["bench", "--config", "ppo/cartpole", "--total-timesteps", "1024"])
+    timed = runner.invoke(app, ["bench", "--config", "ppo/cartpole", "--total-timesteps", "1024", "--num-envs", "4"])
     assert timed.exit_code == 0, timed.output
+    assert "device cpu, accelerate none, threads 1, 4 environments" in timed.stdout
     assert all(part in timed.stdout for part in ("environment", "act", "store", "learn", "rest", "floor", "bottleneck"))
     for shown in (checked, plain, timed):
         assert "workers do not pay here" in shown.stdout

@@ -10,8 +10,10 @@ from rich.table import Table
 from rl_training.cli.options import (
     AlgoOption,
     ConfigOption,
+    DeviceOption,
     EnvOption,
     ImportOption,
+    NumEnvsOption,
     PresetArgument,
     SetOption,
     Text,
@@ -36,13 +38,15 @@ def bench(
     algo: AlgoOption = None,
     env: EnvOption = None,
     total_timesteps: Annotated[Text, option("Steps to run; default: about ten seconds.", metavar="N")] = None,
+    num_envs: NumEnvsOption = None,
+    device: DeviceOption = None,
     modules: ImportOption = None,
     settings: SetOption = None,
 ) -> None:
     """Run a config briefly and show where the time goes and which settings would help; no files are kept."""
     from rl_training.cli.overrides import build_config
 
-    built = build_config(one_config(preset, config), algo, env, settings, modules)
+    built = build_config(one_config(preset, config), algo, env, settings, modules, num_envs=num_envs, device=device)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
         limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}

@@ -52,6 +52,8 @@ SetOption = Annotated[
 ]
 CheckpointOption = Annotated[str, option("A .ckpt file of a run, or the run's folder.", "--checkpoint", metavar="P")]
 StepsOption = Annotated[Text, option("Budget in environment steps; 1e6 is fine.", "--total-timesteps", metavar="N")]
+NumEnvsOption = Annotated[Text, option("Environments stepped together.", "--num-envs", metavar="N")]
+DeviceOption = Annotated[Text, option("cpu, cuda, cuda:<index> or auto.", "--device", metavar="NAME")]
 OutputOption = Annotated[Text, option("Folder in which the run's folder is created.", "--output-dir", metavar="DIR")]
 StochasticOption = Annotated[bool, option("Sample actions instead of taking the most likely.", "--stochastic")]
 

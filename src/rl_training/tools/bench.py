@@ -54,6 +54,7 @@ MOST_RANDOM = 1_000  # random steps of a measurement before learning, whatever l
 WORKER_SECONDS = 0.5  # of each measurement of the cost of workers
 MOST_WAITING = 10_000  # steps that a measurement waits for an update
 PACE_SECONDS, ROUNDS = 0.3, 3  # of measuring steps/s, of which the best round counts
+TURN_SECONDS = 1.0  # of a turn; trials of longer ones take shorter rollouts
 LONG_START = 10.0  # seconds before the first update after which no other setting is tried
 MUCH = 0.25  # share of the time from which on a part is worth a setting
 MANY_TIMES = 4  # the environments that are tried
@@ -92,16 +93,17 @@ class Breakdown:
         return sum(self.seconds.get(part, 0.0) for part in parts) / max(self.total_seconds, 1e-9)
 
     def describe_floor(self) -> str:
-        """The floor in microseconds per step, and the share of its speed that the run reaches."""
+        """The floor in microseconds per step, and the share of its speed that the run reaches at its best."""
         assert self.floor is not None
         environment, act, learn = (1e6 * (seconds or 0.0) for seconds in self.floor)
         alone = f"environment alone {environment:,.1f} + " if environment else ""
+        alone = "without the environment, " if self.floor.environment is None else alone
         of = f"acting {act:,.1f}, learning {learn:,.1f}" if act else "learning"
         graph = " as a CUDA graph" if self.config.device.startswith("cuda") else ""
         total = 1e6 * self.floor.total
         return (
             f"{alone}matrix products{graph} {act + learn:,.1f} ({of}) = {total:,.1f} µs per step; "
-            f"this run reaches {self.floor.total * self.pace:.0%} of that speed"
+            f"the run's best round, {self.pace:,.0f} steps/s, is {self.floor.total * self.pace:.0%} of that speed"
         )
 
     def describe_bottleneck(self) -> str:
@@ -154,8 +156,13 @@ def warm_up(session: Session) -> int:
 
 def measure_pace(session: Session, step: int) -> float:
     """Steps per second from `step` on, the best of some rounds, because other programs may use this machine too."""
-    turns = (time_turns(session, step, PACE_SECONDS) for _ in range(ROUNDS))
-    return max(steps / seconds for steps, seconds in turns)
+    best = 0.0
+    for _ in range(ROUNDS):
+        steps, seconds = time_turns(session, step, PACE_SECONDS)
+        best = max(best, steps / seconds)
+        if seconds > TURN_SECONDS:  # one turn alone is long enough
+            break
+    return best
 
 
 def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
@@ -181,13 +188,34 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
 
 def try_settings(result: Breakdown) -> tuple[Trial, ...]:
     """What each of the settings reaches, the best first; one that is not possible here is left out."""
-    trials = []
-    for setting, change in settings_to_try(result).items():
+    trials, config = [], shorten_rollouts(result.config, result.pace)
+    wanted = settings_to_try(result)
+    pace = result.pace if config is result.config or not wanted else pace_of(config)
+    for setting, change in wanted.items():
         with suppress(UserError, RuntimeError):  # refused, or too large for the GPU
-            session = open_session(result.config.model_copy(update=change))
-            with closing(session):
-                trials.append(Trial(setting, measure_pace(session, warm_up(session)) / result.pace))
+            trials.append(Trial(setting, pace_of(config.model_copy(update=change)) / pace))
     return tuple(sorted(trials, key=lambda trial: -trial.gain))
+
+
+def pace_of(config: TrainConfig) -> float:
+    """The steps/s of a config in a session of its own."""
+    with closing(open_session(config)) as session:
+        return measure_pace(session, warm_up(session))
+
+
+def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
+    """The config with turns of about `TURN_SECONDS` where a rollout is cut into minibatches.
+
+    There are as many minibatches per step then, so the steps/s stay about the same.
+    """
+    spec = get_algorithm_spec(config.algo)
+    params: Any = read_params(spec.params, config.algo_kwargs)
+    if spec.lane != "rollout" or not (rows := getattr(params, "minibatch_size", None)):
+        return config
+    steps = math.ceil(max(rows, TURN_SECONDS * pace) / config.num_envs)
+    if steps >= params.num_steps:
+        return config
+    return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "num_steps": steps}})
 
 
 def open_measured(config: TrainConfig) -> Session:
