@@ -17,6 +17,7 @@ from torch import Tensor
 
 import resume_cases
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
+from rl_training import PPO
 from rl_training.algorithms.capture import PLAIN_CALLS, Numbers
 from rl_training.collect.device import DeviceCollector
 from rl_training.envs.device import (
@@ -192,6 +193,17 @@ def test_a_class_of_ones_own_is_a_gymnasium_environment_too() -> None:
     assert 0 < observation[1] < 1
     assert (reward, terminated, truncated) == (pytest.approx(float(first[0]) + 2.0), False, False)
     check_env(env.unwrapped, skip_render_check=True)
+
+
+@pytest.mark.parametrize("vectorization", ["device", "async"])
+def test_an_instance_of_ones_own_is_an_environment_too(vectorization: str, tmp_path: Path) -> None:
+    """It holds no state, so any number of rows share it; worker processes get it pickled."""
+    settings: dict[str, Any] = {"num_envs": 2, "num_steps": 8, "minibatch_size": 8, "output_dir": tmp_path}
+    learner = PPO(Walk(length=5.0), vectorization=vectorization, **settings)
+    assert learner.config.env_id == "Walk"
+    assert learner.learn(32, progress=False).metrics["eval_length_mean"] <= 5
+    with pytest.raises(UserError, match="env_kwargs: unknown key 'length'; Walk does not take it"):
+        PPO(Walk(), env_kwargs={"length": 3.0}).learn(32)
 
 
 @pytest.mark.parametrize(("given", "wanted"), [({}, 9), ({"max_episode_steps": 5}, 5)])

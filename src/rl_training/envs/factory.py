@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
 
 import gymnasium as gym
 import numpy as np
@@ -76,9 +77,23 @@ def read_env(env: Any) -> UserEnv | None:
         raise UserError(f"env is a vector environment; {GIVE_ONE}, and num_envs.")
     if isinstance(env, gym.Env):
         return MadeEnvironment(env)
+    if isinstance(env, device_kinds()):  # it holds no state, so all share it
+        maker: Any = partial(_itself, env)
+        maker.__name__ = type(env).__name__
+        return cast(UserEnv, maker)
     if not (env is None or callable(env) or isinstance(env, str | tuple)):
         kind = type(env).__name__
         raise UserError(f"env is of type {kind}; it must be a Gymnasium id, a function, a class or a gymnasium.Env.")
+    return env
+
+
+def device_kinds() -> tuple[Any, ...]:
+    """`DeviceEnvironment`, if somebody has imported it: without that, nobody has one."""
+    device = sys.modules.get("rl_training.envs.device")
+    return () if device is None else (device.DeviceEnvironment,)
+
+
+def _itself(env: Any) -> Any:
     return env
 
 
@@ -223,7 +238,7 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             if not isinstance(spec, str):
                 spec.order_enforce = False  # a layer around every step, for an order that is kept here anyway
             return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
-        env = maker(**kwargs)
+        env: Any = maker(**kwargs)
     except UserError:
         raise
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound, gym.error.VersionNotFound):
@@ -241,13 +256,12 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             how = f"give it in env_kwargs, such as --set env_kwargs.{missing[1]}=VALUE"
             raise UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.") from error
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
-    if hasattr(env, "observe") and not isinstance(env, gym.Env):
-        from rl_training.envs.device import DeviceEnvironment, OneEnvironment, check_functions  # torch
+    if isinstance(env, device_kinds()):
+        from rl_training.envs.device import OneEnvironment, check_functions  # torch
 
-        if isinstance(env, DeviceEnvironment):
-            check_functions(env, recipe.env_id)
-            limit = recipe.max_episode_steps or env.max_episode_steps
-            return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
+        check_functions(env, recipe.env_id)
+        limit = recipe.max_episode_steps or env.max_episode_steps
+        return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
@@ -306,8 +320,7 @@ def import_entry_point(
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
-    device = sys.modules.get("rl_training.envs.device")  # whoever has a class of it has imported it
-    kinds = (kind, device.DeviceEnvironment) if kind is gym.Env and device is not None else (kind,)
+    kinds = (kind, *device_kinds()) if kind is gym.Env else (kind,)
     maker = getattr(module, name, None)
     if not callable(maker):
         own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]
