@@ -52,7 +52,10 @@ def bench(
         limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}
     from rl_training.tools.bench import benchmark
 
-    print_breakdown(make_console(), benchmark(built.model_copy(update=limits)))
+    console = make_console()
+    if console.is_terminal:
+        console.print("measuring, for half a minute or so", style="dim")
+    print_breakdown(console, benchmark(built.model_copy(update=limits)))
 
 
 def print_breakdown(console: Console, result: Breakdown) -> None:
