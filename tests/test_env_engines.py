@@ -55,6 +55,8 @@ def record(stepper: Stepper, steps: int, seed: int = 0) -> list[Any]:
     history: list[Any] = [stepper.obs.copy()]
     for _ in range(steps):
         result, ended = stepper.step(choose(stepper.spaces, stepper.num_envs, rng, stepper.masks))
+        if result.final_obs is not None:
+            result = result._replace(final_obs=result.final_obs[result.terminated | result.truncated])
         history.append([None if part is None else np.array(part) for part in result])
         history += [ended, stepper.is_first.copy()]
     return history
