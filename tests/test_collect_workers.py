@@ -25,6 +25,9 @@ from rl_training.collect.local import Request
 from rl_training.collect.worker import CollectingWorker, WorkerPlan
 from rl_training.collect.workers import WorkerCollector, WorkerRecord
 from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.logging import RunLogger
@@ -163,17 +166,36 @@ def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
     assert seen == [0.5, 0.5**3.0, 0.5**5.0]
 
 
-def test_a_record_knows_the_actions_since_every_last_reset() -> None:
-    experience = Experience(ExperienceLayout(4, 2, (1,), "float32"))
+def test_a_record_knows_the_actions_since_every_last_new_start() -> None:
+    experience = Experience(ExperienceLayout(4, 3, (1,), "float32"))
     experience.steps = 4
-    record = WorkerRecord(0, 2)
-    brief = {"stepper": {"engine": {"episodes": [{"episode": 0}, {"episode": 0}]}}}
-    record.follow(brief, experience, np.arange(8).reshape(4, 2))
-    experience.truncated[1, 1] = True
-    record.follow(brief, experience, np.arange(8, 16).reshape(4, 2))
-    episodes = record.whole_state()["stepper"]["engine"]["episodes"]
-    assert episodes[0]["actions"].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert episodes[1]["actions"].tolist() == [13, 15]
+    record = WorkerRecord(0, 3)
+
+    def follow(first: int, *steps: int) -> list[list[int]]:
+        brief = {"stepper": {"engine": {"episodes": [{"episode": 0, "steps": count} for count in steps]}}}
+        record.follow(brief, experience, np.arange(first, first + 12).reshape(4, 3))
+        return [one["actions"].tolist() for one in record.whole_state()["stepper"]["engine"]["episodes"]]
+
+    assert follow(0, 4, 4, 0) == [[0, 3, 6, 9], [1, 4, 7, 10], []]
+    assert follow(12, 8, 2, 4) == [[0, 3, 6, 9, 12, 15, 18, 21], [19, 22], [14, 17, 20, 23]]
+
+
+def test_a_record_follows_games_that_go_on_after_a_lost_life() -> None:
+    pytest.importorskip("ale_py")
+    recipe = read_recipe("ALE/Breakout-v5", {"frameskip": 1, "wrappers": {"atari": {"terminal_on_life_loss": True}}})
+    spaces = probe_spaces(recipe)
+    experience = Experience(ExperienceLayout(9, 2, spaces.obs_shape, "uint8"))
+    experience.steps, rng, record, ends = 9, np.random.default_rng(0), WorkerRecord(0, 2), 0
+    with closing(Stepper(make_engine(recipe, spaces, 2, 7, "sync"), spaces, 2)) as stepper:
+        stepper.start()
+        for _ in range(12):
+            actions = rng.integers(spaces.action_dim, size=(9, 2))
+            ends += sum(len(stepper.step(row)[1]) for row in actions)
+            record.follow({"stepper": stepper.state_dict(stepper.engine.brief_state())}, experience, actions)
+            known = record.whole_state()["stepper"]["engine"]["episodes"]
+            for mine, own in zip(known, stepper.engine.state_dict()["episodes"], strict=True):
+                assert np.array_equal(mine["actions"], own["actions"])
+    assert ends > 4
 
 
 @pytest.mark.parametrize(

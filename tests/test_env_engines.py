@@ -55,6 +55,8 @@ def record(stepper: Stepper, steps: int, seed: int = 0) -> list[Any]:
     history: list[Any] = [stepper.obs.copy()]
     for _ in range(steps):
         result, ended = stepper.step(choose(stepper.spaces, stepper.num_envs, rng, stepper.masks))
+        if result.final_obs is not None:
+            result = result._replace(final_obs=result.final_obs[result.terminated | result.truncated])
         history.append([None if part is None else np.array(part) for part in result])
         history += [ended, stepper.is_first.copy()]
     return history
@@ -213,7 +215,7 @@ def test_native_time_limit_is_the_one_asked_for() -> None:
             assert stepper.engine.env.max_episode_steps == limit  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("limit", "steps"), [(None, 36), (10, 8)])
+@pytest.mark.parametrize(("limit", "steps"), [(None, 220), (10, 8)])
 def test_native_atari_is_atari_with_our_wrappers(limit: int | None, steps: int) -> None:
     """Without sticky actions and no-ops nothing is random, and every pixel, reward and end is that of sync."""
     pytest.importorskip("ale_py")
@@ -225,9 +227,28 @@ def test_native_atari_is_atari_with_our_wrappers(limit: int | None, steps: int) 
             streams.append(record(stepper, steps, seed=10))
     assert_same(*streams)
     _, rewards, terminated, truncated, *_ = zip(*streams[0][1::3], strict=True)
-    assert (np.any(terminated), np.any(truncated), np.max(rewards)) == (
-        (False, True, 0.0) if limit else (True, False, 0.5)
-    )
+    assert (np.any(truncated), np.max(rewards)) == ((True, 0.0) if limit else (False, 0.5))
+    assert np.sum(terminated) == (0 if limit else 13)  # the five lives of a first game each, and some of a second
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "native"])
+def test_a_lost_life_ends_the_episode_and_not_the_game(vectorization: str) -> None:
+    pytest.importorskip("ale_py")
+    kwargs = {"frameskip": 1, "wrappers": {"atari": {"terminal_on_life_loss": True}}}
+    lives: list[int] = []
+    with opened("ALE/Breakout-v5", vectorization, 1, **kwargs) as stepper:
+        engine: Any = stepper.engine
+        stepper.start()
+        for turn in range(400):
+            result, _ = stepper.step(np.array([(1, 2, 2, 2)[turn % 4]]))  # fire, and go right
+            if result.terminated[0]:
+                now = engine.envs[0].unwrapped.ale.lives() if vectorization == "sync" else int(engine._lives[0])
+                lives.append(now)
+                assert result.final_obs is not None
+                same = np.array_equal(result.final_obs[0, -1], result.obs[0, -1])
+                assert same == (now < 5)  # the frame with which the game goes on
+                assert (result.obs[0] == result.obs[0, -1]).all()  # nothing from before the episode
+    assert lives[:6] == [4, 3, 2, 1, 5, 4]
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "Acrobot-v1", "Hopper-v5"])
@@ -345,27 +366,39 @@ def test_atari_goes_on_exactly(before: int, tmp_path: Path) -> None:
     assert_continues("ALE/Breakout-v5", "sync", tmp_path, before, 20, **ATARI_KWARGS)
 
 
-def test_native_atari_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sticky actions and no-ops, after each emulator was seeded again, each at an end of its own."""
+@pytest.mark.parametrize("vectorization", ["sync", "native"])
+def test_a_game_goes_on_exactly_after_a_lost_life(vectorization: str, tmp_path: Path) -> None:
     pytest.importorskip("ale_py")
-    monkeypatch.setattr("rl_training.envs.atari.SEED_EVERY", 20)
-    kwargs = {"frameskip": 1, "wrappers": {"atari": {"frame_stack": 3, "terminal_on_life_loss": True}}}
-    assert_continues("ALE/Breakout-v5", "native", tmp_path, 70, 30, **kwargs)
+    kwargs = {"frameskip": 1, "wrappers": {"atari": {"noop_max": 3, "terminal_on_life_loss": True}}}
+    assert_continues("ALE/Breakout-v5", vectorization, tmp_path, 75, 60, **kwargs)
+
+
+@pytest.mark.parametrize("sticky", [0.0, 0.25])
+def test_native_atari_goes_on_exactly(sticky: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no-ops, after each emulator was seeded again, each at the end of a game of its own."""
+    pytest.importorskip("ale_py")
+    monkeypatch.setattr("rl_training.envs.atari.MOST_STEPS", 20)
+    monkeypatch.setattr("rl_training.envs.atari.MOST_RESETS", 1)
+    atari = {"frame_stack": 3, "terminal_on_life_loss": True}
+    kwargs = {"frameskip": 1, "repeat_action_probability": sticky, "wrappers": {"atari": atari}}
+    assert_continues("ALE/Breakout-v5", "native", tmp_path, 560, 30, **kwargs)
     state = load_checkpoint(tmp_path / "state")["state"]["engine"]
     assert state["seedings"].min() > 0
-    assert len(set(state["seeded_at"].tolist())) == 2
-    assert len(state["played"]) < 50
+    assert len(set(state["since"].tolist())) == 2
+    assert len(state["played"]) < 280
+    assert sticky > 0.0 or state["resets"].max() > 0
 
 
-def test_native_atari_refuses_a_state_with_an_unknown_action() -> None:
-    """In a thread of the emulators it would hang the run."""
+def test_native_atari_refuses_a_state_with_an_unknown_action_or_too_many_resets() -> None:
+    """Either would hang the run, the first in a thread of the emulators."""
     pytest.importorskip("ale_py")
     with opened("ALE/Breakout-v5", "native", **ATARI_KWARGS) as stepper:
         record(stepper, 2)
         state = stepper.state_dict()
-        state["engine"]["played"] = state["engine"]["played"] + np.uint8(99)
-        with pytest.raises(UserError, match="does not exist"):
-            stepper.load_state_dict(state)
+        engine = state["engine"]
+        for wrong in ({"played": engine["played"] + np.uint8(99)}, {"resets": engine["resets"] + 10**9}):
+            with pytest.raises(UserError, match="does not exist"):
+                stepper.load_state_dict({**state, "engine": engine | wrong})
 
 
 @pytest.mark.slow

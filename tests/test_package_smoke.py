@@ -22,7 +22,7 @@ from rl_training.errors import UserError
 from rl_training.experiment.config import list_presets, load_config
 from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
 from rl_training.runtime.params import read_params
-from rl_training.runtime.session import build_algorithm
+from rl_training.runtime.session import build_algorithm, open_session
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = """
@@ -88,6 +88,19 @@ def test_the_environment_of_a_preset_can_be_made_and_is_supported(preset: str) -
     algorithm = build_algorithm(spec, params, spaces, seed=0, device="cpu")
     obs = torch.zeros(2, *spaces.obs_shape, dtype=getattr(torch, spaces.obs_dtype))
     assert algorithm.act(obs, deterministic=True).actions.shape == (2, *spaces.action_shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", list_presets())
+def test_a_preset_starts(preset: str, tmp_path: Path) -> None:
+    """With everything that a run does before its first step: environments, memory, the choice of device and threads."""
+    config = load_config(preset).model_copy(update={"output_dir": str(tmp_path)})
+    try:
+        open_session(config).close()
+    except UserError as error:
+        if "pip install" in str(error):
+            pytest.skip("its environment is not installed")
+        raise
 
 
 @pytest.mark.parametrize("preset", list_presets())

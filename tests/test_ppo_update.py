@@ -128,7 +128,7 @@ def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) ->
 
 def test_how_many_steps_are_taken_together_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
-    for most, calls in ((32, 3), (2, 6)):  # of three minibatches per epoch
+    for most, calls in ((32, 6), (1, 9)):  # two whole minibatches per epoch and a smaller one
         monkeypatch.setattr(ppo_module, "MOST_STEPS", most)
         policy = make_policy()
         learner = PPO(policy=policy, update_epochs=3, minibatch_size=8)
@@ -139,6 +139,30 @@ def test_how_many_steps_are_taken_together_does_not_matter(monkeypatch: pytest.M
         assert len(seen) == calls
         weights.append(weights_of(policy))
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("resets", [[3], [0, 4, 19]])
+def test_rows_that_reset_are_left_out_and_whole_minibatches_keep_their_shapes(
+    resets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, shapes = [], []
+    for left_out in (False, True):
+        policy = make_policy()
+        learner = PPO(policy=policy, update_epochs=2, minibatch_size=8)
+        learner.seed(7)
+        rows = flat_rows(make_rollout(policy))
+        valid = torch.ones(len(rows["advantages"]), dtype=torch.bool)
+        valid[resets] = False
+        batch = select_rows(rows, valid.nonzero().squeeze(-1)) if left_out else {**rows, "valid": valid}
+        plain = learner.shuffled_steps
+        monkeypatch.setattr(
+            learner, "shuffled_steps",
+            lambda rows, order, plain=plain: shapes.append((len(rows["obs"]), len(order))) or plain(rows, order),
+        )  # fmt: skip
+        learner.update(batch)
+        weights.append(weights_of(policy))
+    assert torch.equal(*weights)
+    assert shapes[:2] == shapes[2:4] == [(21, 16), (21, 5 - len(resets))]
 
 
 def test_advantages_are_normalized_in_each_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:

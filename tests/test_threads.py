@@ -111,6 +111,16 @@ def test_every_algorithm_of_these_lanes_is_measured(algo: str, taken: dict[int, 
     assert session.config.threads == 2
 
 
+@pytest.mark.parametrize("algo", ["ppo", "dqn", "rainbow_dqn"])
+def test_learning_from_stacked_frames_is_measured(algo: str, taken: dict[int, float], tmp_path: Path) -> None:
+    pytest.importorskip("pygame")
+    pixels = {"resize_shape": [36, 36], "frame_stack": 2, "grayscale": True}
+    with threads.torch_settings_restored():
+        session = open_session(tiny(algo, tmp_path, env_kwargs={"wrappers": {"pixels": pixels}}))
+        session.close()
+    assert session.config.threads == 2
+
+
 @pytest.mark.parametrize(
     ("algo", "kwargs", "said"), [("dqn", {"hidden_sizes": [128]}, "auto"), ("dqn", WIDE, 3), ("bc", WIDE, "auto")]
 )

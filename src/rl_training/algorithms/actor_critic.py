@@ -132,6 +132,11 @@ class ActorCriticAlgorithm(PolicyActing):
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
         """The batch as flat rows [B, ...] with `advantages` and `returns`, reset rows left out."""
+        rows, places = self.rows_and_places(batch)
+        return rows if places is None else select_rows(rows, places)
+
+    def rows_and_places(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
+        """All rows of the batch, flat, and the indices of those that are not resets; None: no row is one."""
         if "rewards" in batch and "advantages" not in batch:
             advantages, returns = self.advantages(batch)
             batch = {**batch, "advantages": advantages, "returns": returns}
@@ -139,7 +144,7 @@ class ActorCriticAlgorithm(PolicyActing):
         names = ("obs", "actions", "logprobs", "values", "advantages", "returns", "action_masks")
         rows = {name: batch[name] if lead == 1 else batch[name].flatten(0, 1) for name in names if name in batch}
         valid = batch.get("valid")
-        return rows if valid is None else select_rows(rows, valid.flatten().nonzero().squeeze(-1))
+        return rows, None if valid is None else valid.flatten().nonzero().squeeze(-1)
 
     def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
         """Advantages for the loss, normalized over all ranks on request."""

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ Step = Callable[..., Any]
 CAPTURING = ("cuda",)  # devices whose kernels can be captured
 PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselves up in the first of them
 MOST_GRAPHS = 16  # of one step; each keeps its own memory
+MOST_CAPTURES = 64  # of one step: inputs that come in more shapes than that seldom repeat one
 ONE_CAPTURE = threading.Lock()  # at a time: all captures on a device use one stream
 # What a kernel takes by value, or Python branches on.
 BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
@@ -68,10 +69,14 @@ class Numbers(dict[str, Any]):
             self[name] = value
 
 
+def can_capture(numbers: Numbers) -> bool:
+    """Whether steps on the numbers' device can be captured."""
+    return numbers.device is not None and numbers.device.type in CAPTURING
+
+
 def capture_step(step: Step, numbers: Numbers, generator: torch.Generator) -> Step:
     """The step, which may draw from the generator, captured if the numbers' device can capture."""
-    captures = numbers.device is not None and numbers.device.type in CAPTURING
-    return CapturedStep(step, numbers, generator) if captures else step
+    return CapturedStep(step, numbers, generator) if can_capture(numbers) else step
 
 
 class CapturedStep:
@@ -85,6 +90,7 @@ class CapturedStep:
         self.function, self.numbers, self.generator = function, numbers, generator
         self._graphs: dict[Any, Recording] = {}
         self._calls: Counter[Any] = Counter()
+        self._captures = 0
         self._can_capture = True
 
     def __call__(self, *inputs: Any) -> Any:
@@ -104,6 +110,9 @@ class CapturedStep:
         self._calls[key] += 1
         if self._calls[key] <= PLAIN_CALLS:
             return self._run_plainly(inputs)
+        if self._captures == MOST_CAPTURES:
+            self._stop(f"was captured {MOST_CAPTURES} times as a CUDA graph; inputs of other shapes run eagerly")
+            return self.function(*inputs)
         if len(self._graphs) == MOST_GRAPHS:
             unused_longest = next(iter(self._graphs))
             del self._graphs[unused_longest], self._calls[unused_longest]
@@ -111,18 +120,22 @@ class CapturedStep:
             with ONE_CAPTURE:
                 self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
-            self._can_capture = False
             if self.generator is not None:
                 self._graphs.clear()
                 self.numbers.drop_graphs()
-            reason, name = str(error).splitlines()[0], getattr(self.function, "__qualname__", "step")
-            warnings.warn(f"{name} cannot be captured as a CUDA graph and runs eagerly: {reason}", stacklevel=2)
+            self._stop(f"cannot be captured as a CUDA graph and runs eagerly: {str(error).splitlines()[0]}")
             return self.function(*inputs)
+        self._captures += 1
         return graph.replay(tensors)
+
+    def _stop(self, reason: str) -> None:
+        """Capture no more."""
+        self._can_capture = False
+        warnings.warn(f"{getattr(self.function, '__qualname__', 'step')} {reason}", stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the graphs: a copy of a learner captures its own."""
-        return {**self.__dict__, "_graphs": {}, "_calls": Counter()}
+        return {**self.__dict__, "_graphs": {}, "_calls": Counter(), "_captures": 0}
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
         """Run on a side stream, as CUDA graphs require of warm-up calls."""
@@ -233,73 +246,6 @@ class Joined:
             return next(others[own.dtype]).view(own.shape)
 
         return map_tensors(piece, self.tree)
-
-
-class HostStep(CapturedStep):
-    """A step between the host and a state on a device: `function(tensors, state) -> (tensors, state)`.
-
-    It takes and returns numpy arrays, through pinned memory: a call is a launch and a copy that waits for it. It is
-    captured if the numbers have a device.
-    """
-
-    def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator, device: torch.device) -> None:
-        @wraps(function)
-        def between(given: Mapping[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
-            found, state = function({name: tensor.to(device) for name, tensor in given.items()}, state)
-            return {name: tensor.cpu() for name, tensor in found.items()}, state
-
-        super().__init__(between, numbers, generator)
-        self.on_device, self.device = function, device
-        self._can_capture = numbers.device is not None and device.type in CAPTURING
-
-    def __call__(self, arrays: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], Any]:
-        """The function's result, which the next call does not overwrite."""
-        found, state = super().__call__({name: torch.from_numpy(array) for name, array in arrays.items()}, state)
-        return {name: tensor.numpy() for name, tensor in found.items()}, state
-
-    def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
-        return self.function(*inputs)
-
-    def _record(self, inputs: tuple[Any, ...]) -> Recording:
-        return HostRecording(self.on_device, inputs, self.generator, self.device)
-
-
-class HostRecording(Recording):
-    """A captured call of a `HostStep`, with pinned memory for what it takes from the host and returns."""
-
-    def __init__(
-        self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None, device: torch.device
-    ) -> None:
-        self.given = {name: self.allocate(tensor, device) for name, tensor in inputs[0].items()}
-        self.here: dict[torch.dtype, Tensor] = {}
-
-        def transfer(state: Any) -> Any:
-            return function({name: own.to(device, non_blocking=True) for name, own in self.given.items()}, state)
-
-        super().__init__(transfer, inputs[1:], generator, device)
-
-    @staticmethod
-    def allocate(like: Tensor, device: torch.device) -> Tensor:
-        """Memory on the host that the device can read and write by itself."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
-
-    def keep(self, outputs: Any) -> None:
-        """Keep results and state apart."""
-        found, state = outputs
-        self.found = Joined(found)
-        super().keep(state)
-
-    def replay(self, tensors: list[Tensor]) -> Any:
-        """Run it on other inputs of the same shapes, and wait for the results."""
-        for own, tensor in zip(self.given.values(), tensors, strict=False):  # the others are the state's
-            own.copy_(tensor)
-        state = super().replay(tensors[len(self.given) :])
-        return self.found.copy(self._fetch), state
-
-    def _fetch(self, joined: Tensor) -> Tensor:
-        if joined.dtype not in self.here:
-            self.here[joined.dtype] = self.allocate(joined, joined.device)
-        return self.here[joined.dtype].copy_(joined).clone()
 
 
 def _sign(tree: Any, tensors: list[Tensor]) -> Any:

@@ -35,7 +35,7 @@ class Flight(NamedTuple):
 
 
 class WorkerRecord:
-    """A worker's state after its last answer, and the actions of each environment since its last reset."""
+    """A worker's state after its last answer, and the actions of each environment since its last new start."""
 
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
@@ -45,12 +45,11 @@ class WorkerRecord:
     def follow(self, brief: dict[str, Any], columns: Experience, actions: Array) -> None:
         """Note an answer; `columns` are the worker's, `actions` [T, n, ...] theirs in the environment's own range."""
         self.state = {**brief, "stepper": {**brief["stepper"], "obs": columns.obs[columns.steps].copy()}}
-        ends = columns.terminated[: columns.steps] | columns.truncated[: columns.steps]
-        for env, parts in enumerate(self._actions):
-            ended = np.flatnonzero(ends[:, env])
-            if len(ended):
+        for env, (parts, episode) in enumerate(zip(self._actions, self.episodes(), strict=False)):
+            earlier = len(actions) - episode["steps"]  # of these actions
+            if earlier >= 0:
                 parts.clear()
-            parts.append(actions[ended[-1] + 1 if len(ended) else 0 :, env].copy())
+            parts.append(actions[max(0, earlier) :, env].copy())
             if len(parts) > PACK_EVERY:
                 parts[:] = [np.concatenate(parts)]
 

@@ -10,31 +10,39 @@ import numpy as np
 from rl_training.envs.engines import Step
 from rl_training.envs.episodes import episode_seed
 from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.lives import lost
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 
-SEED_EVERY = 10_000  # steps; loading a game anew takes as long as 200 of them, and a resume replays what came since
+MOST_RESETS = 100  # since an emulator was seeded: seeding takes as long as 200 steps, a reset as long as 20
+MOST_STEPS = 10_000  # since then, with sticky actions: a resume replays all of them
 KNOWN = ("frameskip", "obs_type", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
 
 
 class AtariEngine:
     """Same-step autoreset; observations are those of `wrappers.atari` in the other engines.
 
-    The emulators cannot be asked for their state. So each is seeded again, which loads its game anew, at the first end
-    of an episode after SEED_EVERY steps; its state is a function of that seed and the actions since.
+    The emulators cannot be asked for their state. It is a function of the seed, the number of resets since, and the
+    actions since the last one. With sticky actions, which draw from the emulator's generator, it is a function of the
+    seed and all actions since. So each is seeded anew, which loads its game again, at the end of a game now and then.
     """
 
     resets_next_step = False
-    state_format = "atari"
+    state_format = "atari games"
 
-    def __init__(self, env: Any, spaces: EnvSpaces, seed: int, clip: tuple[float, float] | None) -> None:
-        self.env, self.spaces, self.seed, self.clip = env, spaces, seed, clip
+    def __init__(
+        self, env: Any, spaces: EnvSpaces, seed: int, *, clip: tuple[float, float] | None, by_life: bool, sticky: bool
+    ) -> None:
+        self.env, self.spaces, self.seed = env, spaces, seed
+        self.clip, self.by_life, self.sticky = clip, by_life, sticky
         count = env.num_envs
         self._newest = env.single_observation_space.shape[0] - 1  # the place of the newest frame
-        self._ages = np.zeros(count, dtype=np.int64)  # steps since the last reset
+        self._ages = np.zeros(count, dtype=np.int64)  # steps since the episode began
+        self._lives = np.zeros(count, dtype=np.int32)
         self._seedings = np.full(count, -1)  # how often each was seeded, less one
-        self._seeded_at = np.zeros(count, dtype=np.int64)  # rows of `_played`
-        self._played = bytearray()  # the actions of every step since the oldest seeding
+        self._resets = np.zeros(count, dtype=np.int64)  # since then
+        self._since = np.zeros(count, dtype=np.int64)  # rows of `_played`, from which on a resume replays
+        self._played = bytearray()  # the actions of every step since the first of these
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations, every game loaded anew."""
@@ -42,24 +50,40 @@ class AtariEngine:
         return self._seed(np.arange(len(self._ages))), None
 
     def step(self, actions: Array) -> Step:
-        """Step every environment; those that end are reset at once."""
+        """Step every environment; games that are over are reset at once."""
         obs, rewards, terminated, truncated, info = self.env.step(actions)
         self._played += actions.astype(np.uint8).tobytes()
         self._ages += 1
-        done = terminated | truncated
-        final_obs = None
+        over = terminated | truncated
+        done, final_obs = over, None
+        if self.by_life:
+            life_lost = ~over & lost(self._lives, info["lives"])
+            terminated, done = terminated | life_lost, over | life_lost
+        self._lives = info["lives"]
         if np.count_nonzero(done):
-            final_obs = self._see(info["final_obs"])
+            final_obs = info["final_obs"] if np.count_nonzero(over) else np.empty_like(obs)
+            final_obs[done & ~over] = obs[done & ~over]
+            final_obs = self._see(final_obs)
             self._ages[done] = 0
-        due = np.flatnonzero(done & (self._steps() - self._seeded_at >= SEED_EVERY))
+        due = self._count_resets(over)
         obs = self._seed(due) if len(due) else self._see(obs)
-        oldest = int(self._seeded_at.min())
+        oldest = int(self._since.min())
         del self._played[: oldest * len(done)]
-        self._seeded_at -= oldest
+        self._since -= oldest
         rewards = rewards.astype(np.float32)
         if self.clip is not None:
             rewards = rewards.clip(*self.clip)
         return Step(obs, rewards, terminated, truncated, final_obs)
+
+    def _count_resets(self, over: Array) -> Array:
+        """Note that these games were reset; returns the rows that are to be seeded."""
+        self._resets[over] += 1
+        due = over & (self._resets > MOST_RESETS)
+        if self.sticky:
+            due |= over & (self._steps() - self._since >= MOST_STEPS)
+        else:
+            self._since[over] = self._steps()
+        return np.flatnonzero(due)
 
     def _steps(self) -> int:
         return len(self._played) // len(self._ages)
@@ -67,10 +91,20 @@ class AtariEngine:
     def _seed(self, rows: Array) -> Array:
         """Seed and reset these rows; returns the observations of all."""
         self._seedings[rows] += 1
-        self._seeded_at[rows], self._ages[rows] = self._steps(), 0
+        self._resets[rows] = 0
+        return self._start(rows)
+
+    def _start(self, rows: Array) -> Array:
+        """Seed these rows with their seeds and reset each as often as it was since; the observations of all."""
         seeds = [episode_seed(self.seed, int(row), int(self._seedings[row])) >> 1 for row in rows]  # of 31 bits
-        chosen = np.isin(np.arange(len(self._ages)), rows)
-        return self._see(self.env.reset(seed=np.array(seeds), options={"reset_mask": chosen})[0])
+        obs, info = self.env.reset(seed=np.array(seeds), options=self._only(rows))
+        for count in range(self._resets[rows].max()):
+            obs, info = self.env.reset(options=self._only(rows[self._resets[rows] > count]))
+        self._since[rows], self._ages[rows], self._lives = self._steps(), 0, info["lives"]
+        return self._see(obs)
+
+    def _only(self, rows: Array) -> dict[str, Array]:
+        return {"reset_mask": np.isin(np.arange(len(self._ages)), rows)}
 
     def _see(self, obs: Array) -> Array:
         """Frames from before an episode are copies of its first, as in Gymnasium's FrameStackObservation, not black."""
@@ -80,25 +114,28 @@ class AtariEngine:
         return self.spaces.encode(obs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which seeding each emulator had, at which step, and the actions since the oldest."""
+        """Which seeding each emulator had, the resets since, and the actions since the last or the seeding."""
         played = np.frombuffer(bytes(self._played), dtype=np.uint8).reshape(-1, len(self._ages))
-        return {"seedings": self._seedings.copy(), "seeded_at": self._seeded_at.copy(), "played": played}
+        counts = {"seedings": self._seedings, "resets": self._resets, "since": self._since}
+        return {name: array.copy() for name, array in counts.items()} | {"played": played}
 
     brief_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Play again what was played; an emulator that was seeded later than another does so until then too."""
-        played, seeded_at = np.array(state["played"], dtype=np.int64), np.array(state["seeded_at"])
-        known = played.max(initial=0) < self.env.single_action_space.n
-        if not known or seeded_at.min() != 0 or seeded_at.max() > len(played):
-            raise UserError("the checkpoint's Atari episodes hold an action or a step that does not exist.")
+        """Play again what was played; an emulator that starts later than another plays anything until then."""
+        played = np.array(state["played"], dtype=np.int64)
+        seedings, resets, since = (np.array(state[name]) for name in ("seedings", "resets", "since"))
+        known = played.max(initial=0) < self.env.single_action_space.n and 0 <= resets.min() <= resets.max()
+        if not known or resets.max() > MOST_RESETS or since.min() != 0 or since.max() > len(played):
+            raise UserError("the checkpoint's Atari episodes hold an action, a reset or a step that does not exist.")
         self._played.clear()
-        self._seeded_at, self._seedings = seeded_at, np.array(state["seedings"]) - 1
+        self._since[:] = 0
         obs = self.env.reset()[0]
         for step in range(len(played) + 1):
-            rows = np.flatnonzero(seeded_at == step)
+            rows = np.flatnonzero(since == step)
             if len(rows):
-                obs = self._seed(rows)
+                self._seedings[rows], self._resets[rows] = seedings[rows], resets[rows]
+                obs = self._start(rows)
             if step < len(played):
                 obs = self.step(played[step]).obs
         return obs, None
@@ -134,6 +171,9 @@ def make_native_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed
         repeat_action_probability=given["repeat_action_probability"], full_action_space=given["full_action_space"],
         autoreset_mode="SameStep", img_height=options.screen_size, img_width=options.screen_size,
         stack_num=options.frame_stack, frameskip=options.frame_skip, noop_max=options.noop_max + 1,  # it leaves out max
-        episodic_life=options.terminal_on_life_loss, reward_clipping=False, use_fire_reset=False,
+        episodic_life=False, reward_clipping=False, use_fire_reset=False,
     )  # fmt: skip
-    return AtariEngine(env, spaces, seed, recipe.wrappers.clip_range)
+    sticky = given["repeat_action_probability"] > 0.0
+    return AtariEngine(
+        env, spaces, seed, clip=recipe.wrappers.clip_range, by_life=options.terminal_on_life_loss, sticky=sticky
+    )

@@ -28,9 +28,9 @@ STEP = pickle.dumps(("step", ()))
 class Step(NamedTuple):
     """One step of N environments, rows in order.
 
-    `final_obs` holds the true last observation in the rows that ended (same-step autoreset), anything in the others, and
-    is None when no row ended; `final_masks` are the legal actions there. `valid` is None, or false in the rows in which
-    an engine with next-step autoreset only reset.
+    `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and anything in the others,
+    and is None when no row ended; `final_masks` are the legal actions there. `valid` is None, or false in the rows in
+    which an engine with next-step autoreset only reset.
     """
 
     obs: Array

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_training.envs.hidden_state import checksum, hidden_state
+from rl_training.envs.lives import find_lives
 from rl_training.errors import UserError
 
 PACK_EVERY = 4096  # actions; a list of small arrays takes ten times the memory of one array
@@ -25,7 +26,8 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
     The environment's state is then a function of (episode seed, actions), which is all that a checkpoint holds. An
     Atari emulator reloads its game at a seeded reset (100 ms), so there only the first reset is seeded and the state
-    of the emulator and of its generator just before each later reset stands in for the seed.
+    of the emulator and of its generator just before each later reset stands in for the seed. Episodes that end with a
+    life are brought back from the start of their game.
 
     What the episode came to (its return, its action mask, checksums of the attributes that moved) is stored with it, so
     that a replay that comes to something else is found out (`differences`).
@@ -42,10 +44,15 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         self._info: Any = {}
         self._at_first = hidden_state(env)
         self._emulator = getattr(env.unwrapped, "ale", None)
+        self._lives = find_lives(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the next episode of the sequence; a seed given here is ignored."""
-        self._packed, self._recent, self._return = [], [], 0.0
+        self._return = 0.0
+        if self._game_goes_on:
+            observation, self._info = self.env.reset()
+            return observation, self._info
+        self._packed, self._recent = [], []
         self.episode += 1
         if self._emulator is not None and self.episode > 0:
             self.before_reset = self._save_emulator()
@@ -53,6 +60,11 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         else:
             observation, self._info = self.env.reset(seed=episode_seed(self.run_seed, self.index, self.episode))
         return observation, self._info
+
+    @property
+    def _game_goes_on(self) -> bool:
+        """Whether a life was lost and the next reset is no new start."""
+        return self._lives is not None and self._lives.goes_on
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step; remember the action, and add up the rewards as the environment gave them."""
@@ -69,7 +81,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info
 
     def actions(self) -> NDArray[Any]:
-        """The actions since the last reset."""
+        """The actions since the last new start."""
         recent = [np.asarray(self._recent)] if self._recent or not self._packed else []
         return np.concatenate([*self._packed, *recent])
 
@@ -77,14 +89,19 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         """What is needed to bring this episode back, and what it has come to."""
         hidden = hidden_state(self.env)
         return {
-            "episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset,
-            "return": float(np.sum(self._return)), "mask": checksum(self._mask()),
+            **self.brief_state(), "actions": self.actions(), "mask": checksum(self._mask()),
             "hidden": {name: value for name, value in hidden.items() if value != self._at_first.get(name)},
         }  # fmt: skip
 
     def brief_state(self) -> dict[str, Any]:
-        """`episode_state` without what grows with the episode, and without a look at the attributes."""
-        return {"episode": self.episode, "before_reset": self.before_reset, "return": float(np.sum(self._return))}
+        """`episode_state` without what grows with the episode, and without a look at the attributes.
+
+        `steps` is the number of its actions.
+        """
+        return {
+            "episode": self.episode, "before_reset": self.before_reset, "return": float(np.sum(self._return)),
+            "steps": PACK_EVERY * len(self._packed) + len(self._recent),
+        }  # fmt: skip
 
     def _mask(self) -> Any:
         return self._info.get("action_mask") if isinstance(self._info, Mapping) else None
@@ -104,8 +121,11 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         observation, info = self.reset()
         for action in _as_given(np.asarray(state["actions"])):
             observation, _, terminated, truncated, info = self.step(action)
-            if terminated or truncated:  # it did not end here before: not replayable, and nothing left to go on with
-                return self.reset()
+            if terminated or truncated:
+                goes_on = self._game_goes_on
+                observation, info = self.reset()
+                if not goes_on:  # it did not end here before: not replayable, and nothing left to go on with
+                    break
         return observation, info
 
     def _save_emulator(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import numpy as np
 from gymnasium import spaces as gs
 from pydantic import Field
 
+from rl_training.envs.lives import LifeEpisodes
 from rl_training.envs.setup_problems import Problem, definition, find_problems
 from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
 from rl_training.errors import UnknownKey, UserError, did_you_mean, user_line
@@ -113,12 +114,14 @@ class PixelOptions(StrictModel):
 
 
 class AtariOptions(StrictModel):
-    """Gymnasium's AtariPreprocessing; needs an id with frameskip 1 in env_kwargs."""
+    """Gymnasium's AtariPreprocessing, but a lost life does not end the game; needs frameskip 1 in env_kwargs."""
 
     noop_max: int = Field(30, ge=0, description="Maximum number of no-op actions after a reset.")
     frame_skip: int = Field(4, ge=1, description="Frames per agent step.")
     screen_size: int = Field(84, ge=16, description="Height and width.")
-    terminal_on_life_loss: bool = Field(False, description="End the training episode with a life; never in evaluation.")
+    terminal_on_life_loss: bool = Field(
+        False, description="End the training episode with a life; the game goes on in the next. Never in evaluation."
+    )
     frame_stack: int = Field(4, ge=1, le=16, description="Number of frames stacked along the channels.")
 
 
@@ -337,9 +340,11 @@ def import_entry_point(
 
 
 def _wrap_atari(env: Env, options: AtariOptions, evaluation: bool) -> Env:
-    given = options.model_dump(exclude={"frame_stack"})
-    given["terminal_on_life_loss"] &= not evaluation
-    return gym.wrappers.FrameStackObservation(gym.wrappers.AtariPreprocessing(env, **given), options.frame_stack)
+    given = options.model_dump(exclude={"frame_stack", "terminal_on_life_loss"})
+    env = gym.wrappers.AtariPreprocessing(env, **given)
+    if options.terminal_on_life_loss and not evaluation:
+        env = LifeEpisodes(env)
+    return gym.wrappers.FrameStackObservation(env, options.frame_stack)
 
 
 def _wrap_pixels(env: Env, options: PixelOptions) -> Env:

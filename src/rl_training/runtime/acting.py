@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Carry
-from rl_training.algorithms.capture import HostStep
+from rl_training.algorithms.host_step import HostStep
 from rl_training.envs.spaces import EnvSpaces, read_masks
 from rl_training.play import Act
 

@@ -73,11 +73,12 @@ def time_updates(
 
 
 def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Experience:
-    """Experience filled with noise."""
+    """Experience filled with noise; of images the same frame in every place, since buffers check stacks of frames."""
     experience = Experience(layout)
     experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
     for noisy in (experience.obs, experience.rewards):
-        noisy[...] = 100 * rng.random(noisy.shape) if noisy.dtype.kind == "u" else rng.standard_normal(noisy.shape)
+        is_image = noisy.dtype.kind == "u"
+        noisy[...] = 100 * rng.random(noisy.shape[-2:]) if is_image else rng.standard_normal(noisy.shape)
     for masks in (experience.masks, experience.final_masks):
         if masks is not None:
             masks.fill(True)

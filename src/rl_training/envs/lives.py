@@ -1,0 +1,52 @@
+"""Atari episodes that end with a life, in a game that goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+
+
+def lost(before: Any, after: Any) -> Any:
+    """Whether a life was lost; not the last one, with which the game ends (some games show none left before that)."""
+    return (after > 0) & (after < before)
+
+
+class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
+    """Ends the episode when a life is lost; the next reset goes on with the game, and starts a new one after its end.
+
+    `terminal_on_life_loss` of Gymnasium's AtariPreprocessing starts a new game for every life, so that a learner never
+    sees what comes later in a game.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.goes_on = False  # the game, in the next reset
+        self._lives = 0
+        self._last: tuple[Any, dict[str, Any]] | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """The observation at which a life was lost, or the first one of a new game."""
+        if not self.goes_on or seed is not None:
+            self._last = self.env.reset(seed=seed, options=options)
+            self._lives = self._last[1]["lives"]
+        self.goes_on = False
+        assert self._last is not None
+        return self._last
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """One step, which terminates the episode if it costs a life."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        life_lost = lost(self._lives, info["lives"])
+        self.goes_on = life_lost and not (terminated or truncated)
+        self._lives, self._last = info["lives"], (observation, info)
+        return observation, reward, terminated or life_lost, truncated, info
+
+
+def find_lives(env: gym.Env[Any, Any]) -> LifeEpisodes | None:
+    """The wrapper of this kind around an environment."""
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, LifeEpisodes):
+            return env
+        env = env.env
+    return None
