@@ -25,9 +25,9 @@ from rl_training.envs.device import (
     DeviceEnvironment,
     OneEnvironment,
     advance,
-    find_device_environment,
     map_actions,
 )
+from rl_training.envs.device_checks import find_device_environment
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces, read_recipe
 from rl_training.envs.spaces import EnvSpaces

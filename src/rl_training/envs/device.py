@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,21 +10,14 @@ import numpy as np
 import torch
 from gymnasium import spaces as gs
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from rl_training.envs.engines import Step
-from rl_training.envs.factory import EnvRecipe, check_spaces, episode_limit, make_env
-from rl_training.envs.hidden_state import checksum
-from rl_training.envs.spaces import Array, EnvSpaces, image_layout
-from rl_training.errors import UserError, user_line
+from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.errors import UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
 NO_LIMIT = 2**31 - 1
-ROWS = 17  # of a test, a size that few others have
-PLAIN_WRAPPERS = (  # the time limit and the flattening are done here
-    gym.wrappers.TimeLimit, gym.wrappers.FlattenObservation, gym.wrappers.OrderEnforcing,
-    gym.wrappers.PassiveEnvChecker,
-)  # fmt: skip
 
 
 class DeviceEnvironment:
@@ -226,142 +217,3 @@ def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], T
         return (lambda actions: actions + start) if start else (lambda actions: actions)
     first = torch.as_tensor(getattr(space, "start", np.zeros(space.shape, np.int64)), device=device)
     return lambda actions: (actions.view(-1, *space.shape) + first).to(dtype)
-
-
-def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[DeviceEnvironment, int | None]:
-    """The environment of a recipe as functions of tensors, and its time limit; a UserError if it has none.
-
-    They are tested on the device.
-    """
-    from rl_training.envs.classic_control import KNOWN
-
-    where = "vectorization is 'device', but"
-    options = recipe.wrappers.model_dump(exclude_defaults=True)
-    if odd := [name for name in options if name not in ("normalize_observation", "normalize_reward")]:
-        setting = f"env_kwargs.wrappers.{odd[0]} is {options[odd[0]]!r}"
-        raise UserError(f"{where} {setting}; its only wrappers are normalize_observation and normalize_reward.")
-    env = make_env(recipe)
-    limit, layer, plain = episode_limit(env), env, env.unwrapped
-    env.close()
-    while isinstance(layer, PLAIN_WRAPPERS):
-        layer = layer.env
-    if layer is not plain:
-        name = type(layer).__name__
-        raise UserError(f"{where} {recipe.env_id} is wrapped in {name}, which is not a function of tensors; use auto.")
-    found = getattr(plain, "device_environment", None)
-    if found is None and (make := KNOWN.get(f"{type(plain).__module__}:{type(plain).__name__}")) is not None:
-        found = make(plain)
-    if found is None:
-        raise UserError(f"{where} {recipe.env_id} is not a DeviceEnvironment (docs/device_environments.md); use auto.")
-    if not isinstance(found, DeviceEnvironment):
-        what = "it must be an instance of a DeviceEnvironment class"
-        raise UserError(f"{recipe.env_id}: device_environment is {found!r}; {what}.")
-    check_functions(found, recipe.env_id, device)
-    for name, wanted, given in (
-        ("action_space", plain.action_space, found.action_space),
-        ("observation_space.shape", plain.observation_space.shape, found.observation_space.shape),
-    ):
-        if given != wanted:
-            raise UserError(f"{recipe.env_id}: {name} is {wanted}, but that of its device_environment is {given}.")
-    return found, limit
-
-
-def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") -> None:
-    """Test the attributes, and the functions on a few rows; a UserError says what does not fit."""
-    check_spaces(env, env_id)
-    for name, least in (("reset_noise", 0), ("step_noise", 0), ("max_episode_steps", 1)):
-        value = getattr(env, name)
-        if (type(value) is not int or value < least) and not (least and value is None):
-            raise UserError(f"{env_id}: {name} is {value!r}; it must be a whole number of at least {least}.")
-    if not isinstance(env.observation_space, gs.Box):
-        raise UserError(f"{env_id}: observation_space is {env.observation_space}; it must be a Box.")
-    EnvSpaces.from_gym(env_id, env.observation_space, env.action_space)
-    space = copy.deepcopy(env.action_space)
-    space.seed(0)
-    actions = torch.from_numpy(np.stack([space.sample() for _ in range(ROWS)])).to(device)
-    drawn = torch.rand(ROWS, env.reset_noise + env.step_noise, generator=torch.Generator().manual_seed(0))
-    drawn[0], drawn[1] = 0.0, 1.0 - 2.0**-24  # the ends, where `noise < 0.01` differs
-    reset_noise, step_noise = drawn.to(device).split([env.reset_noise, env.step_noise], -1)
-    state = _call(env, env_id, "reset", reset_noise)
-    given = _call(env, env_id, "step", state, actions, step_noise)
-    if not isinstance(given, tuple) or len(given) != 3:
-        found = f"{len(given)} values" if isinstance(given, tuple) else f"a {type(given).__name__}"
-        raise UserError(f"{env_id}: step returned {found}; it must return the next state, rewards and terminated.")
-    moved, rewards, terminated = given
-    obs = _call(env, env_id, "observe", moved)
-    kinds = [
-        {"": type(tree).__name__} | {keystr(at): _kind(part) for at, part in tree_flatten_with_path(tree)[0]}
-        for tree in (state, moved)
-    ]
-    for at in kinds[0] | kinds[1]:
-        was, now = (kind.get(at, "missing") for kind in kinds)
-        if was != now:
-            raise UserError(f"{env_id}: state{at} is {was} after reset and {now} after step; both must be the same.")
-    seen = {"rewards": (rewards, ()), "terminated": (terminated, ()), "observe": (obs, env.observation_space.shape)}
-    for name, (part, shape) in seen.items():
-        wanted = (ROWS, *shape)
-        if not isinstance(part, Tensor) or part.shape != wanted:
-            found = f"the shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"the type {type(part).__name__}"
-            raise UserError(f"{env_id}: {name} of {ROWS} environments has {found}, not the shape {wanted}.")
-    parts = [(f"state{keystr(at)}", part) for at, part in tree_flatten_with_path(moved)[0]]
-    if short := [(name, part) for name, part in parts if part.shape[:1] != (ROWS,)]:
-        found = f"{short[0][0]} of {ROWS} environments has the shape {tuple(short[0][1].shape)}"
-        raise UserError(f"{env_id}: {found}, not ({ROWS}, ...).")
-    parts += [(name, part) for name, (part, _) in seen.items()]
-    if odd := [(name, part.device.type) for name, part in parts if part.device.type != torch.device(device).type]:
-        found = f"{odd[0][0]} is on {odd[0][1]}, but the device is {device}"
-        raise UserError(f"{env_id}: {found}; make it like a given tensor (torch.zeros_like).")
-    if terminated.dtype != torch.bool:
-        raise UserError(f"{env_id}: terminated is of {terminated.dtype}; it must be of torch.bool.")
-    if image_layout(env.observation_space) is not None and obs.dtype not in (torch.uint8, torch.bool):
-        raise UserError(f"{env_id}: observe gives an image of {obs.dtype}; it must be of torch.uint8.")
-    if obs.is_floating_point() and (wanted_dtype := env.observation_space.dtype).kind != "f":
-        raise UserError(f"{env_id}: observe gives {obs.dtype}; its observation space says {wanted_dtype}.")
-    if device == "cpu" and env.reset_noise and _is_same(state, tree_map(lambda x: x[:1].expand_as(x), state)):
-        how = "use it, or set reset_noise = 0 if all episodes start alike"
-        raise UserError(f"{env_id}: reset returns the same state for all noise; {how}.")
-
-
-def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:
-    """Call a function twice; on a CPU, say if it is not a function of what it is given."""
-    if getattr(type(env), name) is getattr(DeviceEnvironment, name):
-        raise UserError(f"{env_id} has no {name}; a DeviceEnvironment must define reset, step and observe.")
-    copies = tree_map(torch.clone, given)
-    try:
-        result = getattr(env, name)(*given)
-        held, before = dict(vars(env)), _marks(env)
-        again = getattr(env, name)(*tree_map(torch.clone, copies))
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}".rstrip(".") + user_line(traceback.format_exception(error))
-        raise UserError(f"the environment {env_id} fails in {name} with {what}.") from error
-    if odd := [part for part in tree_flatten(result)[0] if not isinstance(part, Tensor)]:
-        raise UserError(f"{env_id}: {name} returned a value of type {type(odd[0]).__name__}; it must return tensors.")
-    if any(part.device.type != "cpu" for part in tree_flatten((given, result))[0]):
-        return result
-    if not _is_same(given, copies):
-        raise UserError(f"{env_id}: {name} changes a tensor that it is given; it must return new tensors.")
-    if changed := [key for key in held if before[key] != _marks(env).get(key)]:
-        raise UserError(f"{env_id}: {name} changes self.{changed[0]}; what changes must be part of the state.")
-    if not _is_same(result, again):
-        raise UserError(f"{env_id}: {name} gives two results for the same input; random numbers must come from noise.")
-    return result
-
-
-def _is_same(one: State, two: State) -> bool:
-    """Whether two trees hold the same numbers, NaN included."""
-    left, right = tree_flatten(one)[0], tree_flatten(two)[0]
-    return len(left) == len(right) and all(
-        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(left, right, strict=True)
-    )
-
-
-def _marks(env: DeviceEnvironment) -> dict[str, Any]:
-    """What shows that an attribute is another one, or was changed in place."""
-    return {
-        name: (id(value), value._version) if isinstance(value, Tensor) else checksum(value)
-        for name, value in vars(env).items()
-    }
-
-
-def _kind(part: Tensor) -> str:
-    return f"{list(part.shape)} of {part.dtype}"

@@ -295,7 +295,7 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
     if obstacle:
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
     if wanted == "device":
-        from rl_training.envs.device import find_device_environment  # needs torch, which an async worker never does
+        from rl_training.envs.device_checks import find_device_environment  # needs torch, which async workers lack
 
         find_device_environment(recipe)
     if wanted != "auto":
@@ -309,7 +309,8 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of that kind over `num_envs` environments of a run, from `first` on."""
     if vectorization == "device":
-        from rl_training.envs.device import DeviceEngine, find_device_environment
+        from rl_training.envs.device import DeviceEngine
+        from rl_training.envs.device_checks import find_device_environment
 
         found = find_device_environment(recipe, device)
         return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)

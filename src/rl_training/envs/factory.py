@@ -260,7 +260,8 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
             raise UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.") from error
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
     if isinstance(env, device_kinds()):
-        from rl_training.envs.device import OneEnvironment, check_functions  # torch
+        from rl_training.envs.device import OneEnvironment  # torch
+        from rl_training.envs.device_checks import check_functions
 
         check_functions(env, recipe.env_id)
         limit = recipe.max_episode_steps or env.max_episode_steps
