@@ -125,6 +125,7 @@ def test_no_step_looks_at_a_tensor(algo: str, monkeypatch: pytest.MonkeyPatch) -
     """On the meta device, where tensors hold nothing to look at; a GPU would wait, and end a capture."""
     algorithm, calls = record_inputs(algo)
     monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    monkeypatch.delattr(Algorithm, "_apply")  # which refuses
     algorithm.to("meta")
     monkeypatch.setattr(Optimizer, "_move", lambda self, grad: None)  # fused kernels have no meta form
     monkeypatch.setattr(TargetNetwork, "polyak_", lambda self, tau: None)
@@ -180,8 +181,35 @@ def test_a_session_that_ends_frees_its_graphs_at_once() -> None:
         gc.enable()
 
 
+COPIES = [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))]
+
+
 @pytest.mark.usefixtures("fake_graphs")
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_a_copy_of_a_learner_learns_what_the_original_learns(algo: str) -> None:
+    session = open_session(tiny(algo, Path("unused"), threads=1))
+    algorithm, step, seen = session.algorithm, 0, 0
+    algorithm.accelerate("graph")
+    while seen < 2:
+        step += take_steps(session, step)
+        for phase, batch in session.store.batches(algorithm, step):
+            algorithm.update(batch, phase=phase, global_step=step)
+            seen += phase == "policy"
+    session.close()
+    copies = [duplicate(algorithm) for duplicate in COPIES]
+    before = {name: tensor.clone() for name, tensor in tensors_of(algorithm).items()}
+    for learner in (algorithm, *copies):
+        for _ in range(3):
+            learner.update({name: tensor.clone() for name, tensor in batch.items()}, global_step=step)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in algorithm.named_parameters())
+    for twin in copies:
+        assert repr(twin.numbers) == repr(algorithm.numbers)  # floats
+        for name, tensor in tensors_of(algorithm).items():
+            assert torch.equal(tensor, tensors_of(twin)[name]), name
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("duplicate", COPIES)
 def test_a_copy_of_a_learner_has_no_graphs_of_the_original(duplicate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: Any, protocol: int) -> Any:
         raise TypeError("cannot pickle 'torch._C._CUDAGraph' object")

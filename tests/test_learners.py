@@ -11,6 +11,7 @@ import torch
 
 from resume_cases import SPECS, take_steps, tiny
 from rl_training.algorithms.bounds import BOUNDS
+from rl_training.errors import UserError
 from rl_training.runtime.session import open_session
 
 LEARNERS = sorted({spec.learner for spec in SPECS.values()}, key=lambda learner: learner.__name__)
@@ -45,4 +46,18 @@ def test_every_update_names_one_number_of_its_metrics_to_watch(algo: str) -> Non
             assert torch.as_tensor(watched).numel() == 1
             assert not any(isinstance(x, torch.Tensor) and x.requires_grad for x in result.metrics.values())
             phases.add(phase)
+    session.close()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sac", "gail"])
+def test_a_learner_is_not_moved_without_its_optimizers(algo: str) -> None:
+    session = open_session(tiny(algo, Path("unused"), threads=1))
+    learner = session.algorithm
+    assert learner.to("cpu").float() is learner  # where it is
+    before = [parameter.data_ptr() for parameter in learner.parameters()]
+    wanted = r" cannot go from cpu \(torch.float32\) to .*; move its networks there before you make it"
+    for where in ("meta", torch.float64):
+        with pytest.raises(UserError, match=type(learner).__name__ + wanted):
+            learner.to(where)
+    assert [parameter.data_ptr() for parameter in learner.parameters()] == before
     session.close()

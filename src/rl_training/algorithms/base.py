@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rl_training.algorithms.bounds import check_bounds
 from rl_training.algorithms.capture import Numbers, capture_step
 from rl_training.algorithms.optimization import Optimizer
+from rl_training.errors import UserError
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -174,6 +175,17 @@ class Algorithm(nn.Module):
         if self.generator.device != device:
             self.generator = torch.Generator(device)
         self.generator.manual_seed(seed)  # in place, since a captured step may draw from it
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Refuse `to`, `cuda`, `double` and the like: optimizers, targets, generator and graphs would stay behind."""
+        here = next(iter(self.parameters()), torch.empty(0)).detach().reshape(-1)[:0]
+        there = fn(here)
+        if (there.device, there.dtype) != (here.device, here.dtype):
+            raise UserError(
+                f"{type(self).__name__} cannot go from {here.device} ({here.dtype}) to {there.device} ({there.dtype}); "
+                "move its networks there before you make it, and load its state_dict."
+            )
+        return super()._apply(fn, recurse)
 
     def scheduled(self, name: str) -> bool:
         """Whether `name` is a number that a schedule may change."""

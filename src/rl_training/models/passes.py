@@ -111,6 +111,10 @@ class GradientMemory:
         self._pieces: Pieces | None = None
         self._holders = 0
 
+    def __reduce__(self) -> Any:
+        """Without the memory, because a copy's pieces need not be parts of one tensor."""
+        return GradientMemory, (self.parameters,)
+
     def take(self) -> Pieces:
         """Pieces to write into."""
         if self._pieces is None or self._count_holders(self._pieces) > self._holders:
