@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from resume_cases import SPECS, take_steps, tiny
+from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.bounds import BOUNDS
 from rl_training.errors import UserError
 from rl_training.runtime.session import open_session
@@ -53,11 +54,22 @@ def test_every_update_names_one_number_of_its_metrics_to_watch(algo: str) -> Non
 def test_a_learner_is_not_moved_without_its_optimizers(algo: str) -> None:
     session = open_session(tiny(algo, Path("unused"), threads=1))
     learner = session.algorithm
-    assert learner.to("cpu").float() is learner  # where it is
-    before = [parameter.data_ptr() for parameter in learner.parameters()]
-    wanted = r" cannot go from cpu \(torch.float32\) to .*; move its networks there before you make it"
+    assert learner.to("cpu").float().share_memory() is learner  # where it is
     for where in ("meta", torch.float64):
-        with pytest.raises(UserError, match=type(learner).__name__ + wanted):
+        with pytest.raises(UserError, match=f"{type(learner).__name__} cannot be moved to another device, dtype or"):
             learner.to(where)
-    assert [parameter.data_ptr() for parameter in learner.parameters()] == before
+    for optimizer in learner._optimizers.values():
+        assert optimizer.flat.data_ptr() == optimizer._params[0].data_ptr()
     session.close()
+
+
+def test_a_learner_of_images_is_not_laid_out_anew() -> None:
+    class Images(Algorithm):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Conv2d(2, 3, 3)
+            self.numbers.update(learning_rate=0.1)
+            self.make_optimizer("optimizer", self.layer.parameters())
+
+    with pytest.raises(UserError, match="memory format; change its networks before you make it"):
+        Images().to(memory_format=torch.channels_last)

@@ -178,12 +178,10 @@ class Algorithm(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Refuse `to`, `cuda`, `double` and the like: optimizers, targets, generator and graphs would stay behind."""
-        here = next(iter(self.parameters()), torch.empty(0)).detach().reshape(-1)[:0]
-        there = fn(here)
-        if (there.device, there.dtype) != (here.device, here.dtype):
+        if any(fn(parameter.detach()).data_ptr() != parameter.data_ptr() for parameter in self.parameters()):
             raise UserError(
-                f"{type(self).__name__} cannot go from {here.device} ({here.dtype}) to {there.device} ({there.dtype}); "
-                "move its networks there before you make it, and load its state_dict."
+                f"{type(self).__name__} cannot be moved to another device, dtype or memory format; change its networks "
+                "before you make it, and load its state_dict."
             )
         return super()._apply(fn, recurse)
 
