@@ -361,6 +361,21 @@ def test_a_step_on_the_host_takes_and_returns_arrays(captures: bool) -> None:
     assert step.replays == ([3] if captures else [])
 
 
+@pytest.mark.parametrize(("device", "strides"), [("cpu", (1, 4)), ("meta", (2, 1))])
+def test_plain_calls_on_another_device_read_rows_as_graphs_do(device: str, strides: tuple[int, ...]) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def look(given: dict[str, Tensor], state: None) -> tuple[dict[str, Tensor], None]:
+        seen.append(given["x"].stride())
+        return {"y": torch.zeros(4)}, state
+
+    step = HostStep(look, Numbers(), torch.Generator(), torch.device(device))
+    step({"x": np.zeros((2, 4), np.float32).T}, None)  # as Gymnasium's vectorized CartPole returns observations
+    assert seen == [strides]
+    recording = HostRecording.allocate(torch.zeros(2, 4).T, torch.device("cpu"))
+    assert recording.stride() == (2, 1)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_graph_gives_what_plain_calls_give() -> None:
     weight = torch.randn(8, 8, device="cuda")
