@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from resume_cases import SPECS, assert_same, stop_and_resume, take_steps, tiny
+from resume_cases import SPECS, assert_same, rows_of, stop_and_resume, take_steps, tiny
 from rl_training.algorithms import capture
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.capture import ACTING, BY_VALUE, OUTSIDE, map_tensors
@@ -28,6 +28,9 @@ from rl_training.collect import behaviour
 from rl_training.collect.behaviour import Behaviour
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.models import ensemble, mlp_iqn_network, noisy, numpy_forms, passes
+from rl_training.runtime import acting
+from rl_training.runtime import session as session_module
 from rl_training.runtime.acting import ActingSession
 from rl_training.runtime.device_choice import choose_acceleration
 from rl_training.runtime.restoring import change_config
@@ -46,6 +49,8 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
     monkeypatch.setattr(capture, "CapturedStep", Recorded)
     monkeypatch.setattr(behaviour, "HostStep", RecordedOnHost)
+    for module in (passes, ensemble, mlp_iqn_network):  # on a GPU, there is no numpy inside of a step
+        monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
 
 def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> Algorithm:
@@ -125,6 +130,7 @@ def test_no_step_looks_at_a_tensor(algo: str, monkeypatch: pytest.MonkeyPatch) -
     """On the meta device, where tensors hold nothing to look at; a GPU would wait, and end a capture."""
     algorithm, calls = record_inputs(algo)
     monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    monkeypatch.delattr(Algorithm, "_apply")  # which refuses
     algorithm.to("meta")
     monkeypatch.setattr(Optimizer, "_move", lambda self, grad: None)  # fused kernels have no meta form
     monkeypatch.setattr(TargetNetwork, "polyak_", lambda self, tau: None)
@@ -180,8 +186,35 @@ def test_a_session_that_ends_frees_its_graphs_at_once() -> None:
         gc.enable()
 
 
+COPIES = [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))]
+
+
 @pytest.mark.usefixtures("fake_graphs")
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+@pytest.mark.parametrize("algo", BY_LEARNER)
+def test_a_copy_of_a_learner_learns_what_the_original_learns(algo: str) -> None:
+    session = open_session(tiny(algo, Path("unused"), threads=1))
+    algorithm, step, seen = session.algorithm, 0, 0
+    algorithm.accelerate("graph")
+    while seen < 2:
+        step += take_steps(session, step)
+        for phase, batch in session.store.batches(algorithm, step):
+            algorithm.update(batch, phase=phase, global_step=step)
+            seen += phase == "policy"
+    session.close()
+    copies = [duplicate(algorithm) for duplicate in COPIES]
+    before = {name: tensor.clone() for name, tensor in tensors_of(algorithm).items()}
+    for learner in (algorithm, *copies):
+        for _ in range(3):
+            learner.update({name: tensor.clone() for name, tensor in batch.items()}, global_step=step)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in algorithm.named_parameters())
+    for twin in copies:
+        assert repr(twin.numbers) == repr(algorithm.numbers)  # floats
+        for name, tensor in tensors_of(algorithm).items():
+            assert torch.equal(tensor, tensors_of(twin)[name]), name
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("duplicate", COPIES)
 def test_a_copy_of_a_learner_has_no_graphs_of_the_original(duplicate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: Any, protocol: int) -> Any:
         raise TypeError("cannot pickle 'torch._C._CUDAGraph' object")
@@ -211,6 +244,42 @@ def test_graphs_learn_what_plain_calls_learn_on_a_gpu(algo: str) -> None:
     plain, captured = (learn(algo, moves=True, accelerates=on, device="cuda") for on in (False, True))
     for name, tensor in tensors_of(plain).items():
         torch.testing.assert_close(tensors_of(captured)[name], tensor, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("algo", ["dqn", "noisy_dqn", "td3", "ppo", pytest.param("dreamer", marks=pytest.mark.slow)])
+def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
+    algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Any] = []
+
+    class Kept(RecordedOnHost):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            steps.append(self)
+
+    for module in (numpy_forms, noisy):  # a GPU acts in torch
+        monkeypatch.setattr(module, "linear_step", lambda *_: None)
+    monkeypatch.setattr(capture, "ACTING", frozenset())
+    for module in (behaviour, acting):
+        monkeypatch.setattr(module, "HostStep", Kept)
+
+    def config(name: str) -> Any:
+        fades = {"learning_rate_schedule": {"start": 1e-3, "end": 1e-4}}
+        return tiny(algo, tmp_path / name, threads=1, eval_episodes=1, kwargs=fades | {"eval_interval": 50})
+
+    monkeypatch.setattr(session_module, "choose_acceleration", lambda *_: "graph")
+    results = [train(config("graphs"), console=False), stop_and_resume(config("parts"), 60)]
+    assert {step.function.__name__ for step in steps if step.replays} == {"explore", "decide"}
+    steps.clear()
+    monkeypatch.setattr(capture, "CAPTURING", ())
+    results.append(train(config("plain"), console=False))
+    assert steps
+    assert not any(step.replays for step in steps)
+    states = [load_checkpoint(result.checkpoint_path) for result in results]
+    for state in states[1:]:
+        assert_same([states[0]["algorithm"], states[0]["source"]], [state["algorithm"], state["source"]])
+    assert_same(rows_of(results[0].run_dir), rows_of(results[2].run_dir))
 
 
 @NEEDS_GPU

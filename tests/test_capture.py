@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rl_training.algorithms import capture
 from rl_training.algorithms.capture import (
@@ -23,19 +27,59 @@ from rl_training.algorithms.capture import (
 from rl_training.algorithms.host_step import HostRecording, HostStep
 
 
+class Kernels(TorchDispatchMode):
+    """Records the operations of a call, and undoes what they did; `run` does them again on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.generators: dict[torch.Generator, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Generator):
+                self.generators.setdefault(leaf, leaf.get_state())
+            if isinstance(leaf, Tensor) and func._schema.is_mutable:
+                whole = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage())
+                self.before.setdefault(whole.data_ptr(), (whole, whole.clone()))
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(out, float):
+            return math.inf  # a GPU does not look whether a gradient is long: it is clipped
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def undo(self) -> None:
+        for memory, before in self.before.values():
+            memory.copy_(before)
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            for new, own in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(out), strict=True):
+                if isinstance(own, Tensor) and new.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+                    own.copy_(new)
+
+
 class Replayed(Recording):
-    """Records without a GPU: replaying calls the function on the recorded inputs, in place, as a graph would."""
+    """A graph without a GPU: replaying does the recorded operations again, on the same memory, and no Python."""
 
     replays = 0
 
     def record(self, function: Callable[[], None]) -> None:
-        self.graph, self.function = self, function
+        self.graph, self.kernels = self, Kernels()
+        with self.kernels:
+            function()
+        self.kernels.undo()
 
     def replay(self, tensors: list[Tensor] | None = None) -> Any:
         if tensors is not None:
             return super().replay(tensors)
         self.replays += 1
-        return self.function()
+        return self.kernels.run()
 
 
 class Recorded(CapturedStep):
@@ -48,7 +92,7 @@ class Recorded(CapturedStep):
         return self.function(*inputs)
 
     def _record(self, inputs: tuple[Any, ...]) -> Recording:
-        return Replayed(self.function, inputs)
+        return Replayed(self.function, inputs, self.generator)
 
     @property
     def replays(self) -> list[int]:
@@ -255,6 +299,27 @@ def test_a_number_that_was_unset_may_be_elsewhere_afterwards() -> None:
     assert numbers.constants != constants  # a graph would read the memory of before
 
 
+def test_however_numbers_change_a_step_reads_those_of_now() -> None:
+    rng, values = np.random.default_rng(0), [None, 0.25, 3, True, np.float32(0.5), np.float64(0.75), torch.tensor(2.0)]
+    numbers = Numbers(rate=0.5, unset=None, optimizer_eps=1.0, epsilon=0.125)
+    numbers.device = torch.device("cpu")
+
+    def read(x: Tensor) -> Tensor:
+        return x + sum((0.0 if value is None else value + 1.0) * 10**i for i, value in enumerate(numbers.values()))
+
+    step = Recorded(read, numbers)
+    for _ in range(400):
+        if rng.random() < 0.2:
+            name = ("rate", "unset", "optimizer_eps", "epsilon")[rng.integers(4)]
+            numbers[name] = values[rng.integers(0, 7) if name in ("rate", "unset") else rng.integers(1, 3)]
+        if rng.random() < 0.02:
+            numbers = step.numbers = copy.deepcopy(numbers)
+            step._graphs.clear()  # as a copy of a step
+        assert torch.equal(step(torch.zeros(1)), read(torch.zeros(1)))
+    assert step._captures > 5
+    assert step._can_capture
+
+
 def test_threads_capture_one_after_the_other() -> None:
     second = Recorded(lambda x: x + 1, Numbers())
 
@@ -294,6 +359,21 @@ def test_a_step_on_the_host_takes_and_returns_arrays(captures: bool) -> None:
         assert np.array_equal(result, np.full(2, 2 * turn, np.float32))
     assert torch.equal(state, torch.full((2,), PLAIN_CALLS + 3.0))
     assert step.replays == ([3] if captures else [])
+
+
+@pytest.mark.parametrize(("device", "strides"), [("cpu", (1, 4)), ("meta", (2, 1))])
+def test_plain_calls_on_another_device_read_rows_as_graphs_do(device: str, strides: tuple[int, ...]) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def look(given: dict[str, Tensor], state: None) -> tuple[dict[str, Tensor], None]:
+        seen.append(given["x"].stride())
+        return {"y": torch.zeros(4)}, state
+
+    step = HostStep(look, Numbers(), torch.Generator(), torch.device(device))
+    step({"x": np.zeros((2, 4), np.float32).T}, None)  # as Gymnasium's vectorized CartPole returns observations
+    assert seen == [strides]
+    recording = HostRecording.allocate(torch.zeros(2, 4).T, torch.device("cpu"))
+    assert recording.stride() == (2, 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

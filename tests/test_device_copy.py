@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, Rep
 from rl_training.data import device_copy as device_copy_module
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.runtime.run import Callback, Run
 from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import train
+from rl_training.runtime.workflows import resume_training, train
 from rl_training.stores import replay as replay_store
 from rl_training.stores.replay import ReplayStore
 from test_replay_buffer import Episodes
@@ -143,24 +145,75 @@ def test_a_run_learns_the_same_wherever_its_batches_are_gathered(algo: str, tmp_
     assert_same(*states)
 
 
-@pytest.mark.parametrize("algo", ["dqn", "n_step_dqn", "sac"])
-def test_runs_that_draw_batches_ahead_are_the_same(algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Fail(Callback):
+    """Raises after the turn of a step."""
+
+    def on_update(self, run: Run) -> bool | None:
+        if run.step >= 45:
+            raise RuntimeError("on purpose")
+        return None
+
+
+SEVERAL = {"train_frequency": 2, "learning_starts": 17, "gradient_updates_per_step": 3}  # 17 is inside of a turn
+AHEAD: list[tuple[str, dict[str, Any]]] = [
+    ("dqn", {"num_envs": 3, "vectorization": "sync", "kwargs": SEVERAL | {"buffer_capacity": 45}}),
+    ("dqn", {"kwargs": {"train_frequency": 1, "gamma_schedule": {"start": 0.9, "end": 0.99}}}),
+    ("n_step_dqn", {"eval_episodes": 1, "kwargs": {"train_frequency": 1, "buffer_capacity": 40, "eval_interval": 20}}),
+    ("sac", {"num_envs": 3, "kwargs": SEVERAL | {"buffer_capacity": 45}}),
+]
+ONE_BY_ONE = ["rainbow_dqn", "rlpd", "mbpo"]  # what is drawn depends on the last update, or there are other draws
+
+
+@pytest.fixture
+def drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Stores that are made take the CPU for another device; whether a batch was gathered too, for each drawn ahead."""
     monkeypatch.setattr(Behaviour, "_ask_for_policy", lambda self: None)  # as on a GPU, where acting draws in torch
-    ahead: list[bool] = []
-    make = ReplayStore.__init__
+    make, draw = ReplayStore.__init__, ReplayBuffer.draw_ahead
+    drawn: list[bool] = []
+
+    def draw_ahead(self: ReplayBuffer, *arguments: Any) -> None:
+        draw(self, *arguments)
+        drawn.append(self.ahead is not None and self.ahead.batch is not None)
 
     def make_store(self: ReplayStore, context: Any) -> None:
-        make(self, context)
-        self.draws_ahead = bool(ahead)
+        make(self, replace(context, device="cpu:0"))
 
+    monkeypatch.setattr(ReplayBuffer, "draw_ahead", draw_ahead)
     monkeypatch.setattr(ReplayStore, "__init__", make_store)
-    results = [train(tiny(algo, tmp_path / "plain", eval_episodes=0), console=False)]
-    ahead.append(True)
-    results.append(train(tiny(algo, tmp_path / "ahead", eval_episodes=0), console=False))
-    results.append(stop_and_resume(tiny(algo, tmp_path / "parts", eval_episodes=0), 60))
-    states = [load_checkpoint(result.checkpoint_path) for result in results]
-    for state in states[1:]:
-        assert_same([states[0]["algorithm"], states[0]["source"]], [state["algorithm"], state["source"]])
+    return drawn
+
+
+@pytest.mark.parametrize(("algo", "fields"), AHEAD)
+def test_runs_that_draw_batches_ahead_are_the_same(
+    algo: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn_ahead: list[bool]
+) -> None:
+    def config(name: str) -> Any:
+        return tiny(algo, tmp_path / name, threads=1, **{"eval_episodes": 0} | fields)
+
+    def fail_and_resume(name: str) -> Any:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            train(config(name), callbacks=[Fail()], console=False)
+        return resume_training(next((tmp_path / name).rglob("latest.ckpt")), console=False)
+
+    ahead = [train(config("ahead"), console=False), fail_and_resume("failed ahead")]
+    ahead.append(stop_and_resume(config("parts"), 17, 28))
+    assert 0 < sum(drawn_ahead) < len(drawn_ahead)
+    count = len(drawn_ahead)
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(ReplayStore, "draws_ahead", never, raising=False)
+    plain, failed = train(config("plain"), console=False), fail_and_resume("failed")
+    assert len(drawn_ahead) == count
+    for result, wanted in zip(ahead, (plain, failed, plain), strict=True):
+        state, other = (load_checkpoint(each.checkpoint_path) for each in (wanted, result))
+        assert_same([state["algorithm"], state["source"]], [other["algorithm"], other["source"]])
+
+
+@pytest.mark.parametrize("algo", ONE_BY_ONE)
+def test_runs_whose_draws_depend_on_the_last_update_draw_nothing_ahead(
+    algo: str, tmp_path: Path, drawn_ahead: list[bool]
+) -> None:
+    train(tiny(algo, tmp_path, threads=1, eval_episodes=0, kwargs={"train_frequency": 1}), console=False)
+    assert not drawn_ahead
 
 
 def test_a_resume_may_gather_elsewhere(tmp_path: Path) -> None:

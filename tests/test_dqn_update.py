@@ -139,17 +139,17 @@ def test_target_network_follows_at_its_interval_and_with_tau_part_of_the_way():
         DQN(q_network=make_network(), target_update_interval=0)
 
 
-def test_target_network_is_one_flat_tensor_and_refuses_parameters_that_moved():
+def test_target_network_is_one_flat_tensor_and_follows_parameters_that_moved():
     network = make_network(observation_input=ObservationInput(normalize_size=3))
     target = TargetNetwork(network)
     assert len(target._pairs) == len(list(network.parameters()))  # not flat yet: one piece each
     optimizer = Optimizer(network.parameters(), learning_rate=0.1)
-    with pytest.raises(RuntimeError, match="after the optimizers"):
-        target.copy_()
-    target = TargetNetwork(network)
-    assert len(target._pairs) == 1
     optimizer.step(network(torch.randn(4, 3)).square().mean())
-    assert not torch.equal(flat(target.network), flat(network))
+    before = flat(target.network)
+    assert not torch.equal(before, flat(network))
+    target.polyak_(0.25)
+    assert len(target._pairs) == 1
+    torch.testing.assert_close(flat(target.network), before + 0.25 * (flat(network) - before))
     target.copy_()
     assert torch.equal(flat(target.network), flat(network))
     network.observation_input.update(torch.randn(50, 3) * 5)

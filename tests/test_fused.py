@@ -50,7 +50,13 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-@pytest.mark.parametrize(("sizes", "rows"), [((4, 64, 64, 2), 300), ((3, 24, 40, 1), 1), ((17, 8, 64, 20), 64)])
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ((4, 64, 64, 2), 300), ((3, 24, 40, 1), 1), ((17, 8, 64, 20), 64), ((1, 1, 1, 1), 33), ((64, 64, 64, 64), 65),
+        ((64, 63, 1, 64), 31), ((1, 1, 63, 63), 32),
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("fused")
 def test_kernels_give_what_autograd_gives(sizes: tuple[int, ...], rows: int, activation: str) -> None:
     torch.manual_seed(0)
@@ -76,6 +82,35 @@ def test_what_is_not_a_number_stays_so(activation: str) -> None:
     (out,), backward = passes.trace_fused(torch.ones(3, 4, device=DEVICE), [network])
     assert out.isnan().all()
     assert backward(torch.ones_like(out))[2].isnan().any()
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.usefixtures("fused")
+def test_one_bad_row_spoils_its_own_outputs_and_the_gradients_that_autograd_loses(activation: str) -> None:
+    network, x = mlp(4, (8, 8), 2, activation).to(DEVICE), torch.randn(40, 4, device=DEVICE)
+    x[7, 2] = torch.nan
+    (out,), backward = passes.trace_fused(x, [network])
+    assert out.isnan().any(1).nonzero().flatten().tolist() == [7]
+    wanted = torch.autograd.grad(network(x), list(network.parameters()), torch.ones_like(out))
+    for grad, own in zip(backward(torch.ones_like(out)), wanted, strict=True):
+        assert torch.equal(grad.isnan(), own.isnan())
+    clean = torch.zeros(40, 4, device=DEVICE)
+    (out,), backward = passes.trace_fused(clean, [network])
+    assert all(not grad.any() for grad in backward(torch.zeros_like(out)))
+
+
+@pytest.mark.usefixtures("fused")
+def test_kernels_read_what_is_not_stored_by_rows() -> None:
+    network = mlp(4, (8, 16), 2, "tanh").to(DEVICE)
+    for i in (0, 2, 4):
+        network[i].weight = nn.Parameter(torch.randn(network[i].weight.mT.shape, device=DEVICE).mT)
+    wide = torch.randn(8, 50, device=DEVICE)
+    for x in (wide.mT[:, ::2], wide[:4].mT, wide[:4, :1].mT.expand(50, 4)):
+        wanted, grad = network(x), torch.randn(2, 50, device=DEVICE).mT
+        gradients = torch.autograd.grad(wanted, list(network.parameters()), grad)
+        (out,), backward = passes.trace_fused(x, [network])
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(backward(grad), list(gradients), rtol=1e-4, atol=1e-4)
 
 
 def learn_rows(learner: Any, rows: dict[str, Tensor], steps: int) -> list[Tensor]:
@@ -126,6 +161,8 @@ CASES: dict[str, tuple[bool, tuple[int, ...], list[nn.Module]]] = {
     "another activation": (False, ROWS, [mlp(4, (64, 64), 2, "elu")]),
     "two activations": (False, ROWS, [NETWORK, mlp(4, (64, 64), 1, "relu")]),
     "a wide layer": (False, ROWS, [NETWORK, mlp(4, (64, 128), 1)]),
+    "as many outputs as 32 bits count": (True, (2**25, 4), [NETWORK, mlp(4, (64, 64), 63)]),
+    "more outputs than 32 bits count": (False, (2**25, 4), [NETWORK, mlp(4, (64, 64), 64)]),
     "a wide input": (False, (1000, 65), [mlp(65, (64, 64), 1)]),
 }
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from resume_cases import SPECS, take_steps, tiny
+from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.bounds import BOUNDS
+from rl_training.errors import UserError
 from rl_training.runtime.session import open_session
 
 LEARNERS = sorted({spec.learner for spec in SPECS.values()}, key=lambda learner: learner.__name__)
@@ -46,3 +48,28 @@ def test_every_update_names_one_number_of_its_metrics_to_watch(algo: str) -> Non
             assert not any(isinstance(x, torch.Tensor) and x.requires_grad for x in result.metrics.values())
             phases.add(phase)
     session.close()
+
+
+@pytest.mark.parametrize("algo", ["ppo", "sac", "gail"])
+def test_a_learner_is_not_moved_without_its_optimizers(algo: str) -> None:
+    session = open_session(tiny(algo, Path("unused"), threads=1))
+    learner = session.algorithm
+    assert learner.to("cpu").float().share_memory() is learner  # where it is
+    for where in ("meta", torch.float64):
+        with pytest.raises(UserError, match=f"{type(learner).__name__} cannot be moved to another device, dtype or"):
+            learner.to(where)
+    for optimizer in learner._optimizers.values():
+        assert optimizer.flat.data_ptr() == optimizer._params[0].data_ptr()
+    session.close()
+
+
+def test_a_learner_of_images_is_not_laid_out_anew() -> None:
+    class Images(Algorithm):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Conv2d(2, 3, 3)
+            self.numbers.update(learning_rate=0.1)
+            self.make_optimizer("optimizer", self.layer.parameters())
+
+    with pytest.raises(UserError, match="memory format; change its networks before you make it"):
+        Images().to(memory_format=torch.channels_last)

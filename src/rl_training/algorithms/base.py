@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rl_training.algorithms.bounds import check_bounds
 from rl_training.algorithms.capture import Numbers, capture_step
 from rl_training.algorithms.optimization import Optimizer
+from rl_training.errors import UserError
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -174,6 +175,15 @@ class Algorithm(nn.Module):
         if self.generator.device != device:
             self.generator = torch.Generator(device)
         self.generator.manual_seed(seed)  # in place, since a captured step may draw from it
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Refuse `to`, `cuda`, `double` and the like: optimizers, targets, generator and graphs would stay behind."""
+        if any(fn(parameter.detach()).data_ptr() != parameter.data_ptr() for parameter in self.parameters()):
+            raise UserError(
+                f"{type(self).__name__} cannot be moved to another device, dtype or memory format; change its networks "
+                "before you make it, and load its state_dict."
+            )
+        return super()._apply(fn, recurse)
 
     def scheduled(self, name: str) -> bool:
         """Whether `name` is a number that a schedule may change."""

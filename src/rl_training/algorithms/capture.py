@@ -58,6 +58,10 @@ class Numbers(dict[str, Any]):
         self._failures += 1
         self._find_constants()
 
+    def __reduce__(self) -> Any:
+        """A copy has what is a float here as a float, and its tensors are elsewhere."""
+        return Numbers, (dict(self),), {"device": self.device}
+
     @staticmethod
     def _floats(device: torch.device) -> frozenset[str]:
         """The numbers that stay floats."""

@@ -29,12 +29,17 @@ def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Para
     params = [p for p in parameters if p.requires_grad]
     if not params:
         raise UserError("the network has no trainable parameters.")
-    flat = torch.cat([p.detach().reshape(-1) for p in params])
+    return params, join_parameters(params)
+
+
+def join_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor [P], of which each of the parameters becomes a view."""
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
     offset = 0
-    for p in params:
+    for p in parameters:
         p.data = flat[offset : offset + p.numel()].view_as(p)
         offset += p.numel()
-    return params, flat
+    return flat
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -123,6 +128,11 @@ class Optimizer(nn.Module):
             self.register_buffer("mean", torch.zeros_like(flat))
         if kind != "sgd":
             self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Join the parameters of a copy, since a parameter is copied without the tensor that it is a view of."""
+        super().__setstate__(state)
+        self.flat = join_parameters(self._params)
 
     def step(self, loss: Tensor) -> Tensor:
         """Differentiate a loss, clip, and move the parameters; returns the gradient norm before clipping."""

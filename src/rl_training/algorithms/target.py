@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from rl_training.algorithms.optimization import join_parameters
+
 
 class TargetNetwork:
     """A copy of `online` without gradients; `network` is the module to register and to call.
@@ -19,11 +21,15 @@ class TargetNetwork:
 
     def __init__(self, online: nn.Module) -> None:
         shared = {id(buffer): buffer for buffer in online.buffers()}
-        self.network: nn.Module = copy.deepcopy(online, shared).requires_grad_(False)
+        self.online, self.network = online, copy.deepcopy(online, shared).requires_grad_(False)
+        self._join()
+
+    def _join(self) -> None:
+        """Find the parameters that are adjacent, and make them so in the target."""
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (target, online), each flat
-        self._places: list[tuple[nn.Parameter, int]] = []
+        self._first: list[nn.Parameter] = []  # of the online side of each pair
         run: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for mine, theirs in zip(self.network.parameters(), online.parameters(), strict=True):
+        for mine, theirs in zip(self.network.parameters(), self.online.parameters(), strict=True):
             if run and not _adjacent(run[-1][1], theirs):
                 self._add(run)
                 run = []
@@ -36,31 +42,28 @@ class TargetNetwork:
         first, sizes = run[0][1], [theirs.numel() for _, theirs in run]
         alone = len(run) == 1
         online = first.detach() if alone else first.detach().as_strided((sum(sizes),), (1,))
-        target = online.clone()
-        pieces = [target] if alone else target.split(sizes)
-        for (mine, _), piece in zip(run, pieces, strict=True):
-            mine.data = piece.view_as(mine)
+        target = run[0][0].detach() if alone else join_parameters([mine for mine, _ in run])
         self._pairs.append((target, online))
-        self._places.append((first, first.data_ptr()))
+        self._first.append(first)
 
     @torch.no_grad()
     def copy_(self) -> None:
         """Make the target equal to the online network."""
-        self._check()
+        self._follow()
         for target, online in self._pairs:
             target.copy_(online)
 
     @torch.no_grad()
     def polyak_(self, tau: float) -> None:
         """Move the target the share `tau` of the way to the online network."""
-        self._check()
+        self._follow()
         for target, online in self._pairs:
             target.lerp_(online, tau)
 
-    def _check(self) -> None:
-        for parameter, place in self._places:
-            if parameter.data_ptr() != place:
-                raise RuntimeError("the online parameters have moved; make TargetNetwork after the optimizers")
+    def _follow(self) -> None:
+        pairs = zip(self._first, self._pairs, strict=True)
+        if any(first.data_ptr() != online.data_ptr() for first, (_, online) in pairs):
+            self._join()  # this is a copy, or an optimizer was made later
 
 
 def _adjacent(before: nn.Parameter, after: nn.Parameter) -> bool:

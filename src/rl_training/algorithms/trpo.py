@@ -17,7 +17,7 @@ from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_row
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.ops.losses import squared_error
 from rl_training.algorithms.ops.policy import conjugate_gradient
-from rl_training.algorithms.optimization import flatten_parameters
+from rl_training.algorithms.optimization import flatten_parameters, join_parameters
 
 
 def surrogate(new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -59,6 +59,11 @@ class TRPO(ActorCriticAlgorithm):
         self._actor_params, self._actor_flat = flatten_parameters(self.policy.actor_parameters())
         critic = self.policy.critic.parameters()
         self.value_optimizer = self.make_optimizer("value_optimizer", critic, "value_learning_rate")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As an optimizer's: a copy's parameters are joined again."""
+        super().__setstate__(state)
+        self._actor_flat = join_parameters(self._actor_params)
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:
         """Gradient of a scalar with respect to the policy, flat [P]; the graph is kept for the next call."""

@@ -111,6 +111,10 @@ class GradientMemory:
         self._pieces: Pieces | None = None
         self._holders = 0
 
+    def __reduce__(self) -> Any:
+        """Without the memory, because a copy's pieces need not be parts of one tensor."""
+        return GradientMemory, (self.parameters,)
+
     def take(self) -> Pieces:
         """Pieces to write into."""
         if self._pieces is None or self._count_holders(self._pieces) > self._holders:
@@ -305,7 +309,7 @@ has_room._dynamo_marked_constant = True  # type: ignore[attr-defined]  # while c
 
 def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> bool:
     """Whether these networks run as one kernel per direction on these rows, which pays from `least` on."""
-    if not x.is_cuda or x.dim() != 2 or x.dtype != torch.float32 or not 0 < x.numel() < 2**31 or not CAN_FUSE:
+    if not x.is_cuda or x.dim() != 2 or x.dtype != torch.float32 or not x.numel() or not CAN_FUSE:
         return False
     if len(x) < least and not torch.compiler.is_compiling():
         return False
@@ -313,12 +317,14 @@ def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> 
     known = [[nn.Linear, kind, nn.Linear, kind, nn.Linear] for kind in (nn.Tanh, nn.ReLU)]
     if forms[0] not in known or any(form != forms[0] for form in forms):
         return False
-    widest = max(x.shape[1], *(len(p) for network in networks for p in _parameters(network)))
-    return widest <= FUSED_UNITS and has_room(x.device)
+    sizes = [[x.shape[1], *map(len, _parameters(network))] for network in networks]
+    longest = max(size for own in sizes for size in (own[0], own[-1])) * len(x)
+    fits = max(map(max, sizes)) <= FUSED_UNITS and longest < 2**31  # the kernels count in 32 bits
+    return fits and has_room(x.device)
 
 
 def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
-    return [p for part in network if isinstance(part, nn.Linear) for p in (part.weight, part.bias)]
+    return [p.contiguous() for part in network if isinstance(part, nn.Linear) for p in (part.weight, part.bias)]
 
 
 def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[list[Tensor], Backward]:
