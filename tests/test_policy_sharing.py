@@ -29,6 +29,14 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainedPolicy:
     return result.policy
 
 
+def test_sampling_continues_whatever_the_number_of_rows(policy: TrainedPolicy) -> None:
+    """One session for all, also so that a server of batches of every size does not keep a session for each."""
+    first = policy.predict(OBS[:1], deterministic=False)
+    drawn = [policy.predict(OBS[:1].repeat(rows, 0), deterministic=False)[0] for rows in (2, 3, 4)]
+    assert len({*map(float, first[0]), *(float(action[0]) for action in drawn)}) == 4
+    assert policy.predict(OBS).shape == (2, 1)
+
+
 def test_threads_act_one_after_the_other(policy: TrainedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that are inside at once would each take the other's generator for the learner's own."""
     learner: Any = policy.algorithm

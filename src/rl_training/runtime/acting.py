@@ -47,8 +47,9 @@ class ActingSession:
         self._lock = acting_lock(algorithm)
         self.forget()
 
-    def forget(self) -> None:
-        """Clear the memory; the generators continue, so that sampled episodes differ."""
+    def forget(self, num_envs: int | None = None) -> None:
+        """Clear the memory, for another number of environments if given; the generators continue: samples differ."""
+        self.num_envs = self.num_envs if num_envs is None else num_envs
         self.carry = self.algorithm.initial_carry(self.num_envs)
 
     def act(self, obs: Array, masks: Array | None = None, is_first: Array | None = None) -> Array:

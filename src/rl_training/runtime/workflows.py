@@ -51,7 +51,7 @@ class TrainedPolicy:
 
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig) -> None:
         self.algorithm, self.spaces, self.config, self.seed = algorithm, spaces, config, config.seed
-        self._sessions: dict[tuple[int, bool], ActingSession] = {}
+        self._sessions: dict[bool, ActingSession] = {}  # by whether they are deterministic
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
         """The environment's action for one raw observation, or a batch for a batch; memory starts empty.
@@ -62,17 +62,16 @@ class TrainedPolicy:
         masks = self.spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
         with acting_lock(self.algorithm):
             session = self.session(len(encoded), deterministic)
-            session.forget()
             chosen = session.act(encoded, masks, np.ones(len(encoded), dtype=bool))
         actions = self.spaces.map_actions(chosen)
         return actions if is_batch else plain_action(actions[0])
 
     def session(self, count: int, deterministic: bool) -> ActingSession:
-        """The acting session for that many rows; one per size, so that sampling continues instead of repeating."""
-        key = (count, deterministic)
-        if key not in self._sessions:
-            self._sessions[key] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
-        return self._sessions[key]
+        """The acting session, with no memory, for that many rows; always the same one, so that sampling continues."""
+        if deterministic not in self._sessions:
+            self._sessions[deterministic] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
+        self._sessions[deterministic].forget(count)
+        return self._sessions[deterministic]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The parts of a checkpoint that predicting needs, in its own format."""

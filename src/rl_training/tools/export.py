@@ -292,7 +292,6 @@ def compare(
     steps = 1 if module.state_size is None else STEPS
     rows = CHECKED // steps
     spaces, session = policy.spaces, policy.session(rows, True)
-    session.forget()
     largest, apart, state, states_apart = 0.0, 0, None, 0.0
     seen: list[Array] = []
     for step in range(steps):
