@@ -40,8 +40,8 @@ class AtariEngine:
         self._ages = np.zeros(count, dtype=np.int64)  # steps since the episode began
         self._lives = np.zeros(count, dtype=np.int32)
         self._seedings = np.full(count, -1)  # how often each was seeded, less one
-        self._resets = np.zeros(count, dtype=np.int64)  # since then
-        self._since = np.zeros(count, dtype=np.int64)  # rows of `_played`, from which on a resume replays
+        self._resets = np.zeros(count, dtype=np.int64)  # since then, before what a resume replays
+        self._since = np.zeros(count, dtype=np.int64)  # the rows of `_played` with which that begins
         self._played = bytearray()  # the actions of every step since the first of these
 
     def reset(self) -> tuple[Array, Array | None]:
@@ -77,13 +77,11 @@ class AtariEngine:
 
     def _count_resets(self, over: Array) -> Array:
         """Note that these games were reset; returns the rows that are to be seeded."""
-        self._resets[over] += 1
-        due = over & (self._resets > MOST_RESETS)
         if self.sticky:
-            due |= over & (self._steps() - self._since >= MOST_STEPS)
-        else:
-            self._since[over] = self._steps()
-        return np.flatnonzero(due)
+            return np.flatnonzero(over & (self._steps() - self._since >= MOST_STEPS))
+        self._resets[over] += 1
+        self._since[over] = self._steps()
+        return np.flatnonzero(over & (self._resets > MOST_RESETS))
 
     def _steps(self) -> int:
         return len(self._played) // len(self._ages)
