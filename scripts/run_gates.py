@@ -160,7 +160,10 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     if config.execution_backend == "local_sync":
         del plain["num_workers"]  # nobody reads it
     # as it was before they came
-    before = {"worker_order": "fixed", "max_policy_lag": None, "eval_max_steps": None, "matmul_precision": "highest"}
+    before = {
+        "worker_order": "fixed", "max_policy_lag": None, "eval_max_steps": None, "eval_deterministic": True,
+        "matmul_precision": "highest",
+    }  # fmt: skip
     plain = {name: value for name, value in plain.items() if name not in before or value != before[name]}
     if said := plain["env_kwargs"].pop("wrappers", None):  # what is off is off, whether or not it is said
         said = {name: value for name, value in said.items() if value is not False} or None

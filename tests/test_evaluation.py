@@ -57,6 +57,17 @@ def test_the_environments_limit_or_the_given_one_ends_an_episode(
     assert again["eval_lengths"] == [length]
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_run_evaluates_with_the_most_likely_actions_or_with_sampled_ones(deterministic: bool, tmp_path: Path) -> None:
+    fields = {"env_id": "Pendulum-v1", "eval_episodes": 2, "eval_deterministic": deterministic}
+    result = train(tiny("a2c", tmp_path, **fields), console=False)
+    again = {
+        how: evaluate_checkpoint(result.checkpoint_path, num_episodes=2, deterministic=how)["eval_return_mean"]
+        for how in (True, False)
+    }
+    assert result.metrics["eval_return_mean"] == again[deterministic] != again[not deterministic]
+
+
 def test_the_limit_of_an_episode_is_that_of_any_wrapper() -> None:
     assert episode_limit(endless()) is None
     assert episode_limit(gym.wrappers.TimeLimit(gym.wrappers.FlattenObservation(endless(7)), 9)) == 7

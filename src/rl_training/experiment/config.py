@@ -79,6 +79,9 @@ class TrainConfig(StrictModel):
     eval_max_steps: int | None = Field(
         None, ge=1, description="Maximum steps of an evaluation episode; null: the environment's limit, or 10,000."
     )
+    eval_deterministic: bool = Field(
+        True, description="Evaluate with the most likely actions; false: with sampled ones, as is usual on Atari."
+    )
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
     checkpoint_interval: int = Field(
         0, ge=0, description="Environment steps between checkpoints; 0: every 60 seconds and at the end."

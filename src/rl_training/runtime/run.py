@@ -320,7 +320,9 @@ class Run:
         self._look_up()
         unasked = self.params.eval_interval is None and not last and self.step < self.config.total_timesteps
         episodes = min(self.config.eval_episodes, FEW) if unasked else self.config.eval_episodes
-        return self.evaluator.evaluate(self.session.algorithm, episodes)
+        return self.evaluator.evaluate(
+            self.session.algorithm, episodes, deterministic=self.config.eval_deterministic
+        )
 
     def _look_up(self) -> None:
         """Called between the steps of an evaluation: end it after a signal, and update the progress line."""
