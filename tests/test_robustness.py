@@ -258,7 +258,7 @@ def early_stopping_edits(rng: random.Random) -> Iterator[tuple[tuple[str, ...], 
 def schedule_edits(algo: str, rng: random.Random) -> Iterator[tuple[tuple[str, ...], Any]]:
     good = {"type": "linear", "start": 0.5, "end": 0.1}
     place = ("algo_kwargs", "gamma_schedule")
-    yield from ((place, value) for value in (5, "linear", [], [0.5, 0.1], True, None, {}, {"start": 0.5}))
+    yield from ((place, value) for value in (5, "linear", [], [0.5, 0.1], True, {}, {"start": 0.5}))
     for path, value in model_edits(Schedule, ()):
         if not (path == ("end",) and value is None):
             yield place, put(good, path, value)

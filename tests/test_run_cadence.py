@@ -112,7 +112,7 @@ def test_best_is_the_checkpoint_of_the_best_evaluation(tmp_path: Path) -> None:
 
 
 def test_what_was_learned_is_kept_when_an_evaluation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt  # as the second Ctrl-C in an episode that never ends
 
     monkeypatch.setattr(Evaluator, "evaluate", fail)
