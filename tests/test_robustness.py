@@ -390,8 +390,9 @@ def tree_edits(tree: Tree, rng: random.Random) -> Iterator[tuple[tuple[Any, ...]
     yield from spaces_edits(tree["spaces"])
     yield from algorithm_edits(tree["algorithm"])
     yield from source_edits(tree["source"])
-    for name in RunState.model_fields:
-        yield ("run", name), MISSING, ("resume",)
+    for name, field in RunState.model_fields.items():
+        if field.is_required():  # the others came later
+            yield ("run", name), MISSING, ("resume",)
     edits = model_edits(RunState, ("run",), "best_return")
     yield from ((path, value, ("resume",)) for path, value in edits if savable(value))
     yield from ((("run", "best_return"), value, ("resume",)) for value in (None, "x", NAN, INF, True, [], {}))
@@ -443,7 +444,7 @@ def algorithm_edits(state: Tree) -> Iterator[tuple[tuple[Any, ...], Any, tuple[s
             yield place, value.to(torch.int16), ALL
             if value.dim():
                 yield from ((place, wrong, ALL) for wrong in (value[1:], torch.cat([value, value])))
-            if value.is_floating_point():
+            if value.is_floating_point() and path != ("critic.bins",):  # which the slow critic's state overwrites
                 yield from ((place, torch.full_like(value, bad), ALL) for bad in (NAN, INF, -INF))
 
 

@@ -59,7 +59,7 @@ class WorkerRecord:
         if "episodes" not in stepper.get("engine", {}):
             return self.state
         episodes = [
-            {**brief, "actions": np.concatenate(parts)}
+            {**{name: value for name, value in brief.items() if name != "steps"}, "actions": np.concatenate(parts)}
             for brief, parts in zip(stepper["engine"]["episodes"], self._actions, strict=True)
         ]
         return {**self.state, "stepper": {**stepper, "engine": {"episodes": episodes}}}

@@ -89,15 +89,13 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         """What is needed to bring this episode back, and what it has come to."""
         hidden = hidden_state(self.env)
         return {
-            **self.brief_state(), "actions": self.actions(), "mask": checksum(self._mask()),
+            "episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset,
+            "return": float(np.sum(self._return)), "mask": checksum(self._mask()),
             "hidden": {name: value for name, value in hidden.items() if value != self._at_first.get(name)},
         }  # fmt: skip
 
     def brief_state(self) -> dict[str, Any]:
-        """`episode_state` without what grows with the episode, and without a look at the attributes.
-
-        `steps` is the number of its actions.
-        """
+        """`episode_state` without a look at the attributes, and with the number of actions in their place."""
         return {
             "episode": self.episode, "before_reset": self.before_reset, "return": float(np.sum(self._return)),
             "steps": PACK_EVERY * len(self._packed) + len(self._recent),
