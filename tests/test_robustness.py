@@ -465,7 +465,7 @@ def source_edits(source: Tree) -> Iterator[tuple[tuple[Any, ...], Any, tuple[str
     if "episodes" in stepper["engine"]:
         episodes = stepper["engine"]["episodes"]
         first = episodes[0]
-        broken = [drop(first, (key,)) for key in first]
+        broken = [drop(first, (key,)) for key in ("episode", "actions", "before_reset")]  # the others came later
         broken += [put(first, ("episode",), value) for value in (None, "x", -7, 2.5)]
         broken += [put(first, ("actions",), value) for value in (None, "x", 5, np.full(9, 77), np.array(["a", "b"]))]
         for wrong in ([], *([one, *episodes[1:]] for one in [*broken, None, 5, {}])):
