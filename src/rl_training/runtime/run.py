@@ -320,9 +320,7 @@ class Run:
         self._look_up()
         unasked = self.params.eval_interval is None and not last and self.step < self.config.total_timesteps
         episodes = min(self.config.eval_episodes, FEW) if unasked else self.config.eval_episodes
-        return self.evaluator.evaluate(
-            self.session.algorithm, episodes, deterministic=self.config.eval_deterministic
-        )
+        return self.evaluator.evaluate(self.session.algorithm, episodes, deterministic=self.config.eval_deterministic)
 
     def _look_up(self) -> None:
         """Called between the steps of an evaluation: end it after a signal, and update the progress line."""
@@ -581,12 +579,12 @@ class Run:
         except TrainingFailure:  # it keeps the last good checkpoint and names it
             raise
         except BaseException as error:
-            finite = self.session.algorithm.first_bad_tensor() is None
-            if finite and self._progress() != self._saved and not self._at_once and self._can_save_after(error):
+            if self._progress() != self._saved and not self._at_once and self._can_save_after(error):
                 try:
-                    if self._in_turn:
-                        self._abandon_turn()
-                    self.save_checkpoint()
+                    if self.session.algorithm.first_bad_tensor() is None:
+                        if self._in_turn:
+                            self._abandon_turn()
+                        self.save_checkpoint()
                 except Exception as failure:  # only the first error is raised
                     self.logger.message(f"warning: step {self.step} could not be saved: {failure}")
             if self._saved is not None and self._saved[0]:
