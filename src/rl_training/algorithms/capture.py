@@ -18,7 +18,7 @@ CAPTURING = ("cuda",)  # devices whose kernels can be captured
 PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselves up in the first of them
 MOST_GRAPHS = 16  # of one step; each keeps its own memory
 MOST_CAPTURES = 64  # of one step: inputs that come in more shapes than that seldom repeat one
-ONE_CAPTURE = threading.Lock()  # at a time: all captures on a device use one stream
+CAPTURING_STREAM = threading.RLock()  # held by whoever uses the one stream of a device's captures
 # What a kernel takes by value, or Python branches on.
 BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
 OUTSIDE = frozenset({"target_kl", "penalty_coef"})  # no step reads them
@@ -121,7 +121,7 @@ class CapturedStep:
             unused_longest = next(iter(self._graphs))
             del self._graphs[unused_longest], self._calls[unused_longest]
         try:
-            with ONE_CAPTURE:
+            with CAPTURING_STREAM:
                 self._graphs[key] = graph = self._record(inputs)
         except RuntimeError as error:
             if self.generator is not None:
@@ -142,13 +142,17 @@ class CapturedStep:
         return {**self.__dict__, "_graphs": {}, "_calls": Counter(), "_captures": 0}
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
-        """Run on a side stream, as CUDA graphs require of warm-up calls."""
-        with torch.cuda.device(_device_of(inputs)):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
+        """Run on a side stream, as CUDA graphs require of warm-up calls.
+
+        It is the stream of captures. Torch has 32 streams and gives them out in turn, so that a new one may be the one
+        on which another thread captures.
+        """
+        with CAPTURING_STREAM, torch.cuda.device(_device_of(inputs)):
+            stream, before = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
+            stream.wait_stream(before)
             with torch.cuda.stream(stream):
                 outputs = self.function(*inputs)
-            torch.cuda.current_stream().wait_stream(stream)
+            before.wait_stream(stream)
         return outputs
 
     def _record(self, inputs: tuple[Any, ...]) -> Recording:
@@ -157,7 +161,7 @@ class CapturedStep:
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """One stream for all captures on a device, since each stream has its own cuBLAS workspace."""
+    """One stream for all captures on a device and the calls before them: each stream has its own cuBLAS workspace."""
     return torch.cuda.Stream(device)
 
 
