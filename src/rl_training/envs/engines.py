@@ -294,10 +294,6 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
     obstacle = _vector_code(recipe).find_obstacle(recipe) if wanted == "native" and not is_cartpole(recipe) else None
     if obstacle:
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
-    if wanted == "device":
-        from rl_training.envs.device_checks import find_device_environment  # needs torch, which async workers lack
-
-        find_device_environment(recipe)
     if wanted != "auto":
         return wanted
     return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
@@ -309,10 +305,12 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of that kind over `num_envs` environments of a run, from `first` on."""
     if vectorization == "device":
-        from rl_training.envs.device import DeviceEngine
-        from rl_training.envs.device_checks import find_device_environment
+        from rl_training.envs.device import DeviceEngine  # needs torch, which async workers lack
+        from rl_training.envs.device_checks import check_functions, find_device_environment
 
-        found = find_device_environment(recipe, device)
+        found = find_device_environment(recipe)
+        if device != "cpu":  # there `probe` has tested it
+            check_functions(found[0], recipe.env_id, device)
         return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)
     if vectorization == "native":
         own_seed = episode_seed(seed, first, 0) if first else seed

@@ -261,9 +261,9 @@ def _make_base(recipe: EnvRecipe, render_mode: str | None) -> Env:
         raise UserError(f"the environment {recipe.env_id} cannot be made: {_first_line(error)}.") from error
     if isinstance(env, device_kinds()):
         from rl_training.envs.device import OneEnvironment  # torch
-        from rl_training.envs.device_checks import check_functions
+        from rl_training.envs.device_checks import check_attributes
 
-        check_functions(env, recipe.env_id)
+        check_attributes(env, recipe.env_id)
         limit = recipe.max_episode_steps or env.max_episode_steps
         return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
     if not isinstance(env, gym.Env):
@@ -397,8 +397,8 @@ class Probe(NamedTuple):
     step: str
 
 
-def probe(recipe: EnvRecipe) -> Probe:
-    """Make the environment once, read its spaces, and close it."""
+def probe(recipe: EnvRecipe, vectorization: str = "auto") -> Probe:
+    """Make the environment once, test its tensor functions if it has any, read its spaces, and close it."""
     options = recipe.wrappers
     normalize = options.normalize_observation
     if options.pixels or options.atari or options.frame_stack > 1:
@@ -407,6 +407,10 @@ def probe(recipe: EnvRecipe) -> Probe:
         env = _make_base(recipe, None)
     try:
         check_spaces(env, recipe.env_id)
+        if vectorization == "device" or device_kinds():
+            from rl_training.envs.device_checks import check_used_functions  # torch
+
+            check_used_functions(env, recipe, vectorization)
         observation, info = _first_reset(env, recipe.env_id)
         spaces = EnvSpaces.from_gym(
             recipe.env_id,

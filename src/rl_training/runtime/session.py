@@ -96,7 +96,7 @@ def open_session(
     params = resolve_network(params, names)
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_made_environment(config, recipe)
-    spaces, problems, _ = probe(recipe)
+    spaces, problems, _ = probe(recipe, config.vectorization)
     spec.check_support(spaces)
     if restored is None:
         check_early_stopping(config, params)
