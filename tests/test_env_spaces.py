@@ -11,7 +11,9 @@ import pytest
 from gymnasium import spaces as gs
 
 import env_zoo
-from rl_training.envs.factory import make_env, probe_spaces, read_recipe
+from rl_training.envs.factory import make_env
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces, build_space, describe_space, image_layout, read_action_mask
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint

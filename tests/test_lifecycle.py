@@ -21,7 +21,7 @@ from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of,
 from rl_training.algorithms.a2c import A2C
 from rl_training.data.rings import TransitionRings
 from rl_training.envs.engines import SyncEngine
-from rl_training.envs.factory import read_recipe
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint

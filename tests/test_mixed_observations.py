@@ -14,7 +14,8 @@ from env_zoo import Walk
 from registry_contract import OBSERVATIONS, AnyKind, kind_config
 from resume_cases import assert_same_run, stop_and_resume
 from rl_training.data import TransitionDataset
-from rl_training.envs.factory import probe, probe_spaces, read_recipe
+from rl_training.envs.probe import probe, probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.models.blocks import MixedEncoder

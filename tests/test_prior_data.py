@@ -14,7 +14,9 @@ from gymnasium.envs.classic_control.pendulum import PendulumEnv
 from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resume, take_steps, tiny
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import write_minari
-from rl_training.envs.factory import make_env, probe_spaces, read_recipe
+from rl_training.envs.factory import make_env
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig

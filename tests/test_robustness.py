@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from resume_cases import SPECS, StopAt, env_of, tiny
-from rl_training.envs.factory import WrapperOptions
+from rl_training.envs.wrappers import WrapperOptions
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
 from rl_training.experiment.config import TrainConfig, load_config

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
-from rl_training.envs.factory import NAMELESS, UserEnv, name_env, probe_spaces, read_env, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
+from rl_training.envs.user_env import NAMELESS, UserEnv, name_env, read_env
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.checkpointing import save_checkpoint
 from rl_training.experiment.config import TrainConfig, names_config

@@ -13,7 +13,8 @@ import gymnasium as gym
 import numpy as np
 
 from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
-from rl_training.envs.factory import EnvRecipe, make_env, register_on_demand
+from rl_training.envs.factory import make_env, register_on_demand
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.setup_problems import definition
 from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask

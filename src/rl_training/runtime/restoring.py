@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import MOST_NAMED
+from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig

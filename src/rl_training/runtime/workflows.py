@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.envs.factory import UserEnv, probe_spaces, read_env, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.user_env import UserEnv, read_env
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 from rl_training.experiment.config import TrainConfig, load_config
