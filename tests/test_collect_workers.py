@@ -32,7 +32,9 @@ from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.logging import RunLogger
-from rl_training.runtime.run import Callback, Run, describe_workers
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.progress import describe_workers
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, build_algorithm, choose_workers, open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 

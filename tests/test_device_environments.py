@@ -41,7 +41,7 @@ from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import load_config
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
-from rl_training.runtime.run import Callback
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train

@@ -21,7 +21,8 @@ from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
 from rl_training.stores.prior_data import DatasetKind, DatasetParams, PriorReplayStore, find_dataset

@@ -29,7 +29,7 @@ from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoin
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.experiment.default_manager import DefaultExperimentManager
 from rl_training.runtime.params import EarlyStopping, Schedule
-from rl_training.runtime.run import RunState
+from rl_training.runtime.run_state import RunState
 from rl_training.runtime.workflows import evaluate_checkpoint, predict_checkpoint, resume_training, train
 
 COUNT, SAMPLE, COMMANDS, SEED = 2000, 300, 60, 20260101

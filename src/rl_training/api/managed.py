@@ -16,10 +16,11 @@ from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.checkpointing import save_checkpoint
 from rl_training.experiment.config import TrainConfig, names_config
 from rl_training.runtime.acting import ActingSession
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import dump_params, read_params
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import load_algorithm, move_config, read_checkpoint
-from rl_training.runtime.run import Callback, RunState
+from rl_training.runtime.run_state import RunState
 from rl_training.runtime.session import check_same_spaces
 from rl_training.runtime.settings import UNSAID, AnyConfig, fill_defaults, read_config
 from rl_training.runtime.spec import get_algorithm_spec

@@ -10,8 +10,8 @@ from typing import Any
 from rl_training.envs.user_env import UserEnv, read_env
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.registry import get_algorithm_spec
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import read_params
-from rl_training.runtime.run import Callback
 from rl_training.runtime.workflows import AnyConfig, TrainResult, read_config, resume_training, train
 
 

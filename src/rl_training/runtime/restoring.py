@@ -20,8 +20,8 @@ from rl_training.runtime.own_network import give_network
 from rl_training.runtime.params import change_params, dump_params, read_params
 from rl_training.runtime.random_play import compare_restored
 from rl_training.runtime.ranks import Ranks, resume_command
-from rl_training.runtime.run import SCHEMA, RunState
 from rl_training.runtime.run_folder import run_dir_of
+from rl_training.runtime.run_state import SCHEMA, RunState
 from rl_training.runtime.session import (
     Session,
     build_algorithm,
