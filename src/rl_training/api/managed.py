@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
+from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.user_env import NAMELESS, UserEnv, name_env, read_env
@@ -56,10 +57,10 @@ class Actor:
     def act(self, obs: Any, *, action_mask: Any = None) -> Any:
         """Return the action for the next observation of the episode; `action_mask` says which actions are legal."""
         spaces = self._spaces
-        encoded, is_batch = spaces.encode_for_prediction(obs)
+        encoded, is_batch = encode_for_prediction(spaces, obs)
         if is_batch:
             raise UserError(f"obs is a batch of {len(encoded)}; an actor takes one at a time.")
-        masks = spaces.masks_for_prediction(action_mask, 1, is_batch=False)
+        masks = masks_for_prediction(spaces, action_mask, 1, is_batch=False)
         actions = self._session.act(encoded, masks, np.array([self._is_first]))
         self._is_first = False
         return plain_action(spaces.map_actions(actions)[0])

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import gymnasium as gym
 import numpy as np
 
+from rl_training.envs.action_masks import check_masks, read_action_mask
 from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
 from rl_training.envs.factory import make_env, register_on_demand
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.setup_problems import definition
-from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import close_all
@@ -264,7 +265,7 @@ class CartPoleEngine:
 
 def _stack_masks(infos: Iterable[dict[str, Any]], spaces: EnvSpaces) -> Array:
     masks = np.stack([read_action_mask(info, spaces) for info in infos])
-    spaces.check_masks(masks, f"info['action_mask'] of {spaces.env_id}")
+    check_masks(masks, spaces, f"info['action_mask'] of {spaces.env_id}")
     return masks
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from gymnasium import spaces as gs
 
 from rl_training.envs.factory import make_env, make_unwrapped
+from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.setup_problems import Problem, definition, find_problems
-from rl_training.envs.spaces import EnvSpaces, image_layout
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import Env, device_kinds
 from rl_training.errors import UserError, first_line, user_line
 
@@ -81,11 +82,8 @@ def check_spaces(env: Any, env_id: str) -> None:
 
 def _has_measurements(space: gs.Space[Any]) -> bool:
     """Whether a vector needs normalization: it is not one-hot and not within [0, 1]."""
-    if isinstance(space, (gs.Dict, gs.Tuple)):
-        return any(map(_has_measurements, space.spaces.values() if isinstance(space, gs.Dict) else space.spaces))
-    if not isinstance(space, gs.Box) or image_layout(space) is not None:
-        return False
-    return bool((space.low < 0).any() or (space.high > 1).any())
+    vectors = (part for _, part in leaf_spaces(space) if isinstance(part, gs.Box) and image_layout(part) is None)
+    return any((part.low < 0).any() or (part.high > 1).any() for part in vectors)
 
 
 def _first_reset(env: Env, env_id: str) -> tuple[Any, dict[str, Any]]:

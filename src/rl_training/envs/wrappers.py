@@ -9,8 +9,8 @@ import numpy as np
 from gymnasium import spaces as gs
 from pydantic import Field
 
+from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.lives import LifeEpisodes
-from rl_training.envs.spaces import image_layout, leaf_spaces
 from rl_training.envs.user_env import Env
 from rl_training.errors import UserError
 from rl_training.validation import StrictModel

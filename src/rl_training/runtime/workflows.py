@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
+from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
@@ -63,8 +64,8 @@ class TrainedPolicy:
 
         `action_mask` is as the environment's `info` has it, for a batch one per observation; None allows every action.
         """
-        encoded, is_batch = self.spaces.encode_for_prediction(obs)
-        masks = self.spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
+        encoded, is_batch = encode_for_prediction(self.spaces, obs)
+        masks = masks_for_prediction(self.spaces, action_mask, len(encoded), is_batch=is_batch)
         with acting_lock(self.algorithm):
             session = self.session(len(encoded), deterministic)
             chosen = session.act(encoded, masks, np.ones(len(encoded), dtype=bool))
