@@ -30,7 +30,7 @@ from rl_training.envs.workers import Workers
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
-from rl_training.experiment.logging import read_metrics
+from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train

@@ -20,7 +20,7 @@ from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
-from rl_training.experiment.logging import read_metrics
+from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session

@@ -21,7 +21,7 @@ from resume_cases import (
 )
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.logging import read_metrics
+from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import read_params
 from rl_training.runtime.restoring import find_history

@@ -87,7 +87,7 @@ def read_run(run_dir: Path, folder: Path) -> RunSummary | None:
 
 def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
     """The newest complete row and the mean return of every evaluation; other rows are not parsed."""
-    from rl_training.experiment.logging import parse_row
+    from rl_training.experiment.metrics_file import parse_row
 
     returns: list[float] = []
     tail: deque[bytes] = deque(maxlen=2)  # a kill may have truncated the last line
