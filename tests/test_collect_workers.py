@@ -169,7 +169,7 @@ def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
     assert seen == [0.5, 0.5**3.0, 0.5**5.0]
 
 
-def test_a_record_knows_the_actions_since_every_last_new_start() -> None:
+def test_a_record_knows_the_actions_since_each_episode_began() -> None:
     experience = Experience(ExperienceLayout(4, 3, (1,), "float32"))
     experience.steps = 4
     record = WorkerRecord(0, 3)
