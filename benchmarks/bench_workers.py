@@ -15,7 +15,8 @@ import gymnasium as gym
 import numpy as np
 
 from rl_training.experiment.config import read_yaml
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import train
 
 

@@ -24,7 +24,8 @@ HIDDEN = [64, 64]  # of our preset
 def measure_ours(algo: str, backend: str, workers: int, envs: int, seconds: float) -> float:
     """Steps/s of the CartPole preset with that execution backend."""
     from rl_training.experiment.config import load_config
-    from rl_training.runtime.run import Callback, Run
+    from rl_training.runtime.callback import Callback
+    from rl_training.runtime.run import Run
     from rl_training.runtime.workflows import train
 
     class Stopwatch(Callback):

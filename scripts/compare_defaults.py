@@ -192,7 +192,7 @@ class Examiner:
 
 def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) -> tuple[int, Predict]:
     """Our training: steps that it took, and the final policy."""
-    from rl_training.runtime.run import Callback
+    from rl_training.runtime.callback import Callback
     from rl_training.runtime.workflows import TrainedPolicy, train
 
     class Look(Callback):

@@ -58,7 +58,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_training.api.managed import Given as Given
-from rl_training.envs.factory import UserEnv as UserEnv
+from rl_training.envs.user_env import UserEnv as UserEnv
 from rl_training.runtime.params import AnySchedule as AnySchedule
 """
 LOOKS_ONLY = ("eval_interval", "threshold", "patience")  # overrides with which a run is still the preset's
@@ -380,7 +380,7 @@ def render_default(value: Any) -> str:
 def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     classes = sorted(spec.class_name for spec in specs)
     managed = "from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm\n"
-    along = [("params", "Schedule"), ("run", "Callback"), ("workflows", "TrainResult")]
+    along = [("callback", "Callback"), ("params", "Schedule"), ("workflows", "TrainResult")]
     others = "".join(f"from rl_training.runtime.{module} import {name} as {name}\n" for module, name in along)
     plain = ["ManagedAlgorithm", *(name for _, name in along)]
     exports = "".join(f"from rl_training.api.algorithms import {name} as {name}\n" for name in classes)

@@ -33,8 +33,8 @@ from pydantic import Field
 
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.config import TrainConfig, read_yaml
-from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.run import Callback
+from rl_training.experiment.metrics_file import read_metrics
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.settings import read_config
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.validation import StrictModel, validate

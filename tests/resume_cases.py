@@ -11,8 +11,9 @@ import torch
 
 from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
 from rl_training.experiment.config import TrainConfig, load_config
-from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.run import Callback, Run
+from rl_training.experiment.metrics_file import read_metrics
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session
 from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.spec import AlgorithmSpec, list_algorithm_specs

@@ -20,7 +20,8 @@ import pytest
 
 from rl_training.envs import workers
 from rl_training.envs.engines import make_engine
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import TrainConfig

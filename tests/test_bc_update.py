@@ -15,7 +15,7 @@ from resume_cases import StopAt, tiny
 from rl_training.algorithms.bc import BC, bc_loss
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.errors import UserError
-from rl_training.experiment.logging import read_metrics
+from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
 from rl_training.stores.dataset import DatasetStore

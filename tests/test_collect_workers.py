@@ -26,12 +26,15 @@ from rl_training.collect.worker import CollectingWorker, WorkerPlan
 from rl_training.collect.workers import WorkerCollector, WorkerRecord
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.engines import make_engine
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.logging import RunLogger
-from rl_training.runtime.run import Callback, Run, describe_workers
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.progress import describe_workers
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, build_algorithm, choose_workers, open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
@@ -166,7 +169,7 @@ def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
     assert seen == [0.5, 0.5**3.0, 0.5**5.0]
 
 
-def test_a_record_knows_the_actions_since_every_last_new_start() -> None:
+def test_a_record_knows_the_actions_since_each_episode_began() -> None:
     experience = Experience(ExperienceLayout(4, 3, (1,), "float32"))
     experience.steps = 4
     record = WorkerRecord(0, 3)

@@ -12,7 +12,8 @@ from gymnasium import spaces as gs
 
 from registry_contract import OBSERVATIONS
 from resume_cases import SPECS, tiny
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.device_choice import choose_device
 from rl_training.runtime.params import read_params

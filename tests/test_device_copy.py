@@ -16,7 +16,8 @@ from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, Rep
 from rl_training.data import device_copy as device_copy_module
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
 from rl_training.stores import replay as replay_store

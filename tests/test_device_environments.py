@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch
 from gymnasium import spaces as gs
 from gymnasium.utils.env_checker import check_env
 from torch import Tensor
+from typer.testing import CliRunner
 
 import resume_cases
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
 from rl_training import PPO
 from rl_training.algorithms.capture import PLAIN_CALLS, Numbers
+from rl_training.cli.main import app
 from rl_training.collect.device import DeviceCollector
+from rl_training.envs import device_checks
 from rl_training.envs.device import (
     DeviceEngine,
     DeviceEnvironment,
@@ -27,18 +31,20 @@ from rl_training.envs.device import (
     advance,
     map_actions,
 )
-from rl_training.envs.device_checks import find_device_environment
-from rl_training.envs.engines import choose_vectorization, make_engine
-from rl_training.envs.factory import EnvRecipe, make_env, probe_spaces, read_recipe
+from rl_training.envs.device_checks import check_functions
+from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import make_env
+from rl_training.envs.probe import probe, probe_spaces
+from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import load_config
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
-from rl_training.runtime.run import Callback
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
-from rl_training.runtime.workflows import train
+from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 from rl_training.stores import rollouts
 from test_capture import Recorded
 
@@ -501,7 +507,7 @@ class Wrapped(gym.Wrapper[Any, Any, Any, Any]):
 )
 def test_what_has_no_tensor_functions_is_refused(recipe: EnvRecipe, sentence: str) -> None:
     with pytest.raises(UserError, match=f"^vectorization is 'device', but .*{sentence}"):
-        choose_vectorization("device", recipe, 4)
+        probe(recipe, "device")
 
 
 def gives(**parts: Any) -> type[Walk]:
@@ -592,17 +598,64 @@ class Pictured(Walk):
 @pytest.mark.parametrize("vectorization", ["device", "sync"])
 def test_functions_that_do_not_fit_are_told_in_a_sentence(maker: Any, sentence: str, vectorization: str) -> None:
     """With every vectorization, so that `doctor` finds them too."""
-    recipe = read_recipe("mine", {}, maker)
     with pytest.raises(UserError, match=sentence) as caught:
-        choose_vectorization("device", recipe, 2) if vectorization == "device" else probe_spaces(recipe)
+        probe(read_recipe("mine", {}, maker), vectorization)
     assert "mine" in str(caught.value)
+
+
+class Forgetful(Walk):
+    """Keeps what changes on itself."""
+
+    def step(self, state: Any, actions: Tensor, noise: Tensor) -> Any:
+        return count_calls(self, state, actions, noise)
+
+
+FORGETFUL = "step changes self.calls; what changes must be part of the state"
+
+
+@pytest.mark.parametrize("vectorization", ["device", "sync"])
+def test_every_way_in_tests_the_functions_first(vectorization: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_steps": 8, "minibatch_size": 8, "output_dir": tmp_path, "eval_episodes": 0}
+    learner = PPO(Forgetful, vectorization=vectorization, **settings)
+    with pytest.raises(UserError, match=FORGETFUL):
+        learner.learn(8, progress=False)
+    assert not any(tmp_path.iterdir())
+    path = PPO(Walk, vectorization=vectorization, **settings).learn(8, progress=False).checkpoint_path
+    with pytest.raises(UserError, match=FORGETFUL):
+        evaluate_checkpoint(path, env=Forgetful)
+    with pytest.raises(UserError, match=FORGETFUL):
+        PPO.load(path, env=Forgetful)
+    with pytest.raises(UserError, match=FORGETFUL):
+        resume_training(path, total_timesteps=128, env=Forgetful, console=False)
+
+
+def test_doctor_tests_the_functions() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--env", f"{__name__}:Forgetful"])
+    assert result.exit_code == 2
+    assert re.search(FORGETFUL, " ".join(result.output.split()))
+
+
+@pytest.mark.parametrize(("env", "vectorization"), [(Walk, "device"), (Walk, "sync"), ("CartPole-v1", "device")])
+def test_the_functions_are_tested_once_in_a_run(
+    env: Any, vectorization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested: list[str] = []
+
+    def check(env: Any, env_id: str, device: str = "cpu") -> None:
+        tested.append(device)
+
+    monkeypatch.setattr(device_checks, "check_functions", check)
+    settings: dict[str, Any] = {"num_envs": 2, "num_steps": 8, "minibatch_size": 8, "eval_interval": 16}
+    learner = PPO(env, vectorization=vectorization, output_dir=tmp_path, **settings)
+    learner.learn(48, progress=False)
+    assert tested == ["cpu"]
 
 
 def test_rows_of_a_test_begin_apart_if_rare_noise_does_something() -> None:
     rare = walk(reset=lambda self, noise: (noise < 0.001).float(), step=stay, observe=triple)
-    find_device_environment(read_recipe("mine", {}, rare))
+    check_functions(rare(), "mine")
     fixed = walk(reset_noise=0, reset=lambda self, noise: noise.new_zeros(len(noise), 1), step=stay, observe=triple)
-    find_device_environment(read_recipe("mine", {}, fixed))
+    check_functions(fixed(), "mine")
 
 
 def test_what_is_computed_once_may_be_kept() -> None:
@@ -610,7 +663,7 @@ def test_what_is_computed_once_may_be_kept() -> None:
         self.table = getattr(self, "table", torch.ones(1))
         return stay(self, state, actions, noise)
 
-    find_device_environment(read_recipe("mine", {}, walk(reset=lambda self, noise: noise, step=step, observe=triple)))
+    check_functions(walk(reset=lambda self, noise: noise, step=step, observe=triple)(), "mine")
 
 
 @pytest.mark.parametrize(
@@ -628,7 +681,7 @@ def test_the_tensor_functions_of_a_gymnasium_environment_must_fit_it(given: Any,
         device_environment = given
 
     with pytest.raises(UserError, match=f"^mine: {sentence}"):
-        choose_vectorization("device", read_recipe("mine", {}, Own), 2)
+        probe(read_recipe("mine", {}, Own), "device")
 
 
 class Elsewhere(Walk):
@@ -646,9 +699,10 @@ class Elsewhere(Walk):
     ("maker", "name"), [(gives(rewards=lambda x: torch.ones(len(x))), "rewards"), (Elsewhere, r"state\['count'\]")]
 )
 def test_a_tensor_of_another_device_is_told_before_the_run(maker: Any, name: str) -> None:
+    recipe = read_recipe("mine", {}, maker)
     with pytest.raises(UserError, match=f"^mine: {name} is on cpu, but the device is meta; make it like a given"):
-        find_device_environment(read_recipe("mine", {}, maker), "meta")
-    find_device_environment(read_recipe("mine", {}, Walk), "meta")
+        make_engine(recipe, probe_spaces(recipe), 2, 0, "device", device="meta")
+    check_functions(Walk(), "mine", "meta")
 
 
 def test_a_file_may_name_a_class_of_ones_own() -> None:

@@ -15,7 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from rl_training.cli.main import app
-from rl_training.envs.factory import probe, probe_spaces, read_recipe
+from rl_training.envs.probe import probe, probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.experiment.config import load_config
 from rl_training.runtime.session import build_algorithm

@@ -17,7 +17,8 @@ from rl_training.algorithms import capture
 from rl_training.algorithms.base import read_metrics
 from rl_training.algorithms.capture import PLAIN_CALLS
 from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.dreamer import RSSM, SIZES, TwoHotHead, sample_one_hot, straight_through
 from rl_training.models.dreamer_behavior import GaussianActor

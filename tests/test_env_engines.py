@@ -15,8 +15,9 @@ import env_zoo
 from rl_training.envs import episodes
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.episodes import ReplayableEpisodes
-from rl_training.envs.factory import probe_spaces, read_recipe
 from rl_training.envs.hidden_state import hidden_state
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode, Stepper
 from rl_training.errors import UserError

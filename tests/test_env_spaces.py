@@ -11,8 +11,13 @@ import pytest
 from gymnasium import spaces as gs
 
 import env_zoo
-from rl_training.envs.factory import make_env, probe_spaces, read_recipe
-from rl_training.envs.spaces import EnvSpaces, build_space, describe_space, image_layout, read_action_mask
+from rl_training.envs.action_masks import read_action_mask
+from rl_training.envs.factory import make_env
+from rl_training.envs.gym_spaces import build_space, describe_space, image_layout
+from rl_training.envs.prediction_input import encode_for_prediction
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
 
@@ -258,10 +263,10 @@ def test_prediction_sees_what_training_saw(name: str) -> None:
     trained, _ = make_env(read_recipe(f"env_zoo:{name}", {})).reset(seed=3)
     expected = spaces.encode(np.stack([trained]))
     for given in (raw, as_json(raw)):
-        single, was_batch = spaces.encode_for_prediction(given)
+        single, was_batch = encode_for_prediction(spaces, given)
         assert not was_batch
         assert np.array_equal(single, expected)
-        batch, was_batch = spaces.encode_for_prediction([given, given, given])
+        batch, was_batch = encode_for_prediction(spaces, [given, given, given])
         assert was_batch
         assert np.array_equal(batch, np.concatenate([expected] * 3))
 
@@ -284,7 +289,7 @@ def as_json(value: Any) -> Any:
 )  # fmt: skip
 def test_a_wrong_vector_gets_one_sentence(bad: Any) -> None:
     with pytest.raises(UserError) as error:
-        spaces_of("Walk").encode_for_prediction(bad)
+        encode_for_prediction(spaces_of("Walk"), bad)
     one_sentence(error)
 
 
@@ -306,21 +311,21 @@ def test_a_wrong_vector_gets_one_sentence(bad: Any) -> None:
 )  # fmt: skip
 def test_a_wrong_observation_gets_one_sentence(name: str, bad: Any) -> None:
     with pytest.raises(UserError) as error:
-        spaces_of(name).encode_for_prediction(bad)
+        encode_for_prediction(spaces_of(name), bad)
     one_sentence(error)
 
 
 def test_the_sentence_names_the_part_that_is_wrong() -> None:
     good = {"walk": [0, 0], "clock": 1, "more": {"flags": [0, 1]}}
     spaces = spaces_of("DictObservation")
-    assert spaces.encode_for_prediction(good)[0].shape == (1, 54)
+    assert encode_for_prediction(spaces, good)[0].shape == (1, 54)
     with pytest.raises(UserError, match=r"obs\.walk has the shape \(3,\)"):
-        spaces.encode_for_prediction({**good, "walk": [0, 0, 0]})
+        encode_for_prediction(spaces, {**good, "walk": [0, 0, 0]})
 
 
 def test_predictions_of_gymnasium_environments() -> None:
     spaces = probe_spaces(read_recipe("CartPole-v1", {}))
-    row, was_batch = spaces.encode_for_prediction([0, 0.5, 0, 1])
+    row, was_batch = encode_for_prediction(spaces, [0, 0.5, 0, 1])
     assert row.dtype == np.float32
     assert not was_batch
     assert probe_spaces(read_recipe("Taxi-v4" if "Taxi-v4" in gym.registry else "Taxi-v3", {})).has_action_mask

@@ -13,7 +13,9 @@ import env_zoo
 from resume_cases import SPECS, edit_checkpoint, env_of, take_steps, tiny
 from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.envs.engines import choose_vectorization, make_engine
-from rl_training.envs.factory import make_env, probe_spaces, read_recipe
+from rl_training.envs.factory import make_env
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.config import TrainConfig

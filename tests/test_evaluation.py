@@ -10,7 +10,8 @@ import pytest
 
 from env_zoo import Constant
 from resume_cases import tiny
-from rl_training.envs.factory import episode_limit, make_env, read_recipe
+from rl_training.envs.factory import episode_limit, make_env
+from rl_training.envs.recipe import read_recipe
 from rl_training.experiment import logging
 from rl_training.runtime import evaluation
 from rl_training.runtime.progress import RecentSpeed

@@ -25,9 +25,10 @@ from rl_training.cli.exits import describe
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
-from rl_training.experiment.logging import read_metrics
+from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime import run_folder
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import resume_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -10,7 +10,8 @@ from torch import nn
 
 import env_zoo
 from resume_cases import SPECS, tiny
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.noisy import NoisyLinear

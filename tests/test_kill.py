@@ -30,8 +30,9 @@ from rl_training.envs.workers import Workers
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
-from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.run import Callback, Run
+from rl_training.experiment.metrics_file import read_metrics
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 from test_collect_workers import assert_same_end, workers
 
@@ -41,7 +42,7 @@ LIMIT = 120  # seconds; a process that takes longer hangs
 SCRIPT = """
 import sys
 from rl_training.experiment.config import load_config
-from rl_training.runtime.run import Callback
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.workflows import resume_training, train
 
 class Tell(Callback):
@@ -50,7 +51,7 @@ class Tell(Callback):
         if not self.told:
             self.told = True
             print("ready", flush=True)
-        if {slow_stop!r} and run._signal is not None:
+        if {slow_stop!r} and run.stop_signal is not None:
             print("asked", flush=True)
             sys.stdin.read()  # as long as an update may take
 
@@ -236,12 +237,12 @@ class Marker(Callback):
 
     def reach(self) -> None:
         assert self.run is not None
-        if self.phase == "evaluating" and not self.run._evaluating:
+        if self.phase == "evaluating" and not self.run.is_evaluating:
             return
         self.left -= 1
         if self.left == 0:
             os.write(self.tell, b"x")
-            while self.hold and self.run._signal is None:
+            while self.hold and self.run.stop_signal is None:
                 time.sleep(0.001)
 
     def on_update(self, run: Run) -> None:

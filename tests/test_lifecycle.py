@@ -21,16 +21,16 @@ from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of,
 from rl_training.algorithms.a2c import A2C
 from rl_training.data.rings import TransitionRings
 from rl_training.envs.engines import SyncEngine
-from rl_training.envs.factory import read_recipe
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime import run as run_module
-from rl_training.runtime import run_folder, workflows
+from rl_training.runtime import interruption, run_folder, workflows
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.interruption import Interruption
-from rl_training.runtime.run import Callback, NotSaved, Run
+from rl_training.runtime.run import NotSaved, Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
@@ -200,7 +200,7 @@ def test_a_turn_that_never_ends_is_abandoned_and_said_so_now_and_later(
     tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch, algo: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+    monkeypatch.setattr(interruption, "STOP_SECONDS", 0.01)
     kwargs = {"expert_dataset_kind": "random"} if algo == "gail" else {}
     hook_at(10**9, stall)
     train(hooked(tmp_path / "whole", algo, kwargs=kwargs), console=False)
@@ -224,7 +224,7 @@ def test_a_turn_that_never_ends_is_abandoned_and_said_so_now_and_later(
 def test_updates_that_take_too_long_are_abandoned_between_two_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+    monkeypatch.setattr(interruption, "STOP_SECONDS", 0.01)
     runs: list[Run] = []
     original = A2C.learn
 
@@ -554,7 +554,7 @@ def test_environments_that_raise_when_they_are_closed_do_not_hide_how_the_evalua
 def test_an_environment_that_never_closes_is_left_once_a_signal_asked_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+    monkeypatch.setattr(interruption, "STOP_SECONDS", 0.01)
 
     class Break(Callback):
         def on_end(self, run: Run) -> None:
@@ -569,7 +569,7 @@ def test_environments_that_never_close_after_a_signal_in_an_evaluation_are_left(
     tmp_path: Path, hook_at: Callable[[int, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the evaluation, and those of training."""
-    monkeypatch.setattr(run_module, "STOP_SECONDS", 0.01)
+    monkeypatch.setattr(interruption, "STOP_SECONDS", 0.01)
     hook_at(129, stall)  # the first step of the last evaluation
 
     class Break(Callback):

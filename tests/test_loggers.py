@@ -12,7 +12,8 @@ import pytest
 
 from resume_cases import StopAt, tiny
 from rl_training.errors import UserError
-from rl_training.experiment.logging import RunLogger, read_metrics
+from rl_training.experiment.logging import RunLogger
+from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime.workflows import resume_training, train
 
 TELL = """

@@ -14,7 +14,8 @@ import env_zoo
 from resume_cases import StopAt, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO
 from rl_training.errors import UserError
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.settings import UNSAID
 from rl_training.runtime.workflows import resume_training, train
 

@@ -15,7 +15,7 @@ from resume_cases import StopAt, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.logging import read_metrics
+from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime.params import read_params
 from rl_training.runtime.ppo_trainer import PPOParams
 from rl_training.runtime.workflows import resume_training

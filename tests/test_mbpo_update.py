@@ -17,7 +17,7 @@ from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
 from rl_training.data.synthetic import SyntheticBuffer
-from rl_training.envs.factory import read_recipe
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.terminations import KNOWN, known_termination, never
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint

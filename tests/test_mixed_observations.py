@@ -14,7 +14,9 @@ from env_zoo import Walk
 from registry_contract import OBSERVATIONS, AnyKind, kind_config
 from resume_cases import assert_same_run, stop_and_resume
 from rl_training.data import TransitionDataset
-from rl_training.envs.factory import probe, probe_spaces, read_recipe
+from rl_training.envs.prediction_input import encode_for_prediction
+from rl_training.envs.probe import probe, probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.models.blocks import MixedEncoder
@@ -69,7 +71,7 @@ def test_decoding_is_the_inverse_of_encoding(space: gs.Space[Any]) -> None:
     assert encoded.dtype == np.uint8
     np.testing.assert_array_equal(spaces.decode(encoded), rows)
     given = [list(row) if isinstance(row, tuple) else row for row in sample(space, 6)]
-    np.testing.assert_array_equal(spaces.encode_for_prediction(given)[0], encoded)
+    np.testing.assert_array_equal(encode_for_prediction(spaces, given)[0], encoded)
 
 
 def test_the_network_reads_images_over_their_scale_and_the_vector_as_it_is() -> None:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import rl_training
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.experiment.config import list_presets, load_config
 from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs

@@ -22,11 +22,11 @@ from torch import Tensor
 from resume_cases import StopAt, assert_same_run, take_steps, tiny
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.checkpointing import is_alive, load_checkpoint
-from rl_training.runtime import run as run_module
-from rl_training.runtime import workflows
+from rl_training.runtime import interruption, workflows
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks
 from rl_training.runtime.restoring import part_of_rank
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.workflows import resume_training, train
 
@@ -197,7 +197,7 @@ def check_ends(ranks: TorchRanks, folder: Path) -> None:
     assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("SIGTERM", 64)
     state = load_checkpoint(result.checkpoint_path)
     assert (state["run"]["step"], state["run"]["abandoned"]) == (64, False)
-    run_module.STOP_SECONDS = 0.1  # type: ignore[misc]
+    interruption.STOP_SECONDS = 0.1  # type: ignore[misc]
     warned = pytest.warns(UserWarning, match="middle of a turn") if ranks.rank == 0 else nullcontext()
     with warned:
         result = train(config, callbacks=callbacks("stall"), console=False)
@@ -262,7 +262,7 @@ SCRIPT = """
 import os, sys
 from rl_training.cli.exits import run_to_exit_code
 from rl_training.errors import EnvironmentFailure
-from rl_training.runtime.run import Callback
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.workflows import resume_training, train
 
 what, path, breaks = sys.argv[1:]

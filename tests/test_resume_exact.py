@@ -21,10 +21,11 @@ from resume_cases import (
 )
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.logging import read_metrics
+from rl_training.experiment.metrics_file import read_metrics
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import read_params
 from rl_training.runtime.restoring import find_history
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 

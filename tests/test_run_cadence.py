@@ -17,8 +17,9 @@ from rl_training.errors import TrainingFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
 from rl_training.runtime import run as run_module
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from resume_cases import SPECS, take_steps, tiny
 from rl_training.errors import UserError
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import change_params, parameter_names
-from rl_training.runtime.run import Callback, Run
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import train

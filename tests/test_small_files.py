@@ -17,7 +17,8 @@ from resume_cases import SPECS, tiny
 from rl_training.cli.predict import read_values
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import read_minari
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
 from rl_training.experiment.config import load_config, parse_yaml

@@ -15,7 +15,8 @@ import env_zoo
 from resume_cases import SPECS, StopAt, assert_same_run, tiny
 from rl_training.algorithms.base import UpdateResult
 from rl_training.algorithms.ops.distributional import outside_mass
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.session import open_session

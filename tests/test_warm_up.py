@@ -9,7 +9,8 @@ from torch import nn
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
-from rl_training.envs.factory import probe_spaces, read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 
 STEPS = 4_000
 

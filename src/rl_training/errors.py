@@ -106,6 +106,13 @@ def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | N
     return names[near[0]] if near else None
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind if it has none."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error})"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def user_line(trace: Iterable[str]) -> str:
     """Such as ` (my_envs.py, line 12)`: the innermost line of the user's code in a printed traceback, or nothing."""
     frames = re.findall(r'^  File "(.+)", line (\d+), in ', "".join(trace), re.MULTILINE)

@@ -132,11 +132,11 @@ class ActorCriticAlgorithm(PolicyActing):
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
         """The batch as flat rows [B, ...] with `advantages` and `returns`, reset rows left out."""
-        rows, places = self.rows_and_places(batch)
-        return rows if places is None else select_rows(rows, places)
+        rows, indices = self.rows_and_indices(batch)
+        return rows if indices is None else select_rows(rows, indices)
 
-    def rows_and_places(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
-        """All rows of the batch, flat, and the indices of those that are not resets; None: no row is one."""
+    def rows_and_indices(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
+        """All rows of the batch, flat, and the row indices of those that are not resets; None if no row is one."""
         if "rewards" in batch and "advantages" not in batch:
             advantages, returns = self.advantages(batch)
             batch = {**batch, "advantages": advantages, "returns": returns}

@@ -75,19 +75,19 @@ class PPO(ActorCriticAlgorithm):
 
         A last minibatch of one row is dropped.
         """
-        (rows, places), epochs = self.rows_and_places(batch), []
-        count, device = len(rows["advantages"] if places is None else places), rows["advantages"].device
+        (rows, indices), epochs = self.rows_and_indices(batch), []
+        count, device = len(rows["advantages"] if indices is None else indices), rows["advantages"].device
         size = self.minibatch_size or count
         kept = count - (count > 1 and (count - 1) % size == 0)
         whole = kept - kept % size  # a smaller minibatch apart: without resets, its size changes from batch to batch
         for _ in range(self.update_epochs):
             order = torch.randperm(count, generator=self.generator, device=device)
-            order = order if places is None else places[order]
+            order = order if indices is None else indices[order]
             parts = [*order[:whole].split(size * MOST_STEPS), order[whole:kept]]
             epochs.append(torch.cat([self.shuffled_steps(rows, part) for part in parts if len(part)]))
             if self.target_kl is not None and self.joint(epochs[-1][:, 4].mean()) > 1.5 * self.target_kl:
                 break
-        self.move_normalizers(rows if places is None else {"obs": rows["obs"][places]})
+        self.move_normalizers(rows if indices is None else {"obs": rows["obs"][indices]})
         steps = torch.cat(epochs)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
         metrics = dict(zip(names, steps.mean(0).unbind(), strict=True))

@@ -7,8 +7,8 @@ from typing import Any
 from rl_training.api.managed import ManagedAlgorithm
 from rl_training.errors import did_you_mean
 from rl_training.experiment.registry import list_algorithm_specs
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import Schedule
-from rl_training.runtime.run import Callback
 from rl_training.runtime.workflows import TrainResult
 
 __all__ = ["Callback", "ManagedAlgorithm", "Schedule", "TrainResult", "find_public_name"]

@@ -9,15 +9,19 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
-from rl_training.envs.factory import NAMELESS, UserEnv, name_env, probe_spaces, read_env, read_recipe
+from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
+from rl_training.envs.user_env import NAMELESS, UserEnv, name_env, read_env
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.checkpointing import save_checkpoint
 from rl_training.experiment.config import TrainConfig, names_config
 from rl_training.runtime.acting import ActingSession
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import dump_params, read_params
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import load_algorithm, move_config, read_checkpoint
-from rl_training.runtime.run import Callback, RunState
+from rl_training.runtime.run_state import RunState
 from rl_training.runtime.session import check_same_spaces
 from rl_training.runtime.settings import UNSAID, AnyConfig, fill_defaults, read_config
 from rl_training.runtime.spec import get_algorithm_spec
@@ -53,10 +57,10 @@ class Actor:
     def act(self, obs: Any, *, action_mask: Any = None) -> Any:
         """Return the action for the next observation of the episode; `action_mask` says which actions are legal."""
         spaces = self._spaces
-        encoded, is_batch = spaces.encode_for_prediction(obs)
+        encoded, is_batch = encode_for_prediction(spaces, obs)
         if is_batch:
             raise UserError(f"obs is a batch of {len(encoded)}; an actor takes one at a time.")
-        masks = spaces.masks_for_prediction(action_mask, 1, is_batch=False)
+        masks = masks_for_prediction(spaces, action_mask, 1, is_batch=False)
         actions = self._session.act(encoded, masks, np.array([self._is_first]))
         self._is_first = False
         return plain_action(spaces.map_actions(actions)[0])

@@ -101,7 +101,7 @@ def _algorithm_of(config: str | None, algo: str | None) -> str | None:
 
 def resolve_config(config: Any) -> dict[str, Any]:
     """The config checked against its algorithm and resolved as far as possible without an environment."""
-    from rl_training.envs.factory import read_recipe
+    from rl_training.envs.recipe import read_recipe
     from rl_training.runtime.params import read_params
     from rl_training.runtime.session import resolve
     from rl_training.runtime.spec import get_algorithm_spec
@@ -113,7 +113,7 @@ def resolve_config(config: Any) -> dict[str, Any]:
 
 def config_schema(algo: str | None) -> dict[str, Any]:
     """The JSON schema of a config file; for one algorithm also of its hyper-parameters under `algo_kwargs`."""
-    from rl_training.envs.factory import WrapperOptions
+    from rl_training.envs.wrappers import WrapperOptions
     from rl_training.experiment.config import TrainConfig
     from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
 

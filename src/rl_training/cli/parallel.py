@@ -162,7 +162,8 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
     os.environ["OMP_NUM_THREADS"] = threads
     from rl_training.cli.exits import STOPPED, describe
     from rl_training.cli.options import name_environment
-    from rl_training.runtime.run import Callback, Run
+    from rl_training.runtime.callback import Callback
+    from rl_training.runtime.run import Run
     from rl_training.runtime.workflows import train
 
     class Tell(Callback):

@@ -43,7 +43,8 @@ def resume(
     for name in networks:
         name_environment(name, None)
     named = name_environment(env, modules)
-    from rl_training.runtime.run import Callback, Run
+    from rl_training.runtime.callback import Callback
+    from rl_training.runtime.run import Run
     from rl_training.runtime.workflows import resume_training
 
     class Watch(Callback):

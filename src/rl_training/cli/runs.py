@@ -58,7 +58,7 @@ def list_runs(
 
 def summarize_runs(folder: Path) -> list[RunSummary]:
     """The runs in a folder, the newest first."""
-    from rl_training.runtime.run_state import find_run_folders
+    from rl_training.runtime.run_status import find_run_folders
 
     runs = find_run_folders(folder, "manifest.json")
     found = [summary for run in runs if (summary := read_run(run, folder)) is not None]
@@ -68,7 +68,7 @@ def summarize_runs(folder: Path) -> list[RunSummary]:
 def read_run(run_dir: Path, folder: Path) -> RunSummary | None:
     """Read the files of a run; None if its config is not that of a run."""
     from rl_training.experiment.config import read_yaml
-    from rl_training.runtime.run_state import find_state
+    from rl_training.runtime.run_status import find_status
 
     try:
         config = read_yaml(run_dir / "config.yaml")
@@ -81,13 +81,13 @@ def read_run(run_dir: Path, folder: Path) -> RunSummary | None:
     steps = int(newest.get("step", 0))
     last = returns[-1] if returns else newest.get("episode_return_mean")
     name = run_dir.name if run_dir == folder else str(run_dir.relative_to(folder))
-    state = find_state(run_dir, is_complete=steps >= budget)
+    state = find_status(run_dir, is_complete=steps >= budget)
     return RunSummary(name, state, algo, env, steps, budget, last, max(returns, default=None), changed)
 
 
 def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
     """The newest complete row and the mean return of every evaluation; other rows are not parsed."""
-    from rl_training.experiment.logging import parse_row
+    from rl_training.experiment.metrics_file import parse_row
 
     returns: list[float] = []
     tail: deque[bytes] = deque(maxlen=2)  # a kill may have truncated the last line

@@ -16,7 +16,7 @@ from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import LocalCollector, Request
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.engines import make_engine
-from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.remote import register_missing, share_arrays
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper

@@ -35,7 +35,7 @@ class Flight(NamedTuple):
 
 
 class WorkerRecord:
-    """A worker's state after its last answer, and the actions of each environment since its last new start."""
+    """A worker's state after its last answer, and the actions of each environment since its episode or game began."""
 
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop

@@ -53,8 +53,8 @@ class SyntheticBuffer:
         rows = rng.integers(0, self._size, batch_size)
         if not self.on_gpu:
             return {name: torch.from_numpy(column.take(rows, axis=0)) for name, column in self._columns.items()}
-        places = torch.from_numpy(rows).to(self._columns["rewards"].device)
-        return {name: column.index_select(0, places) for name, column in self._columns.items()}
+        indices = torch.from_numpy(rows).to(self._columns["rewards"].device)
+        return {name: column.index_select(0, indices) for name, column in self._columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything as arrays; those on the host are views of the filled part."""

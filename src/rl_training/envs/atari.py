@@ -9,8 +9,8 @@ import numpy as np
 
 from rl_training.envs.engines import Step
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.lives import lost
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 
@@ -24,7 +24,7 @@ class AtariEngine:
 
     The emulators cannot be asked for their state. It is a function of the seed, the number of resets since, and the
     actions since the last one. With sticky actions, which draw from the emulator's generator, it is a function of the
-    seed and all actions since. So each is seeded anew, which loads its game again, at the end of a game now and then.
+    seed and all actions since. So each is seeded again, which loads its game again, at the end of a game now and then.
     """
 
     resets_next_step = False
@@ -39,13 +39,13 @@ class AtariEngine:
         self._newest = env.single_observation_space.shape[0] - 1  # the place of the newest frame
         self._ages = np.zeros(count, dtype=np.int64)  # steps since the episode began
         self._lives = np.zeros(count, dtype=np.int32)
-        self._seedings = np.full(count, -1)  # how often each was seeded, less one
-        self._resets = np.zeros(count, dtype=np.int64)  # since then, before what a resume replays
-        self._since = np.zeros(count, dtype=np.int64)  # the rows of `_played` with which that begins
-        self._played = bytearray()  # the actions of every step since the first of these
+        self._seedings = np.full(count, -1)  # how often each emulator was seeded, less one
+        self._resets = np.zeros(count, dtype=np.int64)  # how often each was reset since; 0 with sticky actions
+        self._since = np.zeros(count, dtype=np.int64)  # the row of `_played` with which its replay begins
+        self._played = bytearray()  # the actions of all of them, one row per step
 
     def reset(self) -> tuple[Array, Array | None]:
-        """The first observations, every game loaded anew."""
+        """The first observations; every game is loaded again."""
         self._played.clear()
         return self._seed(np.arange(len(self._ages))), None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -13,10 +13,13 @@ from gymnasium import spaces as gs
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 
-from rl_training.envs.device import DeviceEnvironment, State
-from rl_training.envs.factory import EnvRecipe, check_spaces, episode_limit, make_env
+from rl_training.envs.device import DeviceEnvironment, OneEnvironment, State
+from rl_training.envs.factory import episode_limit, make_env
+from rl_training.envs.gym_spaces import image_layout
 from rl_training.envs.hidden_state import checksum
-from rl_training.envs.spaces import EnvSpaces, image_layout
+from rl_training.envs.probe import check_spaces
+from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, user_line
 
 ROWS = 17  # of a test, a size that few others have
@@ -26,11 +29,8 @@ PLAIN_WRAPPERS = (  # the time limit and the flattening are done here
 )  # fmt: skip
 
 
-def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[DeviceEnvironment, int | None]:
-    """The environment of a recipe as functions of tensors, and its time limit; a UserError if it has none.
-
-    They are tested on the device.
-    """
+def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int | None]:
+    """The environment of a recipe as functions of tensors, and its time limit; a UserError if it has none."""
     from rl_training.envs.classic_control import KNOWN
 
     where = "vectorization is 'device', but"
@@ -54,7 +54,7 @@ def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[Dev
     if not isinstance(found, DeviceEnvironment):
         what = "it must be an instance of a DeviceEnvironment class"
         raise UserError(f"{recipe.env_id}: device_environment is {found!r}; {what}.")
-    check_functions(found, recipe.env_id, device)
+    check_attributes(found, recipe.env_id)
     for name, wanted, given in (
         ("action_space", plain.action_space, found.action_space),
         ("observation_space.shape", plain.observation_space.shape, found.observation_space.shape),
@@ -64,8 +64,8 @@ def find_device_environment(recipe: EnvRecipe, device: str = "cpu") -> tuple[Dev
     return found, limit
 
 
-def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") -> None:
-    """Test the attributes, and the functions on a few rows; a UserError says what does not fit."""
+def check_attributes(env: DeviceEnvironment, env_id: str) -> None:
+    """A UserError if a space or a number of an environment is missing or wrong."""
     check_spaces(env, env_id)
     for name, least in (("reset_noise", 0), ("step_noise", 0), ("max_episode_steps", 1)):
         value = getattr(env, name)
@@ -74,50 +74,115 @@ def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") ->
     if not isinstance(env.observation_space, gs.Box):
         raise UserError(f"{env_id}: observation_space is {env.observation_space}; it must be a Box.")
     EnvSpaces.from_gym(env_id, env.observation_space, env.action_space)
+
+
+def check_used_functions(env: gym.Env[Any, Any], recipe: EnvRecipe, vectorization: str) -> None:
+    """Test the functions that a run will call: those of the user's own class always, others on the device only."""
+    if vectorization == "device":
+        check_functions(find_device_environment(recipe)[0], recipe.env_id)
+    elif isinstance(env.unwrapped, OneEnvironment):
+        check_functions(env.unwrapped.device_environment, recipe.env_id)
+
+
+def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") -> None:
+    """Call the functions for a few rows; a UserError names the first rule that is broken."""
+    trial = _try_out(env, env_id, device)
+    for rule in (_keeps_state, _has_shapes, _stays_on_device, _has_types, _uses_noise):
+        if fault := rule(trial):
+            raise UserError(f"{env_id}: {fault}.")
+
+
+class Trial(NamedTuple):
+    """What the functions of an environment returned for `ROWS` rows."""
+
+    env: DeviceEnvironment
+    device: str
+    first: State
+    state: State  # after a step
+    rows: dict[str, Any]  # rewards, terminated, and what observe returned
+
+    @property
+    def space(self) -> gs.Box:
+        """Of the observations."""
+        assert isinstance(self.env.observation_space, gs.Box)
+        return self.env.observation_space
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Each by the name that a message gives it."""
+        return {f"state{keystr(at)}": part for at, part in tree_flatten_with_path(self.state)[0]} | self.rows
+
+
+def _try_out(env: DeviceEnvironment, env_id: str, device: str) -> Trial:
     space = copy.deepcopy(env.action_space)
     space.seed(0)
     actions = torch.from_numpy(np.stack([space.sample() for _ in range(ROWS)])).to(device)
     drawn = torch.rand(ROWS, env.reset_noise + env.step_noise, generator=torch.Generator().manual_seed(0))
     drawn[0], drawn[1] = 0.0, 1.0 - 2.0**-24  # the ends, where `noise < 0.01` differs
     reset_noise, step_noise = drawn.to(device).split([env.reset_noise, env.step_noise], -1)
-    state = _call(env, env_id, "reset", reset_noise)
-    given = _call(env, env_id, "step", state, actions, step_noise)
+    first = _call(env, env_id, "reset", reset_noise)
+    given = _call(env, env_id, "step", first, actions, step_noise)
     if not isinstance(given, tuple) or len(given) != 3:
         found = f"{len(given)} values" if isinstance(given, tuple) else f"a {type(given).__name__}"
         raise UserError(f"{env_id}: step returned {found}; it must return the next state, rewards and terminated.")
-    moved, rewards, terminated = given
-    obs = _call(env, env_id, "observe", moved)
-    kinds = [
-        {"": type(tree).__name__} | {keystr(at): _kind(part) for at, part in tree_flatten_with_path(tree)[0]}
-        for tree in (state, moved)
-    ]
-    for at in kinds[0] | kinds[1]:
-        was, now = (kind.get(at, "missing") for kind in kinds)
-        if was != now:
-            raise UserError(f"{env_id}: state{at} is {was} after reset and {now} after step; both must be the same.")
-    seen = {"rewards": (rewards, ()), "terminated": (terminated, ()), "observe": (obs, env.observation_space.shape)}
-    for name, (part, shape) in seen.items():
-        wanted = (ROWS, *shape)
+    state, rewards, terminated = given
+    obs = _call(env, env_id, "observe", state)
+    return Trial(env, device, first, state, {"rewards": rewards, "terminated": terminated, "observe": obs})
+
+
+# The rules: each returns what is wrong, if anything is.
+
+
+def _keeps_state(trial: Trial) -> str | None:
+    was, now = (
+        {"": type(tree).__name__}
+        | {keystr(at): f"{list(part.shape)} of {part.dtype}" for at, part in tree_flatten_with_path(tree)[0]}
+        for tree in (trial.first, trial.state)
+    )
+    for at in was | now:
+        if was.get(at) != now.get(at):
+            kinds = f"{was.get(at, 'missing')} after reset and {now.get(at, 'missing')} after step"
+            return f"state{at} is {kinds}; both must be the same"
+    return None
+
+
+def _has_shapes(trial: Trial) -> str | None:
+    for name, part in trial.rows.items():
+        wanted = (ROWS, *trial.space.shape) if name == "observe" else (ROWS,)
         if not isinstance(part, Tensor) or part.shape != wanted:
             found = f"the shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"the type {type(part).__name__}"
-            raise UserError(f"{env_id}: {name} of {ROWS} environments has {found}, not the shape {wanted}.")
-    parts = [(f"state{keystr(at)}", part) for at, part in tree_flatten_with_path(moved)[0]]
-    if short := [(name, part) for name, part in parts if part.shape[:1] != (ROWS,)]:
-        found = f"{short[0][0]} of {ROWS} environments has the shape {tuple(short[0][1].shape)}"
-        raise UserError(f"{env_id}: {found}, not ({ROWS}, ...).")
-    parts += [(name, part) for name, (part, _) in seen.items()]
-    if odd := [(name, part.device.type) for name, part in parts if part.device.type != torch.device(device).type]:
-        found = f"{odd[0][0]} is on {odd[0][1]}, but the device is {device}"
-        raise UserError(f"{env_id}: {found}; make it like a given tensor (torch.zeros_like).")
-    if terminated.dtype != torch.bool:
-        raise UserError(f"{env_id}: terminated is of {terminated.dtype}; it must be of torch.bool.")
-    if image_layout(env.observation_space) is not None and obs.dtype not in (torch.uint8, torch.bool):
-        raise UserError(f"{env_id}: observe gives an image of {obs.dtype}; it must be of torch.uint8.")
-    if obs.is_floating_point() and (wanted_dtype := env.observation_space.dtype).kind != "f":
-        raise UserError(f"{env_id}: observe gives {obs.dtype}; its observation space says {wanted_dtype}.")
-    if device == "cpu" and env.reset_noise and _is_same(state, tree_map(lambda x: x[:1].expand_as(x), state)):
+            return f"{name} of {ROWS} environments has {found}, not the shape {wanted}"
+    for name, part in trial.tensors.items():
+        if part.shape[:1] != (ROWS,):
+            return f"{name} of {ROWS} environments has the shape {tuple(part.shape)}, not ({ROWS}, ...)"
+    return None
+
+
+def _stays_on_device(trial: Trial) -> str | None:
+    for name, part in trial.tensors.items():
+        if (found := part.device.type) != torch.device(trial.device).type:
+            how = "make it like a given tensor (torch.zeros_like)"
+            return f"{name} is on {found}, but the device is {trial.device}; {how}"
+    return None
+
+
+def _has_types(trial: Trial) -> str | None:
+    space, terminated, obs = trial.space, trial.rows["terminated"].dtype, trial.rows["observe"].dtype
+    if terminated != torch.bool:
+        return f"terminated is of {terminated}; it must be of torch.bool"
+    if image_layout(space) is not None and obs not in (torch.uint8, torch.bool):
+        return f"observe gives an image of {obs}; it must be of torch.uint8"
+    if obs.is_floating_point and space.dtype.kind != "f":
+        return f"observe gives {obs}; its observation space says {space.dtype}"
+    return None
+
+
+def _uses_noise(trial: Trial) -> str | None:
+    first, used = trial.first, trial.device == "cpu" and trial.env.reset_noise
+    if used and _is_same(first, tree_map(lambda x: x[:1].expand_as(x), first)):
         how = "use it, or set reset_noise = 0 if all episodes start alike"
-        raise UserError(f"{env_id}: reset returns the same state for all noise; {how}.")
+        return f"reset returns the same state for all noise; {how}"
+    return None
 
 
 def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:
@@ -159,7 +224,3 @@ def _marks(env: DeviceEnvironment) -> dict[str, Any]:
         name: (id(value), value._version) if isinstance(value, Tensor) else checksum(value)
         for name, value in vars(env).items()
     }
-
-
-def _kind(part: Tensor) -> str:
-    return f"{list(part.shape)} of {part.dtype}"

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, Protocol
 import gymnasium as gym
 import numpy as np
 
+from rl_training.envs.action_masks import check_masks, read_action_mask
 from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
-from rl_training.envs.factory import EnvRecipe, make_env, register_on_demand
+from rl_training.envs.factory import make_env, register_on_demand
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.remote import RemoteEnvironment, SharedRows, pickle_registrations
 from rl_training.envs.setup_problems import definition
-from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import close_all
@@ -263,7 +265,7 @@ class CartPoleEngine:
 
 def _stack_masks(infos: Iterable[dict[str, Any]], spaces: EnvSpaces) -> Array:
     masks = np.stack([read_action_mask(info, spaces) for info in infos])
-    spaces.check_masks(masks, f"info['action_mask'] of {spaces.env_id}")
+    check_masks(masks, spaces, f"info['action_mask'] of {spaces.env_id}")
     return masks
 
 
@@ -294,10 +296,6 @@ def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
     obstacle = _vector_code(recipe).find_obstacle(recipe) if wanted == "native" and not is_cartpole(recipe) else None
     if obstacle:
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
-    if wanted == "device":
-        from rl_training.envs.device_checks import find_device_environment  # needs torch, which async workers lack
-
-        find_device_environment(recipe)
     if wanted != "auto":
         return wanted
     return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
@@ -309,10 +307,12 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of that kind over `num_envs` environments of a run, from `first` on."""
     if vectorization == "device":
-        from rl_training.envs.device import DeviceEngine
-        from rl_training.envs.device_checks import find_device_environment
+        from rl_training.envs.device import DeviceEngine  # needs torch, which async workers lack
+        from rl_training.envs.device_checks import check_functions, find_device_environment
 
-        found = find_device_environment(recipe, device)
+        found = find_device_environment(recipe)
+        if device != "cpu":  # there `probe` has tested it
+            check_functions(found[0], recipe.env_id, device)
         return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)
     if vectorization == "native":
         own_seed = episode_seed(seed, first, 0) if first else seed

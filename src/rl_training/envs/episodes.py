@@ -63,7 +63,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
     @property
     def _game_goes_on(self) -> bool:
-        """Whether a life was lost and the next reset is no new start."""
+        """Whether a life was lost, so that the next reset goes on with the same game."""
         return self._lives is not None and self._lives.goes_on
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -81,7 +81,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info
 
     def actions(self) -> NDArray[Any]:
-        """The actions since the last new start."""
+        """The actions since the episode began, or since its game began if a lost life ends an episode."""
         recent = [np.asarray(self._recent)] if self._recent or not self._packed else []
         return np.concatenate([*self._packed, *recent])
 

@@ -9,7 +9,7 @@ from gymnasium import spaces as gs
 
 from rl_training.envs.engines import Step
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 

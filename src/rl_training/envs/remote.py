@@ -15,8 +15,9 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
+from rl_training.envs.action_masks import check_masks, read_action_mask
 from rl_training.envs.episodes import ReplayableEpisodes
-from rl_training.envs.spaces import Array, EnvSpaces, read_action_mask
+from rl_training.envs.spaces import Array, EnvSpaces
 
 ALIGNMENT = 64
 
@@ -96,7 +97,7 @@ class RemoteEnvironment:
         self.rows.obs[self.index] = self.spaces.read_row(obs)
         if self.spaces.has_action_mask:
             mask = read_action_mask(info, self.spaces)
-            self.spaces.check_masks(mask[None], f"info['action_mask'] of {self.spaces.env_id}")
+            check_masks(mask[None], self.spaces, f"info['action_mask'] of {self.spaces.env_id}")
             self.rows.masks[self.index] = mask
 
     def episode_state(self) -> dict[str, Any]:

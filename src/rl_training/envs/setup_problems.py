@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as gs
 
-from rl_training.envs.spaces import leaf_spaces
+from rl_training.envs.gym_spaces import leaf_spaces
 from rl_training.errors import is_users_file, show_line
 
 IMAGE_SIDE = 8  # pixels; a smaller array is rather a board or a table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.recipe import EnvRecipe
 
 Ends = Callable[[Any], Any]  # next observations [B, O], an array or a tensor -> whether the episode ends there [B]
 

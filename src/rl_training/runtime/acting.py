@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Carry
 from rl_training.algorithms.host_step import HostStep
-from rl_training.envs.spaces import EnvSpaces, read_masks
+from rl_training.envs.action_masks import read_masks
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.play import Act
 
 _LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()

@@ -1,14 +1,120 @@
-"""Where a signal may leave a run, and after what a run can still be saved."""
+"""The ways out of a run before its end: signals and failures, where they may leave it, and what is saved then."""
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from rl_training.errors import TrainingFailure
+from rl_training.runtime.ranks import resume_command
+
+if TYPE_CHECKING:
+    from rl_training.runtime.run import Run
+
+STOP_SECONDS = 10.0  # after the first signal, to finish the current turn
 
 
 class Interruption(KeyboardInterrupt):
     """A signal ends an evaluation, or a turn that takes too long, at a place where nothing is left half done."""
+
+
+@contextmanager
+def stop_on_signals(run: Run) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the run to stop; a second one stops it at once.
+
+    An evaluation ends at once. The current turn of the loop is finished, so that a resume is exact, unless it takes
+    more than `STOP_SECONDS`: then it is interrupted after its update or inside the environment, whichever comes
+    first. An environment that takes as long to close is not waited for.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if run.stop_signal is not None:
+            run.stops_at_once = True
+            raise KeyboardInterrupt
+        run.stop_signal = number
+        what = "this evaluation is discarded" if run.is_evaluating else "stopping after this update"
+        run.logger.message(f"{what}; a checkpoint will be written (press again to stop at once)")
+        if hasattr(signal, "setitimer"):
+            previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
+            signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
+        if run.is_evaluating and can_leave(frame):
+            raise Interruption
+
+    def abandon(number: int, frame: FrameType | None) -> None:
+        if run.in_turn:
+            run.interruption = Interruption()
+            run.session.collector.interrupt(run.interruption)
+            if can_leave(frame):
+                raise run.interruption
+        elif run.is_closing or (run.is_evaluating and can_leave(frame)):
+            raise Interruption
+
+    previous: dict[int, Any] = {}
+    for asking in (signal.SIGINT, signal.SIGTERM):
+        previous[asking] = signal.signal(asking, ask)
+    try:
+        yield
+    finally:
+        if len(previous) > 2:  # the alarm is set
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def abandon_turn_on_signal(run: Run) -> Iterator[None]:
+    """Leave the loop in the middle of a turn after a signal, whatever error interrupts the turn then.
+
+    If all ranks have the failure, they have the signal too.
+    """
+    try:
+        yield
+    except (Exception, Interruption) as error:
+        if run.ranks.knows(error):
+            run.stop_signal = int(run.ranks.largest(run.stop_signal or 0)) or None
+        if run.stop_signal is None or not run.in_turn or not _all_can_save_after(run, error):
+            raise
+        run.abandon_turn()
+        if not isinstance(error, Interruption):
+            run.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
+        run.stop_reason = signal.Signals(run.stop_signal).name
+
+
+@contextmanager
+def save_on_failure(run: Run) -> Iterator[None]:
+    """Save the learner after a failure and print where it is."""
+    try:
+        yield
+    except TrainingFailure:  # it keeps the last good checkpoint and names it
+        raise
+    except BaseException as error:
+        if run.counts() != run.saved and not run.stops_at_once and _all_can_save_after(run, error):
+            try:
+                if run.session.algorithm.first_bad_tensor() is None:
+                    if run.in_turn:
+                        run.abandon_turn()
+                    run.save_checkpoint()
+            except Exception as failure:  # only the first error is raised
+                run.logger.message(f"warning: step {run.step} could not be saved: {failure}")
+        if run.saved is not None and run.saved[0]:
+            latest = run.checkpoints.latest
+            note = f"step {run.saved[0]:,.0f} is saved: {resume_command(run.ranks.count)} --checkpoint {latest}"
+            run.logger.message(note)
+            if isinstance(error, Exception) and hasattr(error, "add_note"):
+                error.add_note(note)
+        raise
+
+
+def _all_can_save_after(run: Run, error: BaseException) -> bool:
+    """Whether every rank can; if not all have the error, another rank may be waiting for something else."""
+    return run.ranks.knows(error) and not run.ranks.largest(not can_save_after(error))
 
 
 def can_leave(frame: FrameType | None) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rl_training.envs.factory import AtariOptions, PixelOptions, WrapperOptions
+from rl_training.envs.wrappers import AtariOptions, PixelOptions, WrapperOptions
 from rl_training.errors import ALSO_CALLED, UnknownKey, UserError, did_you_mean, near_name
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.params import SCHEDULE, parameter_names

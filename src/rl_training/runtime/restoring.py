@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import MOST_NAMED
+from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
@@ -20,8 +20,8 @@ from rl_training.runtime.own_network import give_network
 from rl_training.runtime.params import change_params, dump_params, read_params
 from rl_training.runtime.random_play import compare_restored
 from rl_training.runtime.ranks import Ranks, resume_command
-from rl_training.runtime.run import SCHEMA, RunState
 from rl_training.runtime.run_folder import run_dir_of
+from rl_training.runtime.run_state import SCHEMA, RunState
 from rl_training.runtime.session import (
     Session,
     build_algorithm,

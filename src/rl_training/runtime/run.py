@@ -1,20 +1,17 @@
-"""`Run`: counting, logging, evaluation, checkpoints and stopping of one run."""
+"""`Run`: counting, logging, evaluation and checkpoints of one run; `interruption.py` is about ending it early."""
 
 from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
@@ -22,64 +19,24 @@ from rl_training.envs.stepper import Episode
 from rl_training.errors import EnvironmentFailure, TrainingFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger, SilentLogger
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator
-from rl_training.runtime.interruption import Interruption, can_leave, can_save_after
+from rl_training.runtime.interruption import Interruption
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.progress import RecentSpeed, describe_workers
-from rl_training.runtime.ranks import resume_command
 from rl_training.runtime.run_folder import write_run_files
+from rl_training.runtime.run_state import SCHEMA, RunState
 from rl_training.runtime.session import Session, describe_machine
-from rl_training.validation import StrictModel
 
 CHECKPOINT_SECONDS = 60.0
 MOST_SAVING = 19  # minimum seconds of training per second of writing checkpoints
 EVALUATIONS, FEW = 10, 5  # by default, and the maximum episodes of each but the last
-STOP_SECONDS = 10.0  # after the first signal, to finish the current turn
-SCHEMA = 1
 # Why a run stops; if ranks differ, the last of these applies to all
 REASONS = (None, "total_timesteps", "max_updates", "max_seconds", "early_stopping", "callback", "SIGINT", "SIGTERM")
-AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class NotSaved(TrainingFailure):
     """A checkpoint could not be written."""
-
-
-class Callback:
-    """Base class of callbacks: override the methods you need; return False from any of them to stop the run.
-
-    `run` has `step`, `updates`, `config`, `run_dir` and `metrics`, the newest value of every logged metric.
-    """
-
-    def on_start(self, run: Run) -> bool | None:
-        """Called before the first step."""
-
-    def on_update(self, run: Run) -> bool | None:
-        """Called after each turn of the loop."""
-
-    def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> bool | None:
-        """Called after each evaluation."""
-
-    def on_end(self, run: Run) -> bool | None:
-        """Called after the last step."""
-
-
-class RunState(StrictModel):
-    """The part of a `Run` that a checkpoint stores: each field is the attribute of the same name."""
-
-    step: int = Field(ge=0)
-    updates: int = Field(ge=0)
-    train_seconds: float = Field(ge=0)
-    best_return: float = Field(lt=math.inf, allow_inf_nan=True)  # minus infinity before the first evaluation
-    good_evaluations: int = Field(ge=0)
-    next_log: int = Field(ge=1)
-    next_evaluation: int = Field(ge=0)
-    next_checkpoint: int = Field(ge=0)
-    episodes: list[tuple[float, int]]
-    latest: dict[str, AnyFloat]
-    collected_metrics: dict[str, AnyFloat]
-    last_evaluation: dict[str, int | AnyFloat]
-    abandoned: bool = False  # saved in the middle of a turn, so without the environments' episodes
 
 
 class Run:
@@ -122,10 +79,10 @@ class Run:
         )  # fmt: skip
         self._machine = describe_machine(self.config)
         self._checks_every_update = self.config.device == "cpu"
-        self._signal: int | None = None
-        self._interruption: Interruption | None = None  # of the current turn
-        self._in_turn = self._evaluating = self._closing = self._at_once = False
-        self._saved: tuple[float, ...] | None = None
+        self.stop_signal: int | None = None
+        self.interruption: Interruption | None = None  # of the current turn
+        self.in_turn = self.is_evaluating = self.is_closing = self.stops_at_once = False
+        self.saved: tuple[float, ...] | None = None
         self._resumed_at = self._last_save = time.perf_counter()
         self._save_seconds = 0.0
         self._at_start = self.step, self.train_seconds
@@ -152,8 +109,8 @@ class Run:
                 self.stop_reason = "total_timesteps"
             elif self.params.max_updates is not None and self.updates >= self.params.max_updates:
                 self.stop_reason = "max_updates"
-            elif self._signal is not None:
-                self.stop_reason = signal.Signals(self._signal).name
+            elif self.stop_signal is not None:
+                self.stop_reason = signal.Signals(self.stop_signal).name
             elif self.config.max_seconds is not None and self._trained_seconds() >= self.config.max_seconds:
                 self.stop_reason = "max_seconds"
         if self.ranks.count > 1:
@@ -173,7 +130,7 @@ class Run:
 
     def apply_schedules(self) -> None:
         """Set every scheduled number to its value at this step, in every part that reads it."""
-        self._in_turn = True
+        self.in_turn = True
         algorithm, store = self.session.algorithm, self.session.store
         for name, value in self.scheduled_values().items():
             if algorithm.scheduled(name):
@@ -196,12 +153,12 @@ class Run:
             value = value.item() if isinstance(value, Tensor) else value
             if not math.isfinite(value if self.ranks.count == 1 else self.ranks.average([value])[0]):
                 self._fail(result.watch)
-        if self._interruption is not None and self.ranks.count == 1:  # else all collect again, and tell the others
-            raise self._interruption
+        if self.interruption is not None and self.ranks.count == 1:  # else all collect again, and tell the others
+            raise self.interruption
 
     def tick(self) -> None:
         """Log, evaluate, checkpoint and stop early, each when it is due."""
-        self._in_turn = self.abandoned = False
+        self.in_turn = self.abandoned = False
         if self.updates >= self.next_log:
             self.next_log = self.updates - self.updates % self.config.log_interval + self.config.log_interval
             self.log_row()
@@ -255,8 +212,8 @@ class Run:
         mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
         workers = describe_workers(collected)
-        speed = self._recent.update(self.step, self.train_seconds if self._evaluating else self._trained_seconds())
-        self.logger.progress(self.step, speed, mean, losses, workers, "evaluating" if self._evaluating else "")
+        speed = self._recent.update(self.step, self.train_seconds if self.is_evaluating else self._trained_seconds())
+        self.logger.progress(self.step, speed, mean, losses, workers, "evaluating" if self.is_evaluating else "")
 
     def steps_per_second(self) -> float:
         """Steps of this process over its training time."""
@@ -295,14 +252,14 @@ class Run:
         """
         if not self.config.eval_episodes:
             return {}
-        self._evaluating = True
+        self.is_evaluating = True
         try:
             with self.pause():
                 result = self.ranks.first(partial(self._play_evaluation, last=last))
         except Interruption:
             return {}
         finally:
-            self._evaluating = False
+            self.is_evaluating = False
         with self.pause():
             self.last_evaluation = metrics = result.metrics()
             self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
@@ -324,7 +281,7 @@ class Run:
 
     def _look_up(self) -> None:
         """Called between the steps of an evaluation: end it after a signal, and update the progress line."""
-        if self._signal is not None:
+        if self.stop_signal is not None:
             raise Interruption
         if self.logger.progress_due:
             self._show_progress(read_metrics(self.latest))
@@ -368,11 +325,11 @@ class Run:
             with self.pause():
                 self._check_parameters()
                 self._write_checkpoint("latest", replay=self.config.replay_in_checkpoint)
-                self._saved = self._progress()
+                self.saved = self.counts()
                 if keep_step:
                     self._write_checkpoint(f"step_{self.step}")
         except OSError as error:
-            newest = f"the newest is of step {self._saved[0]:.0f}" if self._saved else "there is none yet"
+            newest = f"the newest is of step {self.saved[0]:.0f}" if self.saved else "there is none yet"
             where = f"{self.checkpoints.folder} ({error.strerror or error})"
             raise NotSaved(f"a checkpoint of step {self.step} cannot be written to {where}; {newest}") from error
         finally:
@@ -389,7 +346,7 @@ class Run:
 
         self.ranks.first(write)
 
-    def _progress(self) -> tuple[float, ...]:
+    def counts(self) -> tuple[float, ...]:
         """Values of which at least one differs from the last checkpoint if a new one is worth writing."""
         return self.step, self.updates, self.best_return
 
@@ -402,7 +359,7 @@ class Run:
             if self.abandoned or not session.collector.started:
                 raise
             self.logger.message(f"warning: {error}")
-            self._abandon_turn()
+            self.abandon_turn()
             source = session.source_state()
         if not replay:
             source.pop("replay", None)
@@ -450,6 +407,15 @@ class Run:
             if method is not None and method(self, *arguments) is False and self.stop_reason is None:
                 self.stop_reason = "callback"
 
+    def abandon_turn(self) -> None:
+        """Discard the experience of the current turn that is not stored yet, and the environments' episodes."""
+        self.in_turn, self.abandoned = False, True
+        self.session.collector.abandon()
+        self.logger.message(
+            "warning: stopped in the middle of a turn: an unfinished rollout is discarded, episodes start over, "
+            "and a resume from here is not exact"
+        )
+
     # the end -------------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict[str, Any]:
@@ -463,8 +429,8 @@ class Run:
         if self.stop_reason not in ("SIGINT", "SIGTERM") and known < self.config.eval_episodes:
             if self.evaluate(last=True):
                 self.save_checkpoint()
-            elif self._signal is not None:
-                self.stop_reason = signal.Signals(self._signal).name
+            elif self.stop_signal is not None:
+                self.stop_reason = signal.Signals(self.stop_signal).name
         self._tell("on_end")
         return {
             "global_step": self.step,
@@ -480,7 +446,7 @@ class Run:
 
     def close(self) -> None:
         """Close environments and files; everything is saved, so an exception of an environment is only a warning."""
-        self._closing = True
+        self.is_closing = True
         try:
             self.session.close()
         except Interruption:
@@ -490,107 +456,5 @@ class Run:
                 error = EnvironmentFailure.from_error(self.config.env_id, error)
             self.logger.message(f"warning: while closing, {error}")
         finally:
-            self._closing = False
+            self.is_closing = False
         self.logger.close()
-
-    # stopping early ------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask the run to stop; a second one stops it at once.
-
-        An evaluation ends at once. The current turn of the loop is finished, so that a resume is exact, unless it takes
-        more than `STOP_SECONDS`: then it is interrupted after its update or inside the environment, whichever comes
-        first. An environment that takes as long to close is not waited for.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self._signal is not None:
-                self._at_once = True
-                raise KeyboardInterrupt
-            self._signal = number
-            what = "this evaluation is discarded" if self._evaluating else "stopping after this update"
-            self.logger.message(f"{what}; a checkpoint will be written (press again to stop at once)")
-            if hasattr(signal, "setitimer"):
-                previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
-                signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
-            if self._evaluating and can_leave(frame):
-                raise Interruption
-
-        def abandon(number: int, frame: FrameType | None) -> None:
-            if self._in_turn:
-                self._interruption = Interruption()
-                self.session.collector.interrupt(self._interruption)
-                if can_leave(frame):
-                    raise self._interruption
-            elif self._closing or (self._evaluating and can_leave(frame)):
-                raise Interruption
-
-        previous: dict[int, Any] = {}
-        for asking in (signal.SIGINT, signal.SIGTERM):
-            previous[asking] = signal.signal(asking, ask)
-        try:
-            yield
-        finally:
-            if len(previous) > 2:  # the alarm is set
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def abandonment(self) -> Iterator[None]:
-        """Leave the loop in the middle of a turn after a signal, whatever error interrupts the turn then.
-
-        If all ranks have the failure, they have the signal too.
-        """
-        try:
-            yield
-        except (Exception, Interruption) as error:
-            if self.ranks.knows(error):
-                self._signal = int(self.ranks.largest(self._signal or 0)) or None
-            if self._signal is None or not self._in_turn or not self._can_save_after(error):
-                raise
-            self._abandon_turn()
-            if not isinstance(error, Interruption):
-                self.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
-            self.stop_reason = signal.Signals(self._signal).name
-
-    def _can_save_after(self, error: BaseException) -> bool:
-        """Whether every rank can; if not all have the error, another rank may be waiting for something else."""
-        return self.ranks.knows(error) and not self.ranks.largest(not can_save_after(error))
-
-    def _abandon_turn(self) -> None:
-        """Discard the experience of the current turn that is not stored yet, and the environments' episodes."""
-        self._in_turn, self.abandoned = False, True
-        self.session.collector.abandon()
-        self.logger.message(
-            "warning: stopped in the middle of a turn: an unfinished rollout is discarded, episodes start over, "
-            "and a resume from here is not exact"
-        )
-
-    @contextmanager
-    def rescue(self) -> Iterator[None]:
-        """Save the learner after a failure and print where it is."""
-        try:
-            yield
-        except TrainingFailure:  # it keeps the last good checkpoint and names it
-            raise
-        except BaseException as error:
-            if self._progress() != self._saved and not self._at_once and self._can_save_after(error):
-                try:
-                    if self.session.algorithm.first_bad_tensor() is None:
-                        if self._in_turn:
-                            self._abandon_turn()
-                        self.save_checkpoint()
-                except Exception as failure:  # only the first error is raised
-                    self.logger.message(f"warning: step {self.step} could not be saved: {failure}")
-            if self._saved is not None and self._saved[0]:
-                latest = self.checkpoints.latest
-                note = f"step {self._saved[0]:,.0f} is saved: {resume_command(self.ranks.count)} --checkpoint {latest}"
-                self.logger.message(note)
-                if isinstance(error, Exception) and hasattr(error, "add_note"):
-                    error.add_note(note)
-            raise

@@ -24,7 +24,7 @@ import rl_training
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import is_alive, remove_stale_temporaries, write_text
 from rl_training.experiment.config import TrainConfig, dump_yaml
-from rl_training.runtime.run_state import END_FILE
+from rl_training.runtime.run_status import END_FILE
 
 
 def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:

@@ -1,65 +1,31 @@
-"""What became of a run, from its files alone; imports nothing heavy."""
+"""`RunState`: the part of a run that a checkpoint stores next to its learner and experience."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+import math
+from typing import Annotated
 
-END_FILE = "end.json"  # why the run stopped, or what it failed with
-COMPLETE = ("total_timesteps", "max_updates", "max_seconds", "early_stopping")
+from pydantic import Field
 
+from rl_training.validation import StrictModel
 
-def find_run_folders(folder: Path, file: str) -> list[Path]:
-    """The folders of runs that have this file, at any depth; the folder itself may be one."""
-    found = []
-    for root, inside, files in os.walk(folder):
-        if {"config.yaml", file} <= set(files):
-            found.append(Path(root))
-            inside.clear()  # no run is in another one's folder
-        inside.sort()
-    return found
+SCHEMA = 1
+AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 
-def find_state(run_dir: Path, *, is_complete: bool) -> str:
-    """`running`, `done`, `stopped` or `failed`; where no end was written, `is_complete` tells done from killed."""
-    if is_running(run_dir):
-        return "running"
-    end = _read_json(run_dir / END_FILE)
-    if "failure" in end:
-        return "failed"
-    return "done" if end.get("stop_reason") in COMPLETE or (is_complete and not end) else "stopped"
+class RunState(StrictModel):
+    """The part of a `Run` that a checkpoint stores: each field is the attribute of the same name."""
 
-
-def is_running(run_dir: Path) -> bool:
-    """Whether the process that its lock names has it still; one on another host is taken at its word."""
-    holder = _read_json(run_dir / ".lock")
-    if not holder or holder.get("host") != socket.gethostname():
-        return bool(holder)
-    try:
-        os.kill(int(holder["process"]), 0)
-        import fcntl
-
-        descriptor = os.open(run_dir / ".lock", os.O_RDWR)
-    except (KeyError, TypeError, ValueError, OverflowError, ProcessLookupError, FileNotFoundError):
-        return False
-    except (ImportError, OSError):  # no locks here, or somebody else's process
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a killed run left the file, and its number was reused
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
+    step: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    train_seconds: float = Field(ge=0)
+    best_return: float = Field(lt=math.inf, allow_inf_nan=True)  # minus infinity before the first evaluation
+    good_evaluations: int = Field(ge=0)
+    next_log: int = Field(ge=1)
+    next_evaluation: int = Field(ge=0)
+    next_checkpoint: int = Field(ge=0)
+    episodes: list[tuple[float, int]]
+    latest: dict[str, AnyFloat]
+    collected_metrics: dict[str, AnyFloat]
+    last_evaluation: dict[str, int | AnyFloat]
+    abandoned: bool = False  # saved in the middle of a turn, so without the environments' episodes

@@ -26,10 +26,12 @@ from rl_training.collect.worker import FIRST, WorkerPlan
 from rl_training.collect.workers import WorkerCollector
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.engines import choose_vectorization, is_cartpole, make_engine
-from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, probe, read_recipe
+from rl_training.envs.probe import probe
+from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
+from rl_training.envs.user_env import GIVE_ONE, MadeEnvironment, UserEnv
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.device_choice import ACCELERATED, choose_acceleration, choose_device
@@ -96,7 +98,7 @@ def open_session(
     params = resolve_network(params, names)
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_made_environment(config, recipe)
-    spaces, problems, _ = probe(recipe)
+    spaces, problems, _ = probe(recipe, config.vectorization)
     spec.check_support(spaces)
     if restored is None:
         check_early_stopping(config, params)

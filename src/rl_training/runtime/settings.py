@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_training.envs.factory import MadeEnvironment, UserEnv, name_env
+from rl_training.envs.user_env import MadeEnvironment, UserEnv, name_env
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig, read_yaml
 from rl_training.runtime.known_keys import nearest_setting

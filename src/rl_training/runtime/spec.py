@@ -15,7 +15,7 @@ import numpy as np
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
 from rl_training.collect.local import Request
 from rl_training.data.experience import Experience, ExperienceLayout
-from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, did_you_mean
 from rl_training.runtime.params import Params

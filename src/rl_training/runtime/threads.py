@@ -14,7 +14,7 @@ import torch
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.data.experience import Experience, ExperienceLayout
-from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.runtime.params import Params
 from rl_training.runtime.spec import AlgorithmSpec, StoreContext

@@ -13,20 +13,26 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.envs.factory import UserEnv, probe_spaces, read_env, read_recipe
+from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.user_env import UserEnv, read_env
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.runtime.acting import ActingSession, acting_lock
+from rl_training.runtime.callback import Callback, read_callbacks
 from rl_training.runtime.evaluation import Evaluator
+from rl_training.runtime.interruption import abandon_turn_on_signal, save_on_failure, stop_on_signals
 from rl_training.runtime.known_keys import keys_located
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.own_network import network_of
 from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
-from rl_training.runtime.run import Callback, Run, RunState
+from rl_training.runtime.run import Run
 from rl_training.runtime.run_folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, run_dir_of
+from rl_training.runtime.run_state import RunState
 from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session
 from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
@@ -58,8 +64,8 @@ class TrainedPolicy:
 
         `action_mask` is as the environment's `info` has it, for a batch one per observation; None allows every action.
         """
-        encoded, is_batch = self.spaces.encode_for_prediction(obs)
-        masks = self.spaces.masks_for_prediction(action_mask, len(encoded), is_batch=is_batch)
+        encoded, is_batch = encode_for_prediction(self.spaces, obs)
+        masks = masks_for_prediction(self.spaces, action_mask, len(encoded), is_batch=is_batch)
         with acting_lock(self.algorithm):
             session = self.session(len(encoded), deterministic)
             chosen = session.act(encoded, masks, np.ones(len(encoded), dtype=bool))
@@ -108,18 +114,6 @@ def train(
         return execute(session, run_dir, told, console)
 
 
-def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
-    """The callbacks, each of which must have something to call."""
-    if callbacks is not None and not isinstance(callbacks, Iterable):
-        raise UserError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks.")
-    told = list(callbacks or ())
-    events = [name for name in vars(Callback) if name.startswith("on_")]
-    for callback in told:
-        if not any(callable(getattr(callback, name, None)) for name in events):
-            raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
-    return told
-
-
 class TrainFunction(Protocol):
     """The type of every `train_<name>`: `train`, for a config of that algorithm."""
 
@@ -166,11 +160,11 @@ def execute(
     shows = sys.stderr.isatty() if console is None else console
     with closed_on_error(session):
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
-    with run.signals(), end_written(run_dir, writes=session.ranks.rank == 0) as end:
+    with stop_on_signals(run), end_written(run_dir, writes=session.ranks.rank == 0) as end:
         try:
-            with run.rescue():
+            with save_on_failure(run):
                 run.start()
-                with run.abandonment():
+                with abandon_turn_on_signal(run):
                     run_loop(session, run)
                 metrics = run.finish()
         finally:

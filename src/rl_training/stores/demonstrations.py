@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_training.algorithms.base import Algorithm, Array, Batch
 from rl_training.data import TransitionDataset
 from rl_training.data.experience import Experience
-from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.random_play import play_at_random

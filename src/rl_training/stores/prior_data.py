@@ -14,8 +14,10 @@ from rl_training.algorithms.base import Algorithm, Batch
 from rl_training.collect.local import Request
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.loading import find_npz
-from rl_training.envs.factory import EnvRecipe, make_env
-from rl_training.envs.spaces import EnvSpaces, in_words
+from rl_training.envs.factory import make_env
+from rl_training.envs.gym_spaces import in_words
+from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.spec import StoreContext
 from rl_training.stores.recording import read_policy_replay

@@ -14,8 +14,11 @@ from rl_training.algorithms.base import Algorithm, Array
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import EnvRecipe, UserEnv, make_env, probe_spaces, read_recipe
+from rl_training.envs.factory import make_env
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
 from rl_training.play import closed_after, play

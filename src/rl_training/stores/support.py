@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.factory import make_env
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure
 from rl_training.runtime.random_play import play_at_random

@@ -18,6 +18,7 @@ import torch
 
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
+from rl_training.runtime.interruption import stop_on_signals
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Run
@@ -280,7 +281,7 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
     run.next_checkpoint += first
     with closing(run):
         _wrap_parts(watch, {**vars(session), "run": run})
-        with run.signals():
+        with stop_on_signals(run):
             begun = time.perf_counter()
             run_loop(session, run)
             total = time.perf_counter() - begun

@@ -14,8 +14,8 @@ import numpy as np
 
 from rl_training.errors import UserError, counted, did_you_mean
 from rl_training.experiment.config import read_yaml
-from rl_training.experiment.logging import read_metrics
-from rl_training.runtime.run_state import find_run_folders
+from rl_training.experiment.metrics_file import read_metrics
+from rl_training.runtime.run_status import find_run_folders
 from rl_training.tools.drawing import Series
 from rl_training.tools.statistics import (
     Array,

@@ -15,8 +15,10 @@ from gymnasium import spaces as gs
 
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
-from rl_training.envs.factory import EnvRecipe, Probe, episode_limit, make_env
+from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
+from rl_training.envs.probe import Probe
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.workers import WorkerFailure, Workers

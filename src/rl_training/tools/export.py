@@ -25,7 +25,9 @@ from gymnasium import spaces as gs
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array
-from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
+from rl_training.envs.gym_spaces import image_layout, leaf_spaces
+from rl_training.envs.prediction_input import encode_for_prediction
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import TrainingFailure, UserError
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
 from rl_training.runtime.workflows import TrainedPolicy
@@ -303,7 +305,7 @@ def compare(
         if module.state_size is None:
             wanted = policy.predict(observations, action_mask=masks)
         else:
-            encoded, _ = spaces.encode_for_prediction(observations)
+            encoded, _ = encode_for_prediction(spaces, observations)
             wanted = spaces.map_actions(session.act(encoded, masks, np.full(rows, step == 0)))
         seen.append(wanted)
         actions, *states = run(inputs)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array
 from rl_training.data import TransitionDataset
-from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
 from rl_training.stores.recording import play_policy

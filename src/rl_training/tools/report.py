@@ -376,7 +376,9 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
     except ImportError:
         raise UserError("a moving picture needs the extra 'results' (pip install 'rl-training[results]').") from None
     from rl_training.envs.episodes import episode_seed
-    from rl_training.envs.factory import make_env, probe_spaces, read_recipe
+    from rl_training.envs.factory import make_env
+    from rl_training.envs.probe import probe_spaces
+    from rl_training.envs.recipe import read_recipe
     from rl_training.play import closed_after, play
     from rl_training.runtime.acting import ActingSession
     from rl_training.runtime.evaluation import EVALUATION_STREAM

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from rl_training.errors import UserError, did_you_mean
 from rl_training.experiment.config import TrainConfig, dump_yaml, parse_yaml
+from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import SCHEDULE, Params, change_params, read_params
-from rl_training.runtime.run import EVALUATIONS, Callback, Run
+from rl_training.runtime.run import EVALUATIONS, Run
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import train
 

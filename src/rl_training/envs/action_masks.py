@@ -1,0 +1,42 @@
+"""Action masks: which actions an environment allows, one entry per choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.errors import UserError
+
+
+def read_action_mask(info: Any, spaces: EnvSpaces) -> Array:
+    """The mask of legal actions `[action_dim]` in an environment's info; all legal where it gives none, or no info."""
+    mask = info.get("action_mask") if isinstance(info, Mapping) else None
+    if mask is None:
+        return np.ones(spaces.action_dim, dtype=bool)
+    return flatten_mask(mask, spaces, "info['action_mask']").astype(bool)
+
+
+def read_masks(infos: Iterable[Any], spaces: EnvSpaces) -> Array | None:
+    """The masks `[N, action_dim]` of several environments; None where they have none."""
+    return np.stack([read_action_mask(info, spaces) for info in infos]) if spaces.has_action_mask else None
+
+
+def flatten_mask(mask: Any, spaces: EnvSpaces, where: str) -> Array:
+    """A mask, whole or a part for each factor of the action, as `[action_dim]` numbers."""
+    flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, (list, tuple)) else np.ravel(mask)
+    if flat.size != spaces.action_dim:
+        raise UserError(
+            f"{where} of {spaces.env_id} has {flat.size} entries; its action space needs {spaces.action_dim}."
+        )
+    return flat
+
+
+def check_masks(masks: Array, spaces: EnvSpaces, where: str) -> None:
+    """Refuse masks [N, action_dim] that leave nothing to choose, for a part of the action too."""
+    legal = np.logical_or.reduceat(masks, spaces.factor_starts, axis=1)
+    if not legal.all():
+        part = f" in part {legal.all(axis=0).argmin()}" if spaces.action_shape else ""
+        raise UserError(f"{where} forbids every action{part}; at least one entry there must be 1.")

@@ -1,0 +1,50 @@
+"""Names such as `module:Class`, in a config or on the command line, as the objects that they name.
+
+A name may come from a file, and a file must not run code, so such a name is used only if it is a class of the wanted
+kind. A function is used only if the user named it (`named_by_user`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+
+from rl_training.envs.user_env import device_kinds
+from rl_training.errors import UserError, did_you_mean
+
+
+def looks_like_entry_point(env_id: str) -> bool:
+    """`module:Class`, but not Gymnasium's own `module:RegisteredName-v0`."""
+    module, _, name = env_id.partition(":")
+    return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+
+
+def import_entry_point(
+    field: str, value: str, kind: type, named_by_user: bool, option: str, argument: str | None = None
+) -> Callable[..., Any]:
+    """The object that `module:name` in a field names; if the user did not name it, only a class of that kind."""
+    module_name, _, name = value.partition(":")
+    hint = "" if named_by_user else f"; to use a module in this folder, add --import {module_name}"
+    if module_name.endswith(".py"):
+        hint = f"; a module is named without .py: {module_name[:-3]}:{name}"
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
+    kinds = (kind, *device_kinds()) if kind is gym.Env else (kind,)
+    maker = getattr(module, name, None)
+    if not callable(maker):
+        own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]
+        noun = "environment" if kind is gym.Env else "network"
+        near = did_you_mean(name, own) if own else f"it defines no {noun}."
+        raise UserError(f"{field} {value!r}: {module_name} has no class or function {name!r}; {near}")
+    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, kinds)):
+        wanted = "gymnasium.Env" if kind is gym.Env else "torch.nn.Module"
+        raise UserError(
+            f"{field} {value!r} comes from a file and is not a {wanted} class, so it is not called; if you trust "
+            f"it, name it yourself: {option}{value} or --import {module_name}, in Python {argument or field}={value!r}."
+        )
+    return maker

@@ -1,0 +1,82 @@
+"""Rows of metrics: as lines of `metrics.jsonl`, back from them, and as numbers for other loggers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_training.errors import UserError
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
+
+
+def format_row(row: Mapping[str, Any]) -> bytes:
+    """The line of a row; values are numbers (numpy scalars and 0-dim tensors too)."""
+    try:
+        text = _encode_row(row)
+    except ValueError:  # a value that is not finite, which JSON cannot represent
+        text = _encode_row({key: _spell(value) for key, value in row.items()})
+    return text.encode("ascii") + b"\n"
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`; a last line cut off by a kill is left out."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a run's metrics.jsonl.") from None
+    rows = [parse_row(line) for line in lines]
+    for number, row in enumerate(rows[:-1], start=1):
+        if row is None and lines[number - 1].strip():
+            raise UserError(f"{path} is damaged in line {number}, which is not a row of metrics; remove that line.")
+    return [{key: _unspell(value) for key, value in row.items()} for row in rows if row is not None]
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line, or None if there is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def trim_rows(path: Path, last_step: int | None) -> float:
+    """Drop rows after `last_step`, rows marked `last`, and lines that are not rows; returns the last row's time."""
+    kept, elapsed = path.with_name(f".{path.name}.tmp"), 0.0  # one writer: a leftover file is overwritten
+    try:
+        with open(path, "rb") as source, open(kept, "wb") as target:
+            for line in source:
+                row = parse_row(line)
+                if row is None or row.get("last") is True:
+                    continue
+                if last_step is None or row["step"] <= last_step:
+                    target.write(line.rstrip() + b"\n")
+                    elapsed = row["time"] if isinstance(row.get("time"), float) else elapsed
+        os.replace(kept, path)
+    finally:
+        kept.unlink(missing_ok=True)
+    return elapsed
+
+
+def tagged_numbers(kind: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The metrics that are numbers, under the name `kind/metric`."""
+    for name, value in metrics.items():
+        try:
+            yield f"{kind}/{name}", float(value)
+        except (TypeError, ValueError):
+            continue
+
+
+def _spell(value: Any) -> Any:
+    value = value if isinstance(value, str | int | float | None) else float(value)
+    return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unspell(value: Any) -> Any:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
