@@ -57,7 +57,8 @@ class RewardScale(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """The inverse of `get_extra_state`."""
-        self.running = state["running"]
+        running = state["running"]
+        self.running = None if running is None else running.to(self.moments.device)
 
 
 class ActorCriticAlgorithm(PolicyActing):
