@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 import env_zoo
 from resume_cases import SPECS, edit_checkpoint, env_of, take_steps, tiny
@@ -269,6 +270,13 @@ def test_rewards_are_normalized_or_it_is_refused(tmp_path: Path, algo: str) -> N
     spaces = probe_spaces(read_recipe(env_of(spec), env_kwargs))
     learner = spec.build(read_params(spec.params, config.algo_kwargs), spaces)
     assert any(isinstance(part, RewardScale) for part in learner.modules()) == spec.normalizes_rewards
+
+
+def test_the_returns_of_a_resumed_reward_scale_are_on_its_device() -> None:
+    """A checkpoint is read on the CPU; "meta" stands for a GPU."""
+    scale, rewards = RewardScale(0.9).to("meta"), torch.zeros(2, 3, device="meta")
+    scale.set_extra_state({"running": torch.ones(3)})
+    assert scale(rewards, rewards.bool()).shape == (2, 3)
 
 
 def test_a_policy_that_was_trained_while_it_was_ignored_still_predicts(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ Without a GPU the kernels run in Triton's interpreter.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -47,6 +48,32 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(passes, "has_room", lambda device: True)
     monkeypatch.setattr(passes, "is_fused", is_fused)
     return calls
+
+
+@pytest.mark.usefixtures("fused")
+def test_kernels_start_on_the_device_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would start them on the current device, which for `device: cuda:1` is another one."""
+    from rl_training.models.kernels import mlp as kernels
+
+    inside: list[Tensor] = []
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        inside.append(x)
+        yield
+        inside.pop()
+
+    class Kernel:
+        def __getitem__(self, programs: Any) -> Any:
+            return lambda x, *_, **__: started.append(inside[-1].data_ptr() == x.data_ptr())
+
+    started: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(kernels, name, Kernel())
+    (out,), backward = passes.trace_fused(torch.ones(3, 2), [mlp(2, (4, 4), 1)])
+    backward(torch.ones_like(out))
+    assert started == [True, True]
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +138,42 @@ def test_a_restored_buffer_samples_bit_for_bit(steps: int) -> None:
             one.update_priorities(batches[-1]["indices"], batches[-1]["rewards"] / (t + 1))
         assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0])
     assert buffer.max_priority == other.max_priority
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says when the host reads it."""
+
+    is_cuda, reads = True, 0
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        OnGPU.reads += 1
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("use", ["add", "sample", "state_dict", "update"])
+def test_errors_on_a_gpu_are_read_when_the_buffer_is_used_next_with_the_same_draws(use: str) -> None:
+    buffers, rngs, seen = (filled(), filled()), (np.random.default_rng(1), np.random.default_rng(1)), []
+    for buffer, rng in zip(buffers, rngs, strict=True):
+        found: list[Any] = []
+        for t in range(40, 60):
+            batch = buffer.sample(8, rng)
+            errors, before = batch["rewards"] + 0.1 * t, OnGPU.reads
+            buffer.update_priorities(batch["indices"], errors if buffer is buffers[0] else errors.as_subclass(OnGPU))
+            assert OnGPU.reads == before  # an update under way goes on alone
+            if use == "add":
+                add_steps(buffer, 1, start=t)
+            elif use == "state_dict":
+                buffer.load_state_dict(copy.deepcopy(buffer.state_dict()))
+            elif use == "update":
+                buffer.update_priorities(np.array([0]), np.array([0.5]))
+            found += [*batch.values(), buffer.sample(4, rng)["weights"]]
+        seen.append(found)
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+    assert OnGPU.reads
+    buffers[1].update_priorities(np.arange(8), torch.full((8,), 1e6).as_subclass(OnGPU))
+    buffers[1].load_state_dict(filled().state_dict())
+    buffers[1].sample(1, rngs[1])
+    assert buffers[1].max_priority == 1.0  # the errors were of what was there before
 
 
 def test_priorities_that_are_not_finite_are_refused() -> None:

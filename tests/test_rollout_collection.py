@@ -4,7 +4,7 @@ actions; and which policy acts."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,26 @@ def test_truncation_values_of_vector_code_are_the_values_of_the_final_observatio
         following = torch.cat([batch["obs"][1:], torch.as_tensor(session.store.experience.obs[-1:])])  # type: ignore[attr-defined]
         assert np.allclose(batch["truncation_values"][where], values_of(session, following[where]), atol=1e-6)
         assert (batch["valid"][1:] == ~(batch["truncated"] | batch["terminated"])[:-1]).all()
+
+
+def test_native_atari_values_and_stores_the_final_observations_of_truncated_episodes() -> None:
+    """Its emulators reset in the same step, so the next row is of another episode."""
+    pytest.importorskip("ale_py")
+    wrappers = {"atari": {"noop_max": 0, "screen_size": 40, "frame_stack": 2}}
+    env_kwargs = {"frameskip": 1, "repeat_action_probability": 0.0, "max_episode_steps": 20, "wrappers": wrappers}
+    found: list[list[Any]] = []
+    for vectorization in ("sync", "native"):
+        kwargs: dict[str, Any] = {"env_kwargs": env_kwargs, "vectorization": vectorization, "num_envs": 1}
+        with opened("ALE/Breakout-v5", **kwargs) as session:
+            _, batch = collect(session)
+        assert batch["truncated"].sum() >= 3
+        replay = {"learning_starts": 99, "buffer_capacity": 99, "batch_size": 9, "train_frequency": 12}
+        settings = config("ALE/Breakout-v5", "dqn", **kwargs).model_copy(update={"algo_kwargs": replay})
+        with closing(open_session(settings)) as session:
+            take_steps(session, 0)
+            transitions = session.store.buffer.transitions()  # type: ignore[attr-defined]
+        found.append([batch["truncation_values"][batch["truncated"]], *transitions.values()])
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
 
 
 EVERY_KIND = [

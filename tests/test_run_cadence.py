@@ -13,7 +13,8 @@ import torch
 from resume_cases import StopAt, assert_same, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.algorithms.base import UpdateResult
-from rl_training.errors import TrainingFailure, UserError
+from rl_training.algorithms.dqn import DQN
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
 from rl_training.runtime import run as run_module
@@ -368,7 +369,9 @@ def test_an_exception_in_a_callback_ends_the_run_and_leaves_a_checkpoint(tmp_pat
 # ---- NaN -------------------------------------------------------------------------------------------------------------
 
 
-def break_learner(monkeypatch: pytest.MonkeyPatch, at_update: int, value: float, *, in_loss: bool) -> None:
+def break_learner(
+    monkeypatch: pytest.MonkeyPatch, at_update: int, value: float, *, in_loss: bool, part: str = "critic"
+) -> None:
     original = A2C.learn
 
     def learn(self: A2C, batch: Any) -> UpdateResult:
@@ -378,7 +381,7 @@ def break_learner(monkeypatch: pytest.MonkeyPatch, at_update: int, value: float,
                 result.metrics["loss"] = torch.tensor(value)
             else:
                 with torch.no_grad():
-                    self.policy.critic[0].weight[1, 2] = value
+                    getattr(self.policy, part)[0].weight[1, 2] = value
         return result
 
     monkeypatch.setattr(A2C, "learn", learn)
@@ -414,6 +417,22 @@ def test_a_bad_weight_at_the_very_end_is_not_saved(tmp_path: Path, monkeypatch: 
         train(tiny("a2c", tmp_path, eval_episodes=0), console=False)
     (path,) = tmp_path.glob("*/checkpoints/latest.ckpt")
     assert load_checkpoint(path)["run"]["updates"] == 0
+
+
+def test_an_environment_is_not_blamed_for_the_actions_of_a_bad_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU is not asked for every loss, and then a step of the environment is the first to fail."""
+    break_learner(monkeypatch, 9, math.nan, in_loss=False, part="actor")
+    with pytest.raises(TrainingFailure, match=r"the tensor 'policy.actor.0.weight' is not finite at step 72") as found:
+        train(tiny("a2c", tmp_path, env_id="Pendulum-v1", log_interval=1000), console=False)
+    assert isinstance(found.value.__cause__, EnvironmentFailure)
+
+
+def test_a_bad_loss_of_prioritized_replay_is_told_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DQN, "targets", lambda self, rows: torch.full_like(rows["rewards"], math.inf))
+    with pytest.raises(TrainingFailure, match=r"the metric 'loss' is not finite at step .* \(update 1\)"):
+        train(tiny("prioritized_dqn", tmp_path), console=False)
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self.alpha, self.eps = alpha, eps
         self.max_priority = 1.0
         self._tree = SumTree(self._length)
+        self._late: tuple[Tensor | Array, Tensor | Array] | None = None  # the arguments of an update to be made
 
     @property
     def nbytes(self) -> int:
@@ -90,12 +91,30 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """`batch_size` transitions, one per stratum of the priorities; `weights` are (N P)^-beta over their maximum."""
         if not len(self):
             raise ValueError("cannot sample from an empty replay buffer")
+        self._settle()
         rows, total = self._tree.sample(batch_size, rng)
         weights = (self._tree.leaves.take(rows) * (len(self) / total)) ** -beta
         return self.gather(rows, weights=(weights / weights.max()).astype(np.float32))
 
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """As in `ReplayBuffer`."""
+        self._settle()
+        super().add(*args, **kwargs)
+
     def update_priorities(self, indices: Tensor | Array, errors: Tensor | Array) -> None:
-        """Set the priorities of sampled rows [B] from their unweighted errors [B]; rows that left the ring keep 0."""
+        """Set the priorities of sampled rows [B] from their unweighted errors [B]; rows that left the ring keep 0.
+
+        Errors on a GPU are read when the buffer is used next: acting has waited for the update by then.
+        """
+        self._settle()
+        self._late = indices, errors
+        if not getattr(errors, "is_cuda", False):
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._late is None:
+            return
+        (indices, errors), self._late = self._late, None
         rows, delta = _as_numpy(indices), np.abs(_as_numpy(errors).astype(np.float64)) + self.eps
         largest = float(delta.max())
         if not np.isfinite(largest):
@@ -117,6 +136,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def state_dict(self) -> dict[str, Any]:
         """The buffer's state, the priorities of its filled part (a view) and the largest one."""
+        self._settle()
         state = super().state_dict()
         filled = len(state["arrays"]["rewards"]) * self.num_envs
         return {**state, "priorities": self._tree.leaves[:filled], "max_priority": self.max_priority}
@@ -124,6 +144,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
         super().load_state_dict(state)
+        self._late = None
         self._tree.leaves[:] = 0.0
         self._tree.leaves[: len(state["priorities"])] = state["priorities"]
         self._tree.rebuild()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rl_training.errors import TrainingFailure
+from rl_training.errors import EnvironmentFailure, TrainingFailure
 from rl_training.runtime.ranks import resume_command
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ def save_on_failure(run: Run) -> Iterator[None]:
     except TrainingFailure:  # it keeps the last good checkpoint and names it
         raise
     except BaseException as error:
+        if isinstance(error, (EnvironmentFailure, ValueError)) and run.ranks.count == 1:
+            run.find_cause(error)
         if run.counts() != run.saved and not run.stops_at_once and _all_can_save_after(run, error):
             try:
                 if run.session.algorithm.first_bad_tensor() is None:

@@ -15,6 +15,6 @@ def run_loop(session: Session, run: Run) -> None:
         run.count_steps(store.add(experience, run.own_step), experience.episodes)
         for phase, batch in store.batches(algorithm, run.own_step):
             result = algorithm.update(batch, phase=phase, global_step=run.step, sync=False)
-            store.feedback(batch, result)
             run.count_update(result)
+            store.feedback(batch, result)
         run.tick()

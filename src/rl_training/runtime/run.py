@@ -7,7 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -392,14 +392,22 @@ class Run:
         if (bad := self.session.algorithm.first_bad_tensor()) is not None:
             self._fail(bad)
 
-    def _fail(self, name: str) -> None:
+    def _fail(self, name: str, cause: Exception | None = None) -> None:
         self.session.collector.metrics(last=True)  # raises where an environment on the device was not finite before
         bad = self.session.algorithm.first_bad_tensor()
         where = f"the metric {name!r}" if bad is None else f"the tensor {bad!r}"
         raise TrainingFailure(
             f"{where} is not finite at step {self.step} (update {self.updates}); the last good checkpoint is "
             f"{self.checkpoints.latest}. A smaller learning_rate or max_grad_norm often helps."
-        )
+        ) from cause
+
+    def find_cause(self, error: Exception) -> None:
+        """Raise that the learner is not finite, if it is not: then actions or errors that are NaN caused the error."""
+        bad = None
+        with suppress(RuntimeError):  # a GPU may be lost
+            bad = self.session.algorithm.first_bad_tensor()
+        if bad is not None:
+            self._fail(bad, error)
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:

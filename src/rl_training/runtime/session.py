@@ -139,7 +139,7 @@ def open_session(
     with closed_on_error(stepper):
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
-        resets = config.vectorization == "native"
+        resets = config.vectorization == "native" if stepper is None else stepper.resets_next_step
         context = StoreContext(params, spaces, config.num_envs, seed, config.device, recipe, rng, resets)
         with experience_fits(config):
             store = spec.store(context)

@@ -140,7 +140,8 @@ def mlp_forward(x: Tensor, parameters: Sequence[Tensor], is_tanh: bool) -> Tenso
     sizes, padded = _shape(x, parameters)
     out = x.new_empty(len(x), sizes[-1])
     programs, options = _launch(x, FORWARD)
-    _forward[(programs,)](x.contiguous(), *parameters, out, len(x), *sizes, **padded, TANH=is_tanh, **options)
+    with torch.cuda.device_of(x):  # Triton starts kernels on the current device
+        _forward[(programs,)](x.contiguous(), *parameters, out, len(x), *sizes, **padded, TANH=is_tanh, **options)
     return out
 
 
@@ -161,10 +162,11 @@ def mlp_backward(x: Tensor, grads: Sequence[Tensor], parameters: Sequence[Tensor
     for i, grad in enumerate(grads):
         own = parameters[6 * i : 6 * i + 6]
         sizes, padded = _shape(x, own)
-        _backward[(programs,)](
-            x, grad.contiguous(), *own[:5], sums[:, at:], sums.shape[1], len(x), *sizes, **padded, TANH=is_tanh,
-            **options,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _backward[(programs,)](
+                x, grad.contiguous(), *own[:5], sums[:, at:], sums.shape[1], len(x), *sizes, **padded, TANH=is_tanh,
+                **options,
+            )  # fmt: skip
         at += sum(p.numel() for p in own)
     return sums.sum(0)
 
