@@ -107,7 +107,7 @@ def record_inputs(algo: str) -> tuple[Algorithm, dict[tuple[Algorithm, str], tup
     algorithm, store, step = session.algorithm, session.store, 0
     calls: dict[tuple[Algorithm, str], tuple[Any, ...]] = {}
     learners = [module for module in algorithm.modules() if isinstance(module, Algorithm)]
-    steps = [(one, name) for one in learners for name in {*one.steps, *one.graphs} - {"update_step", "shuffled_steps"}]
+    steps = [(learner, name) for learner in learners for name in learner.steps]
     for key in steps:
 
         def record(*inputs: Any, key: Any = key, function: Any = getattr(*key)) -> Any:

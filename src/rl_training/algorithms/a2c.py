@@ -26,7 +26,6 @@ class A2C(ActorCriticAlgorithm):
 
     reads_logprobs = False
     steps = ("gradient_step",)
-    graphs = ("estimate", "gradient_step")
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,

@@ -13,7 +13,6 @@ from rl_training.algorithms.ops.policy import approx_kl
 from rl_training.algorithms.ops.returns import gae
 from rl_training.algorithms.optimization import Backward, Optimizer
 
-ENDS = ("bootstrap_obs", "bootstrap_value", "truncated", "truncation_values")  # what `successor_values` reads
 MOST_NUMBERS = 16  # per row, taken one by one on a GPU, whose `index_select` spends a block of threads on a row
 
 
@@ -128,13 +127,8 @@ class ActorCriticAlgorithm(PolicyActing):
             flat = batch["obs"].flatten(0, 1)
             with torch.no_grad():
                 values = self.policy.values(flat).view(batch["obs"].shape[:2])
-        ends = {name: value for name, value in self.value_finals(batch).items() if name in ENDS}
-        return self.estimate(values, ends, self.time_major(batch))
-
-    def estimate(self, values: Tensor, ends: Batch, terms: Batch) -> tuple[Tensor, Tensor]:
-        """`advantages` from values [T, N], what follows at the ends, and rewards, discounts and cuts: one graph."""
-        next_values = self.successor_values(values, ends)
-        advantages = gae(values=values, next_values=next_values, lambda_=self.gae_lambda, **terms)
+        next_values = self.successor_values(values, self.value_finals(batch))
+        advantages = gae(values=values, next_values=next_values, lambda_=self.gae_lambda, **self.time_major(batch))
         return advantages, advantages + values
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:

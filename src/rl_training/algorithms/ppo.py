@@ -34,7 +34,7 @@ class PPO(ActorCriticAlgorithm):
     """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
     steps = ("minibatch_step",)
-    graphs = ("estimate", "shuffled_steps")
+    graphs = ("shuffled_steps",)
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,

@@ -41,7 +41,6 @@ class TRPO(ActorCriticAlgorithm):
 
     synonyms = {"learning_rate": "value_learning_rate"}  # the only one
     steps = ("value_step",)
-    graphs = ("estimate", "value_step")
     eager_part = "the policy's step, whose line search looks at the KL"
 
     def __init__(
