@@ -26,7 +26,7 @@ from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
 from rl_training.data.experience import Experience
 from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
-from rl_training.errors import UserError
+from rl_training.errors import UserError, first_line
 
 KNOCK_SECONDS = 10.0  # for an answer from the address of a cluster
 
@@ -301,9 +301,8 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
                 cpus = max(1, math.ceil(count * needs["CPU"]))
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             where = f"RAY_ADDRESS is {address!r}, but there is no Ray cluster to use" if address else "Ray cannot start"
-            raise UserError(f"{where} ({reason}).") from None
+            raise UserError(f"{where} ({first_line(error)}).") from None
     return True
 
 

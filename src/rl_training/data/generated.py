@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_training.data.datasets import REQUIRED, TransitionDataset
-from rl_training.errors import UserError
+from rl_training.errors import UserError, first_line
 from rl_training.play import closed_after, play
 
 
@@ -20,8 +20,7 @@ def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
     try:
         return gymnasium.make(env_id, **(env_kwargs or {}))
     except Exception as error:  # an id or arguments from a file can fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{env_id} cannot be made: {reason}") from None
+        raise UserError(f"{env_id} cannot be made: {first_line(error)}.") from None
 
 
 def make_random_dataset(

@@ -24,6 +24,13 @@ def read_masks(infos: Iterable[Any], spaces: EnvSpaces) -> Array | None:
     return np.stack([read_action_mask(info, spaces) for info in infos]) if spaces.has_action_mask else None
 
 
+def stack_masks(infos: Iterable[Any], spaces: EnvSpaces) -> Array:
+    """The masks `[N, action_dim]` of several environments, or a UserError if one forbids everything."""
+    masks = np.stack([read_action_mask(info, spaces) for info in infos])
+    check_masks(masks, spaces, f"info['action_mask'] of {spaces.env_id}")
+    return masks
+
+
 def flatten_mask(mask: Any, spaces: EnvSpaces, where: str) -> Array:
     """A mask, whole or a part for each factor of the action, as `[action_dim]` numbers."""
     flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, (list, tuple)) else np.ravel(mask)

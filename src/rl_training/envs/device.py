@@ -29,7 +29,7 @@ class DeviceEnvironment:
     host, which a CUDA graph cannot do: the rollout would run without a graph.
     """
 
-    observation_space: gs.Space[Any]
+    observation_space: gs.Box
     action_space: gs.Space[Any]
     max_episode_steps: int | None = None
     reset_noise: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -88,7 +89,7 @@ def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") ->
     """Call the functions for a few rows; a UserError names the first rule that is broken."""
     trial = _try_out(env, env_id, device)
     for rule in (_keeps_state, _has_shapes, _stays_on_device, _has_types, _uses_noise):
-        if fault := rule(trial):
+        for fault in rule(trial):
             raise UserError(f"{env_id}: {fault}.")
 
 
@@ -100,12 +101,6 @@ class Trial(NamedTuple):
     first: State
     state: State  # after a step
     rows: dict[str, Any]  # rewards, terminated, and what observe returned
-
-    @property
-    def space(self) -> gs.Box:
-        """Of the observations."""
-        assert isinstance(self.env.observation_space, gs.Box)
-        return self.env.observation_space
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -130,10 +125,10 @@ def _try_out(env: DeviceEnvironment, env_id: str, device: str) -> Trial:
     return Trial(env, device, first, state, {"rewards": rewards, "terminated": terminated, "observe": obs})
 
 
-# The rules: each returns what is wrong, if anything is.
+# The rules: each yields what is wrong.
 
 
-def _keeps_state(trial: Trial) -> str | None:
+def _keeps_state(trial: Trial) -> Iterator[str]:
     was, now = (
         {"": type(tree).__name__}
         | {keystr(at): f"{list(part.shape)} of {part.dtype}" for at, part in tree_flatten_with_path(tree)[0]}
@@ -142,47 +137,42 @@ def _keeps_state(trial: Trial) -> str | None:
     for at in was | now:
         if was.get(at) != now.get(at):
             kinds = f"{was.get(at, 'missing')} after reset and {now.get(at, 'missing')} after step"
-            return f"state{at} is {kinds}; both must be the same"
-    return None
+            yield f"state{at} is {kinds}; both must be the same"
 
 
-def _has_shapes(trial: Trial) -> str | None:
+def _has_shapes(trial: Trial) -> Iterator[str]:
     for name, part in trial.rows.items():
-        wanted = (ROWS, *trial.space.shape) if name == "observe" else (ROWS,)
+        wanted = (ROWS, *trial.env.observation_space.shape) if name == "observe" else (ROWS,)
         if not isinstance(part, Tensor) or part.shape != wanted:
             found = f"the shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"the type {type(part).__name__}"
-            return f"{name} of {ROWS} environments has {found}, not the shape {wanted}"
+            yield f"{name} of {ROWS} environments has {found}, not the shape {wanted}"
     for name, part in trial.tensors.items():
         if part.shape[:1] != (ROWS,):
-            return f"{name} of {ROWS} environments has the shape {tuple(part.shape)}, not ({ROWS}, ...)"
-    return None
+            yield f"{name} of {ROWS} environments has the shape {tuple(part.shape)}, not ({ROWS}, ...)"
 
 
-def _stays_on_device(trial: Trial) -> str | None:
+def _stays_on_device(trial: Trial) -> Iterator[str]:
     for name, part in trial.tensors.items():
         if (found := part.device.type) != torch.device(trial.device).type:
-            how = "make it like a given tensor (torch.zeros_like)"
-            return f"{name} is on {found}, but the device is {trial.device}; {how}"
-    return None
+            where = f"{name} is on {found}, but the device is {trial.device}"
+            yield f"{where}; make it like a given tensor (torch.zeros_like)"
 
 
-def _has_types(trial: Trial) -> str | None:
-    space, terminated, obs = trial.space, trial.rows["terminated"].dtype, trial.rows["observe"].dtype
+def _has_types(trial: Trial) -> Iterator[str]:
+    space, terminated, obs = trial.env.observation_space, *(trial.rows[at].dtype for at in ("terminated", "observe"))
     if terminated != torch.bool:
-        return f"terminated is of {terminated}; it must be of torch.bool"
+        yield f"terminated is of {terminated}; it must be of torch.bool"
     if image_layout(space) is not None and obs not in (torch.uint8, torch.bool):
-        return f"observe gives an image of {obs}; it must be of torch.uint8"
+        yield f"observe gives an image of {obs}; it must be of torch.uint8"
     if obs.is_floating_point and space.dtype.kind != "f":
-        return f"observe gives {obs}; its observation space says {space.dtype}"
-    return None
+        yield f"observe gives {obs}; its observation space says {space.dtype}"
 
 
-def _uses_noise(trial: Trial) -> str | None:
+def _uses_noise(trial: Trial) -> Iterator[str]:
     first, used = trial.first, trial.device == "cpu" and trial.env.reset_noise
     if used and _is_same(first, tree_map(lambda x: x[:1].expand_as(x), first)):
         how = "use it, or set reset_noise = 0 if all episodes start alike"
-        return f"reset returns the same state for all noise; {how}"
-    return None
+        yield f"reset returns the same state for all noise; {how}"
 
 
 def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import gymnasium as gym
 import numpy as np
 
-from rl_training.envs.action_masks import check_masks, read_action_mask
+from rl_training.envs.action_masks import read_action_mask, stack_masks
 from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
 from rl_training.envs.factory import make_env, register_on_demand
 from rl_training.envs.recipe import EnvRecipe
@@ -108,7 +108,7 @@ class SyncEngine:
         except (Exception, SystemExit) as error:
             raise self._failure(error) from error
         obs = self.spaces.encode_rows(rows)
-        masks = _stack_masks(infos, self.spaces) if self._has_mask else None
+        masks = stack_masks(infos, self.spaces) if self._has_mask else None
         final_obs = final_masks = None
         if finals:
             final_obs, done = obs.copy(), list(finals)
@@ -125,7 +125,7 @@ class SyncEngine:
 
     def _encode_all(self, starts: list[tuple[Any, dict[str, Any]]]) -> tuple[Array, Array | None]:
         rows, infos = zip(*starts, strict=True)
-        return self.spaces.encode_rows(rows), _stack_masks(infos, self.spaces) if self._has_mask else None
+        return self.spaces.encode_rows(rows), stack_masks(infos, self.spaces) if self._has_mask else None
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""
@@ -261,12 +261,6 @@ class CartPoleEngine:
     def close(self) -> None:
         """Nothing to close."""
         self.env.close()
-
-
-def _stack_masks(infos: Iterable[dict[str, Any]], spaces: EnvSpaces) -> Array:
-    masks = np.stack([read_action_mask(info, spaces) for info in infos])
-    check_masks(masks, spaces, f"info['action_mask'] of {spaces.env_id}")
-    return masks
 
 
 def _make_replayable(recipe: EnvRecipe, seed: int, index: int) -> ReplayableEpisodes:

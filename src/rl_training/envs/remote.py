@@ -15,7 +15,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from rl_training.envs.action_masks import check_masks, read_action_mask
+from rl_training.envs.action_masks import read_action_mask, stack_masks
 from rl_training.envs.episodes import ReplayableEpisodes
 from rl_training.envs.spaces import Array, EnvSpaces
 
@@ -96,9 +96,7 @@ class RemoteEnvironment:
     def _keep(self, obs: Any, info: Any) -> None:
         self.rows.obs[self.index] = self.spaces.read_row(obs)
         if self.spaces.has_action_mask:
-            mask = read_action_mask(info, self.spaces)
-            check_masks(mask[None], self.spaces, f"info['action_mask'] of {self.spaces.env_id}")
-            self.rows.masks[self.index] = mask
+            self.rows.masks[self.index] = stack_masks([info], self.spaces)[0]
 
     def episode_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the episode."""

@@ -30,10 +30,8 @@ class MadeEnvironment:
         try:
             self._unused = copy.deepcopy(env)
         except Exception as error:
-            raise UserError(
-                f"env is an environment that cannot be copied ({first_line(error)}), and evaluation needs one of its "
-                "own; give a function that makes it, such as env=lambda: make_mine()."
-            ) from None
+            what = f"env is an environment that cannot be copied ({first_line(error)})"
+            raise UserError(f"{what}, and evaluation needs one of its own; {GIVE_ONE}.") from None
 
     def __call__(self, **kwargs: Any) -> Env:
         """A copy of it as it was given."""

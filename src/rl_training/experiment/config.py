@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
 
-from rl_training.errors import UserError, near_name
+from rl_training.errors import UserError, first_line, near_name
 from rl_training.validation import LARGEST_TREE, READ, StrictModel, check_plain, validate
 
 MOST_PROCESSES = 1024
@@ -207,8 +207,7 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise UserError(f"{source} is nested too deeply; a config is a flat YAML mapping.") from None
     except Exception as error:  # a value that does not match its tag can fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{source} cannot be read: {reason}.") from None
+        raise UserError(f"{source} cannot be read: {first_line(error)}.") from None
     if not isinstance(data, dict):
         raise UserError(f"{source} contains a {type(data).__name__}; a config is a mapping of names to values.")
     return data
