@@ -59,6 +59,17 @@ class AlwaysTerminates(Constant):
     terminates = True
 
 
+class EndsBothWays(Constant):
+    """Every other episode terminates, the others are truncated; the observation says which."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.terminates = not self.terminates
+        return super().reset(seed=seed)
+
+    def observe(self) -> Any:
+        return np.array([not self.terminates, self.terminates], dtype=np.float32)
+
+
 class Walk(Constant):
     """A random walk whose observation tells everything: [position, t], truncated at `length`, terminated far out."""
 

@@ -236,7 +236,7 @@ def test_infos_are_the_environments_own_affair(
 def test_doctor_looks_in_a_process_of_its_own_first(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZOO_FAULT", fault)
     monkeypatch.setattr(workers, "LEAVE_SECONDS", 0.1)
-    found = doctor.check_process(read_recipe(ENV, {}), timeout=5.0 if fault == "stalls" else LIMIT)
+    found = doctor.check_process(read_recipe(ENV, {}), timeout=2.0 if fault == "stalls" else LIMIT)
     status = {"stalls": "fail", "segfault": "fail", "slow": "ok"}.get(fault, "warn")
     assert (found.name, found.status) == ("process", status)
     assert fault == "slow" or ENV in found.detail

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from resume_cases import assert_same, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
 from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer
 from rl_training.data import device_copy as device_copy_module
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.run import Run
@@ -146,13 +148,33 @@ def test_a_run_learns_the_same_wherever_its_batches_are_gathered(algo: str, tmp_
     assert_same(*states)
 
 
-class Fail(Callback):
-    """Raises after the turn of a step."""
+class BreakAt(Callback):
+    """An environment fails, or a signal comes, while the turn after a step is collected."""
 
-    def on_update(self, run: Run) -> bool | None:
-        if run.step >= 45:
-            raise RuntimeError("on purpose")
-        return None
+    def __init__(self, step: int, failure: Exception | None = None) -> None:
+        self.step, self.failure = step, failure
+
+    def on_update(self, run: Run) -> None:
+        stepper: Any = run.session.collector.stepper  # type: ignore[attr-defined]
+        step = stepper.step
+
+        def break_once(*arguments: Any) -> Any:
+            stepper.step, self.step = step, 10**9
+            if self.failure is not None:
+                raise self.failure
+            os.kill(os.getpid(), signal.SIGTERM)
+            return step(*arguments)
+
+        if run.step >= self.step:
+            stepper.step = break_once
+
+
+class Relabel(Callback):
+    """Changes stored rewards in place."""
+
+    def on_update(self, run: Run) -> None:
+        buffer: Any = run.session.store.buffer  # type: ignore[attr-defined]
+        buffer._rewards *= -1
 
 
 SEVERAL = {"train_frequency": 2, "learning_starts": 17, "gradient_updates_per_step": 3}  # 17 is inside of a turn
@@ -184,27 +206,34 @@ def drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return drawn
 
 
+@pytest.mark.filterwarnings("ignore:.*middle of a turn")
 @pytest.mark.parametrize(("algo", "fields"), AHEAD)
 def test_runs_that_draw_batches_ahead_are_the_same(
     algo: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn_ahead: list[bool]
 ) -> None:
     def config(name: str) -> Any:
-        return tiny(algo, tmp_path / name, threads=1, **{"eval_episodes": 0} | fields)
+        return tiny(algo, tmp_path / name, threads=1, total_timesteps=64, **{"eval_episodes": 0} | fields)
 
     def fail_and_resume(name: str) -> Any:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            train(config(name), callbacks=[Fail()], console=False)
+        with pytest.raises(EnvironmentFailure, match="on purpose"):
+            train(config(name), callbacks=[BreakAt(45, EnvironmentFailure("on purpose"))], console=False)
         return resume_training(next((tmp_path / name).rglob("latest.ckpt")), console=False)
 
-    ahead = [train(config("ahead"), console=False), fail_and_resume("failed ahead")]
+    def relabel(name: str) -> Any:
+        return train(config(name), callbacks=[Relabel()], console=False)
+
+    ahead = [train(config("ahead"), console=False), fail_and_resume("failed ahead"), relabel("relabelled ahead")]
     ahead.append(stop_and_resume(config("parts"), 17, 28))
+    ended = train(config("ended"), callbacks=[BreakAt(45)], console=False)
+    assert ended.metrics["stop_reason"] == "SIGTERM"
+    ahead.append(resume_training(ended.checkpoint_path, console=False))
     assert 0 < sum(drawn_ahead) < len(drawn_ahead)
     count = len(drawn_ahead)
     never = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(ReplayStore, "draws_ahead", never, raising=False)
-    plain, failed = train(config("plain"), console=False), fail_and_resume("failed")
+    plain, failed, relabelled = train(config("plain"), console=False), fail_and_resume("failed"), relabel("relabelled")
     assert len(drawn_ahead) == count
-    for result, wanted in zip(ahead, (plain, failed, plain), strict=True):
+    for result, wanted in zip(ahead, (plain, failed, relabelled, plain, plain), strict=True):
         state, other = (load_checkpoint(each.checkpoint_path) for each in (wanted, result))
         assert_same([state["algorithm"], state["source"]], [other["algorithm"], other["source"]])
 

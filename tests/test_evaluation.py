@@ -9,7 +9,7 @@ import gymnasium as gym
 import pytest
 
 from env_zoo import Constant
-from resume_cases import tiny
+from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.recipe import read_recipe
 from rl_training.experiment import logging
@@ -60,8 +60,11 @@ def test_the_environments_limit_or_the_given_one_ends_an_episode(
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_run_evaluates_with_the_most_likely_actions_or_with_sampled_ones(deterministic: bool, tmp_path: Path) -> None:
+    """Through a resume too."""
     fields = {"env_id": "Pendulum-v1", "eval_episodes": 2, "eval_deterministic": deterministic}
-    result = train(tiny("a2c", tmp_path, **fields), console=False)
+    config = tiny("a2c", tmp_path, kwargs={"eval_interval": 48}, **fields)
+    result = stop_and_resume(config, 64)
+    assert_same_run(train(config, console=False), result)
     again = {
         how: evaluate_checkpoint(result.checkpoint_path, num_episodes=2, deterministic=how)["eval_return_mean"]
         for how in (True, False)

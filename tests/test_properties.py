@@ -33,7 +33,7 @@ from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import TrainedPolicy, load_policy, train
 
 FEW = settings(
-    max_examples=120, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 MANY = settings(FEW, max_examples=2000)
 amounts = pytest.mark.parametrize("amount", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])

@@ -195,8 +195,9 @@ def test_a_wrong_change_is_refused_with_force_too(tmp_path: Path, changes: dict[
 @pytest.mark.parametrize("algo", SPECS)
 def test_evaluating_does_not_disturb_training(tmp_path: Path, algo: str) -> None:
     trees = [
-        load_checkpoint(train(tiny(algo, tmp_path, num_envs=2, **fields), console=False).checkpoint_path)
-        for fields in ({"eval_episodes": 0}, {"eval_episodes": 3, "kwargs": {"eval_interval": 16}})
+        load_checkpoint(train(config, console=False).checkpoint_path)
+        for fields in ({"eval_episodes": 0}, {"eval_episodes": 2, "kwargs": {"eval_interval": 32}})
+        for config in [tiny(algo, tmp_path, num_envs=2, total_timesteps=80, **fields)]
     ]
     for part in ("algorithm", "source"):
         assert_same(trees[0][part], trees[1][part], part)

@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from rl_training.runtime.params import EarlyStopping, Schedule
 from rl_training.runtime.run_state import RunState
 from rl_training.runtime.workflows import evaluate_checkpoint, predict_checkpoint, resume_training, train
 
-COUNT, SAMPLE, COMMANDS, SEED = 2000, 300, 60, 20260101
+COUNT, SAMPLE, COMMANDS, SEED = 2000, 150, 60, 20260101
 NAN, INF = float("nan"), float("inf")
 Tree = dict[Any, Any]
 
@@ -151,9 +152,14 @@ def base_config(algo: str) -> Tree:
     return tiny(algo, Path("out")).model_dump(mode="json")
 
 
+@cache
+def schema_of(model: Any) -> Tree:
+    return model.model_json_schema()  # type: ignore[no-any-return]
+
+
 def model_edits(model: Any, path: tuple[str, ...], *skip: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(path, wrong value) for every field of a model."""
-    schema = model.model_json_schema()
+    schema = schema_of(model)
     for name, field in schema["properties"].items():
         if name not in skip:
             for value in wrong_values(field, schema.get("$defs", {})):
@@ -229,7 +235,7 @@ def config_edits(algo: str, rng: random.Random) -> Iterator[tuple[tuple[str, ...
     yield from model_edits(TrainConfig, (), "algo_kwargs", "env_kwargs", "benchmark")
     yield from model_edits(params, ("algo_kwargs",), "schedules", "early_stopping")
     yield from model_edits(WrapperOptions, ("env_kwargs", "wrappers"), "pixels", "atari")
-    for name, option in WrapperOptions.model_json_schema()["$defs"].items():
+    for name, option in schema_of(WrapperOptions)["$defs"].items():
         wrapper = {"PixelOptions": "pixels", "AtariOptions": "atari"}[name]
         for field, schema in option["properties"].items():
             yield from ((("env_kwargs", "wrappers", wrapper, field), value) for value in wrong_values(schema, {}))
@@ -478,7 +484,8 @@ def tree_case(name: str, path: tuple[Any, ...], value: Any, uses: tuple[str, ...
         changed = drop(placed, path) if value is MISSING else put(placed, path, value)
         return save_checkpoint(folder / "x.ckpt", changed, durable=False)
 
-    what = "missing" if value is MISSING else f"= {type(value).__name__} {value!r:.40}"
+    shown = tuple(value.shape) if isinstance(value, torch.Tensor) else f"{value!r:.40}"
+    what = "missing" if value is MISSING else f"= {type(value).__name__} {shown}"
     words = ("x.ckpt", *map(str, path[1:]), "unknown key", "the checkpoint was made for", "schedules no number",
              "the environment ", str(value) if path[-1] == "env_id" else "")  # fmt: skip
     return Case(f"{name}: {'.'.join(map(str, path))} {what}", prepare, uses, words)
@@ -557,6 +564,7 @@ def check_all(cases: list[Case], folder: Path) -> None:
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problems[:40])
 
 
+@pytest.mark.slow  # test_save_and_load_keep_everything is quick, and of these checkpoints too
 def test_the_originals_are_right(originals: dict[str, Path], tmp_path: Path) -> None:
     for path in originals.values():
         evaluate_checkpoint(path, num_episodes=1)

@@ -222,6 +222,9 @@ COMMANDS = """
 import sys, os
 from rl_training.cli.main import app
 for line in sys.stdin.read().splitlines():
+    if line.startswith("bench"):
+        from rl_training.tools import bench
+        bench.settings_to_try = lambda result: {}
     try:
         app(line.split())
     except SystemExit as end:
@@ -241,8 +244,9 @@ def test_a_stray_module_in_the_working_directory_never_runs(runs: dict[str, Path
     config = folder / "c.yaml"
     config.write_text(yaml.safe_dump(tiny("ppo", Path("out")).model_dump(mode="json")))
     lines = [
-        "train --config c.yaml", "bench --config c.yaml --total-timesteps 16", "config --config c.yaml", "list",
-        "config --list", "doctor", f"eval --checkpoint {runs['ppo']}", f"resume --checkpoint {runs['ppo']}",
+        "train --config c.yaml", "train --config c.yaml --set vectorization=async",
+        "bench --config c.yaml --total-timesteps 16", "config --config c.yaml", "list", "config --list", "doctor",
+        f"eval --checkpoint {runs['ppo']}", f"resume --checkpoint {runs['ppo']}",
         f"predict --checkpoint {runs['ppo']} --obs [0,0,0,0]",
         f"dataset collect --checkpoint {runs['dqn']} --num-steps 5 --output x.npz", "dataset check --path x.npz",
         "dataset collect --env CartPole-v1 --random --num-steps 5 --output y.npz",

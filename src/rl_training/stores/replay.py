@@ -206,6 +206,7 @@ class ReplayStore(BufferStore):
         # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
         plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
         self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
+        self._has_sampled = False
 
     @property
     def gamma(self) -> float:
@@ -224,8 +225,13 @@ class ReplayStore(BufferStore):
         return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}"
 
     def request(self, step: int) -> Request:
-        """About `train_frequency` environment steps, at random until `learning_starts`."""
+        """About `train_frequency` environment steps, at random until `learning_starts`.
+
+        From here on nobody changes stored rows but the step, so the batch after it is drawn while a GPU is still busy.
+        """
         params = self.params
+        if self.draws_ahead and self._has_sampled and self.buffer.ahead is None:
+            self.buffer.draw_ahead(params.batch_size, self.rng)
         return Request(0, params.train_frequency, random=self.random_steps(step), hold=params.random_action_hold)
 
     def add(self, experience: Experience, step: int) -> int:
@@ -241,8 +247,7 @@ class ReplayStore(BufferStore):
             self.credit -= self.params.train_frequency
             for _ in range(self.params.gradient_updates_per_step):
                 yield "policy", self.sample()
-            if self.draws_ahead and self.credit < self.params.train_frequency:
-                self.buffer.draw_ahead(self.params.batch_size, self.rng)
+            self._has_sampled = True
 
     def state_dict(self) -> dict[str, Any]:
         """The state before a draw for the next turn."""
