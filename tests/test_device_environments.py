@@ -37,11 +37,12 @@ from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe, probe_spaces
 from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.config import load_config
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.runtime.callback import Callback
+from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.settings import UNSAID, fill_defaults
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
@@ -468,6 +469,35 @@ def test_a_reward_that_is_not_a_number_ends_the_run(tmp_path: Path, capfd: pytes
     with pytest.raises(EnvironmentFailure, match="breaks returned a reward or an observation"):
         train(config, env=Breaks, console=True)
     assert "warning" not in "".join(capfd.readouterr())  # what learned from it is not worth saving
+
+
+def test_an_environment_on_the_device_is_not_blamed_for_a_bad_policy(tmp_path: Path) -> None:
+    class Break(Callback):
+        def on_update(self, run: Run) -> None:
+            with torch.no_grad():
+                run.session.algorithm.policy.actor[0].weight.fill_(torch.nan)
+
+    config = tiny("a2c", tmp_path, vectorization="device", num_envs=4, env_id="Pendulum-v1", eval_episodes=0)
+    with pytest.raises(TrainingFailure, match=r"the tensor 'policy\.\S+' is not finite at step 64"):
+        train(config, callbacks=[Break()], console=False)
+
+
+@pytest.mark.parametrize(
+    ("places", "blamed"),
+    [
+        ({"rewards": 2}, True), ({"final_obs": 2}, True), ({"obs": 3}, True),
+        ({"rewards": 2, "actions": 3}, True), ({"actions": 0}, False),
+        ({"actions": 0, "rewards": 0, "final_obs": 0, "obs": 1}, False),
+    ],
+)  # fmt: skip
+def test_an_environment_is_blamed_for_what_it_makes_of_finite_actions(places: dict[str, int], blamed: bool) -> None:
+    session = open_session(tiny("a2c", Path("unused"), vectorization="device", num_envs=3, env_id="Pendulum-v1"))
+    experience, collector = session.collect(session.store.request(0)), session.collector
+    assert isinstance(collector, DeviceCollector)
+    for name, row in places.items():
+        getattr(experience, name)[row, 1] = math.inf if name == "rewards" else math.nan
+    assert math.isnan(collector._sum_episodes(collector.engine.ages)[3]) == blamed
+    session.close()
 
 
 @pytest.mark.parametrize("kind", ["discrete", "multi_discrete", "continuous"])

@@ -310,8 +310,8 @@ def test_auto_prefers_vector_code_that_resumes_exactly() -> None:
     ("change", "words"),
     [
         ({"difficulty": 1}, "has no env_kwargs.difficulty"),
-        ({"wrappers": {}}, "needs atari"),
-        ({"wrappers": {"atari": {}, "frame_stack": 2}}, "has besides only clip_reward"),
+        ({"wrappers": {}}, "needs env_kwargs.wrappers.atari"),
+        ({"wrappers": {"atari": {}, "frame_stack": 2}}, "its only other wrapper is clip_reward"),
     ],
 )
 def test_native_atari_is_taken_only_on_request_and_where_it_fits(change: dict[str, Any], words: str) -> None:

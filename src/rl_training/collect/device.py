@@ -25,8 +25,8 @@ class DeviceCollector(LocalCollector):
 
     A rollout is a function of noise that is drawn before it, so that on a GPU it is one CUDA graph; with `accelerate`
     "compile" its steps are compiled. Finished episodes are counted on the device: how many, their returns and lengths,
-    and a NaN where something was not finite; those of this rollout in the experience's `totals`, which several ranks
-    average, and earlier ones in `sums`.
+    and a NaN where an environment was not finite; those of this rollout in the experience's `totals`, which several
+    ranks average, and earlier ones in `sums`.
     """
 
     def __init__(
@@ -110,13 +110,14 @@ class DeviceCollector(LocalCollector):
         """Sums over the episodes that ended: the running sums before plus the new terms, minus the running sums now."""
         rows: Any = self.experience
         rewards, done = rows.rewards.double(), rows.terminated | rows.truncated
-        seen = rows.obs.sum(dtype=torch.float64) + rows.final_obs.sum(dtype=torch.float64)
+        seen = rows.obs.sum(dtype=torch.float64) + rows.final_obs.sum(dtype=torch.float64) + rewards.sum()
+        acts = rows.actions[0].sum(dtype=torch.float64).isfinite()  # else the policy is broken, and breaks the others
         goes_on = done.flip(0).cumsum(0).flip(0) == 0  # no end in this row or a later one
         under_way = (rewards * goes_on).sum(0) + self.returns * goes_on[0]
         returns = self.returns.sum() + rewards.sum() - under_way.sum()
         lengths = self.engine.ages.sum() + rewards.numel() - ages.sum()
         self.returns.copy_(under_way)
-        return torch.stack([done.sum().double(), returns, lengths.double(), (rewards.sum() + seen) * 0.0])
+        return torch.stack([done.sum().double(), returns, lengths.double(), torch.where(acts, seen, 0.0) * 0.0])
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
         """Mean return and length of the episodes that ended since the last call, or the last known means."""

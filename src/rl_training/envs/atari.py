@@ -147,7 +147,7 @@ def find_obstacle(recipe: EnvRecipe) -> str | None:
     """Why ALE's vector environment cannot step this, as half a sentence; None: it can."""
     options = recipe.wrappers
     if not options.atari or options.pixels or options.frame_stack > 1:
-        return "of env_kwargs.wrappers ALE's vector code needs atari and has besides only clip_reward"
+        return "ALE's vector code needs env_kwargs.wrappers.atari, and its only other wrapper is clip_reward"
     unknown = [name for name in recipe.kwargs if name not in KNOWN]
     return f"ALE's vector code has no env_kwargs.{unknown[0]}" if unknown else None
 
