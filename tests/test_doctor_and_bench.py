@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -337,9 +338,11 @@ def test_the_kernel_of_a_whole_network_is_a_product_of_its_shapes() -> None:
     assert sorted(products.counts.values()) == [1, 2]
 
 
-@pytest.mark.parametrize("algo", TINY)
-def test_a_floor_has_the_parts_that_a_run_has(algo: str) -> None:
-    with closing(bench.open_measured(tiny(algo))) as session:
+@pytest.mark.parametrize(
+    ("algo", "vectorization"), [*((algo, "auto") for algo in TINY), ("ppo", "device"), ("dqn", "device")]
+)
+def test_a_floor_has_the_parts_that_a_run_has(algo: str, vectorization: str) -> None:
+    with closing(bench.open_measured(tiny(algo).model_copy(update={"vectorization": vectorization}))) as session:
         step = bench.warm_up(session)
         learner = build_algorithm(session.spec, session.params, session.spaces, seed=0, device="cpu")
         before = session.algorithm.num_updates
@@ -347,11 +350,12 @@ def test_a_floor_has_the_parts_that_a_run_has(algo: str) -> None:
     assert learner.num_updates == session.algorithm.num_updates - before > 0
     assert found.learn > 0
     assert [bool(found.environment), found.act > 0] == [algo != "bc"] * 2
-    assert found.total == pytest.approx(sum(found))  # type: ignore[arg-type]
+    assert found.total == pytest.approx(sum(found))
 
 
 def breakdown(seconds: dict[str, float], **changes: Any) -> bench.Breakdown:
-    config = load_config(PPO).model_copy(update={"threads": 1, "vectorization": "native"} | changes)
+    plain = {"threads": 1, "vectorization": "native", "accelerate": "none"}
+    config = load_config(PPO).model_copy(update=plain | changes)
     return bench.Breakdown(config, 1_000, 10, sum(seconds.values()), seconds, None, Floor(2e-5, 1e-5, 1e-5), 10_000.0)
 
 
@@ -361,8 +365,6 @@ def test_floor_and_bottleneck_are_said_in_words() -> None:
         "environment alone 20.0 + matrix products 20.0 (acting 10.0, learning 10.0) = 40.0 µs per step; "
         "the run's best round, 10,000 steps/s, is 40% of that speed"
     )
-    alone = replace(result, floor=Floor(None, 1e-5, 1e-5)).describe_floor()
-    assert alone.startswith("without the environment, matrix products 20.0 (acting 10.0, learning 10.0) = 20.0 µs per")
     assert result.describe_bottleneck() == (
         "the environment, 50% of the time; its own steps alone would take 40% of that"
     )
@@ -370,7 +372,7 @@ def test_floor_and_bottleneck_are_said_in_words() -> None:
     on_gpu = breakdown({"rollout on the device": 0.1}, device="cuda")
     assert "matrix products as a CUDA graph 20.0" in on_gpu.describe_floor()
     assert on_gpu.describe_bottleneck() == (
-        "rollouts on the device, 100% of the time; matrix products alone would take 10% of that"
+        "rollouts on the device, 100% of the time; environment and matrix products alone would take 30% of that"
     )
 
 
@@ -381,6 +383,10 @@ LEARNS, COLLECTS = {"environment": 0.1, "learn": 0.9}, {"environment": 0.5, "lea
     ("seconds", "changes", "gpu", "tried"),
     [
         (LEARNS, {}, False, {"threads=2"}),
+        (LEARNS, {"vectorization": "sync"}, False, {"threads=2", "accelerate=compile"}),
+        (LEARNS, {"algo": "dqn", "algo_kwargs": {}}, False, {"threads=2", "accelerate=compile"}),
+        (LEARNS, {"algo": "dqn", "algo_kwargs": {}, "accelerate": "compile"}, False, {"threads=2"}),
+        (LEARNS, {"algo": "dreamer", "algo_kwargs": {}}, False, {"threads=2"}),
         (LEARNS, {"threads": 2}, True, {"threads=1", "device=cuda"}),
         (LEARNS, {"device": "cuda", "accelerate": "none"}, True, {"accelerate=graph", "device=cpu"}),
         (LEARNS, {"device": "cuda", "accelerate": "graph"}, True, {"device=cpu"}),
@@ -388,7 +394,7 @@ LEARNS, COLLECTS = {"environment": 0.1, "learn": 0.9}, {"environment": 0.5, "lea
         (COLLECTS, {"algo": "dqn", "algo_kwargs": {}, "vectorization": "sync"}, False,
          {"num_envs=8", "vectorization=device", "vectorization=async"}),
         ({"rollout on the device": 1.0}, {"vectorization": "device"}, False,
-         {"num_envs=8 (other batches)", "vectorization=auto"}),
+         {"num_envs=8 (other batches)", "vectorization=auto", "accelerate=compile"}),
         (COLLECTS, {"algo": "bc", "algo_kwargs": {}}, False, set()),
     ],
 )  # fmt: skip
@@ -418,14 +424,14 @@ def test_trials_of_long_turns_take_shorter_rollouts(
 
 
 def test_gains_of_shortened_rollouts_are_against_shortened_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pace_of(config: Any) -> float:
+    def pace_of(config: Any) -> tuple[float, float]:
         assert config.algo_kwargs["num_steps"] < 256
-        return 300.0 if config.threads == 2 else 200.0
+        return 300.0 if config.threads == 2 else 200.0, 5.0
 
     monkeypatch.setattr(bench, "pace_of", pace_of)
     monkeypatch.setattr(bench, "settings_to_try", lambda result: {"threads=2": {"threads": 2}})
     result = breakdown(LEARNS, algo_kwargs={"num_steps": 256, "minibatch_size": 8})
-    assert bench.try_settings(replace(result, pace=100.0)) == (("threads=2", 1.5),)
+    assert bench.try_settings(replace(result, pace=100.0)) == (("threads=2", 1.5, 0.0),)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.4, 3), (2.0, 1)])
@@ -451,10 +457,25 @@ def test_settings_are_tried_in_runs_of_their_own_and_the_best_comes_first(monkey
     result = breakdown(LEARNS, env_id="Acrobot-v1", vectorization="sync")
     with torch_settings_restored():
         found = replace(result, trials=bench.try_settings(result))
-    assert found.trials == (("num_envs=8", 4.0), ("threads=2", 0.5))
+    assert found.trials == (("num_envs=8", 4.0, 0.0), ("threads=2", 0.5, 0.0))
     assert found.describe_trials() == "num_envs=8: 4.00 times the steps/s; threads=2: 0.50 times"
     none = replace(result, trials=found.trials[1:])
     assert none.describe_trials() == "nothing that was tried (threads=2: 0.50 times the steps/s)"
+
+
+def test_a_setting_that_compiles_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"accelerate=compile": {"accelerate": "compile"}, "threads=2": {"threads": 2}}
+    for name, replaced in {
+        "open_session": lambda config: io.StringIO(), "play_at_random": lambda session: 1_000,
+        "begin_learning": lambda session, step: (200, 23.0), "measure_pace": lambda session, step: 200.0,
+        "settings_to_try": lambda result: changes,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(bench, name, replaced)
+    result = replace(breakdown(LEARNS), pace=100.0)
+    found = replace(result, trials=bench.try_settings(result))
+    assert found.describe_trials() == (
+        "accelerate=compile: 2.00 times the steps/s, after 22 s of compiling; threads=2: 2.00 times"
+    )
 
 
 def test_bench_tells_waiting_for_workers_from_storing(monkeypatch: pytest.MonkeyPatch) -> None:

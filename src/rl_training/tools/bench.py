@@ -44,13 +44,16 @@ REST = "rest"
 WORDS = {  # a part as a bottleneck, and what its floor consists of
     "environment": ("the environment", "its own steps alone"),
     "act": ("choosing actions", "matrix products alone"),
-    "rollout on the device": ("rollouts on the device", "matrix products alone"),
+    "rollout on the device": ("rollouts on the device", "environment and matrix products alone"),
     "wait for workers": ("waiting for workers", ""),
     "store": ("storing and sampling", ""),
     "learn": ("learning", "matrix products alone"),
     REST: ("the loop around all parts", ""),
 }
-FLOORS = {"environment": "environment", "act": "act", "rollout on the device": "act", "learn": "learn"}
+FLOORS = {
+    "environment": ("environment",), "act": ("act",), "rollout on the device": ("environment", "act"),
+    "learn": ("learn",),
+}  # fmt: skip
 MOST_RANDOM = 1_000  # random steps of a measurement before learning, whatever learning_starts says
 WORKER_SECONDS = 0.5  # of each measurement of the cost of workers
 MOST_WAITING = 10_000  # steps that a measurement waits for an update
@@ -63,10 +66,16 @@ GAIN = 1.1  # a smaller one may be noise
 
 
 class Trial(NamedTuple):
-    """A setting that was tried, and its steps/s as a multiple of the run's."""
+    """A setting that was tried, its steps/s as a multiple of the run's, and the seconds that it compiled before."""
 
     setting: str
     gain: float
+    compiling: float = 0.0
+
+    def describe(self, of: str = "") -> str:
+        """The gain, and what it costs once."""
+        once = f", after {self.compiling:.0f} s of compiling" if self.compiling else ""
+        return f"{self.setting}: {self.gain:.2f} times{of}{once}"
 
 
 @dataclass
@@ -96,9 +105,8 @@ class Breakdown:
     def describe_floor(self) -> str:
         """The floor in microseconds per step, and the share of its speed that the run reaches at its best."""
         assert self.floor is not None
-        environment, act, learn = (1e6 * (seconds or 0.0) for seconds in self.floor)
+        environment, act, learn = (1e6 * seconds for seconds in self.floor)
         alone = f"environment alone {environment:,.1f} + " if environment else ""
-        alone = "without the environment, " if self.floor.environment is None else alone
         of = f"acting {act:,.1f}, learning {learn:,.1f}" if act else "learning"
         graph = " as a CUDA graph" if self.config.device.startswith("cuda") else ""
         total = 1e6 * self.floor.total
@@ -111,16 +119,15 @@ class Breakdown:
         """The part that takes longest, and how much of that its floor takes."""
         part = max(WORDS, key=self.share)
         name, alone = WORDS[part]
-        least = getattr(self.floor, FLOORS.get(part, ""), None)
         said = f"{name}, {self.share(part):.0%} of the time"
-        if least is None:
+        if self.floor is None or part not in FLOORS:
             return said
+        least = sum(getattr(self.floor, parts) for parts in FLOORS[part])
         return f"{said}; {alone} would take {min(1.0, least * self.steps / self.seconds[part]):.0%} of that"
 
     def describe_trials(self) -> str:
         """The settings that were tried, the best first."""
-        said = [f"{setting}: {gain:.2f} times" for setting, gain in self.trials]
-        said[0] += " the steps/s"
+        said = [self.trials[0].describe(" the steps/s"), *(trial.describe() for trial in self.trials[1:])]
         return "; ".join(said) if self.trials[0].gain >= GAIN else f"nothing that was tried ({'; '.join(said)})"
 
 
@@ -149,10 +156,16 @@ def benchmark(config: TrainConfig) -> Breakdown:
 def warm_up(session: Session) -> int:
     """Take steps until learning is at full speed, since first calls are slow; returns their number."""
     first = play_at_random(session)
-    first += time_turns(session, first, 0.0)[0]
-    if session.config.accelerate != "none":  # the first steps of a learner run plainly
-        first += time_turns(session, first, PACE_SECONDS)[0]
-    return first
+    return first + begin_learning(session, first)[0]
+
+
+def begin_learning(session: Session, step: int) -> tuple[int, float]:
+    """Learn from `step` on until it is at full speed; returns steps and seconds."""
+    steps, seconds = time_turns(session, step, 0.0)
+    if session.config.accelerate == "none":
+        return steps, seconds
+    more, longer = time_turns(session, step + steps, PACE_SECONDS)  # the first steps of a learner run plainly
+    return steps + more, seconds + longer
 
 
 def measure_pace(session: Session, step: int) -> float:
@@ -167,7 +180,10 @@ def measure_pace(session: Session, step: int) -> float:
 
 
 def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
-    """Settings that may help with what takes long, as changes of the config."""
+    """Settings that may help with what takes long, as changes of the config.
+
+    Compiling would take minutes with a world model, and with native environments, whose rollouts differ in length.
+    """
     config, spec = result.config, get_algorithm_spec(result.config.algo)
     cores, on_gpu = os.cpu_count() or 1, config.device.startswith("cuda")
     tried: dict[str, dict[str, Any]] = {}
@@ -184,6 +200,10 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
         tried[f"num_envs={more}{' (other batches)' * (spec.lane == 'rollout')}"] = {"num_envs": more}
         others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
         tried |= {f"vectorization={name}": {"vectorization": name} for name in others}
+    same_shapes = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
+    slow = result.share("learn", "rollout on the device") >= MUCH
+    if not on_gpu and config.accelerate == "none" and spec.learner.steps and same_shapes and slow:
+        tried["accelerate=compile"] = {"accelerate": "compile"}  # last, because its compilers stay
     return tried
 
 
@@ -191,17 +211,21 @@ def try_settings(result: Breakdown) -> tuple[Trial, ...]:
     """What each of the settings reaches, the best first; one that is not possible here is left out."""
     trials, config = [], shorten_rollouts(result.config, result.pace)
     wanted = settings_to_try(result)
-    pace = result.pace if config is result.config or not wanted else pace_of(config)
+    pace = result.pace if config is result.config or not wanted else pace_of(config)[0]
     for setting, change in wanted.items():
-        with suppress(UserError, RuntimeError):  # refused, or too large for the GPU
-            trials.append(Trial(setting, pace_of(config.model_copy(update=change)) / pace))
+        with suppress(UserError, RuntimeError):  # refused (as `compile` without a compiler), or too large for the GPU
+            reached, start = pace_of(config.model_copy(update=change))
+            trials.append(Trial(setting, reached / pace, start if "compile" in change.values() else 0.0))
     return tuple(sorted(trials, key=lambda trial: -trial.gain))
 
 
-def pace_of(config: TrainConfig) -> float:
-    """The steps/s of a config in a session of its own."""
+def pace_of(config: TrainConfig) -> tuple[float, float]:
+    """The steps/s of a config in a session of its own, and how many seconds longer its first ones took."""
     with closing(open_session(config)) as session:
-        return measure_pace(session, warm_up(session))
+        first = play_at_random(session)
+        steps, seconds = begin_learning(session, first)
+        pace = measure_pace(session, first + steps)
+    return pace, max(0.0, seconds - steps / pace)
 
 
 def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:

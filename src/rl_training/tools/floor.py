@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.data.memory import torch_dtype
+from rl_training.envs.device import DeviceEngine, advance
 from rl_training.runtime.random_play import draw, make_stepper
 from rl_training.runtime.session import Session
 
@@ -24,16 +25,16 @@ ROUNDS, ROUND_SECONDS, GRAPHED = 3, 0.005, 20
 
 
 class Floor(NamedTuple):
-    """Seconds per environment step; the environment's are None where it runs in the same graph as the policy."""
+    """Seconds per environment step."""
 
-    environment: float | None
+    environment: float
     act: float
     learn: float
 
     @property
     def total(self) -> float:
         """One after the other, as in one process."""
-        return (self.environment or 0.0) + self.act + self.learn
+        return sum(self)
 
 
 class Products(TorchDispatchMode):
@@ -68,7 +69,8 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call among many, the best of some rounds."""
     repeats, run = 1, call
     if device.type == "cuda":
-        repeats, run = GRAPHED, capture(call, GRAPHED)
+        with suppress(RuntimeError):  # functions of a user's that cannot be captured run as plain calls
+            repeats, run = GRAPHED, capture(call, GRAPHED)
     run()
     count, best = 1, float("inf")
     for _ in range(ROUNDS):
@@ -120,9 +122,24 @@ def measure_floor(session: Session, learner: Algorithm, step: int, seconds: floa
     with acting, torch.no_grad():
         legal = None if masks is None else masks.to(device)
         learner.act(obs.to(device), learner.initial_carry(num_envs), is_first=first, action_masks=legal)
-    on_device = session.config.vectorization == "device"
-    environment = None if on_device else time_environment(session, seconds)
+    collector: Any = session.collector
+    engine = collector.stepper.engine
+    on_device = isinstance(engine, DeviceEngine)
+    environment = time_functions(engine) if on_device else time_environment(session, seconds)
     return Floor(environment, acting.time(device) / num_envs, learn)
+
+
+@torch.no_grad()
+def time_functions(engine: DeviceEngine) -> float:
+    """Seconds per step of environments that are tensor functions: as plain calls, on a GPU as a graph."""
+    resets, noise = (part[0] for part in engine.draw(1))
+    drawn = draw(engine.spaces, np.random.default_rng(0), engine.num_envs, None)
+    actions = torch.from_numpy(engine.spaces.map_actions(drawn)).to(engine.device)
+
+    def step() -> Any:
+        return advance(engine.env, engine.limit, engine.state, engine.ages, actions, noise, engine.env.reset(resets))
+
+    return time_call(step, engine.device) / engine.num_envs
 
 
 def time_environment(session: Session, seconds: float) -> float:
