@@ -216,7 +216,7 @@ def test_native_time_limit_is_the_one_asked_for() -> None:
             assert stepper.engine.env.max_episode_steps == limit  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("limit", "steps"), [(None, 220), (10, 8)])
+@pytest.mark.parametrize(("limit", "steps"), [(None, 220), (10, 8), (112, 30)])  # 112: one loses a life there
 def test_native_atari_is_atari_with_our_wrappers(limit: int | None, steps: int) -> None:
     """Without sticky actions and no-ops nothing is random, and every pixel, reward and end is that of sync."""
     pytest.importorskip("ale_py")

@@ -35,12 +35,11 @@ class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return self._last
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step, which terminates the episode if it costs a life."""
+        """One step, which terminates the episode if it costs a life and does not end the game."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        life_lost = lost(self._lives, info["lives"])
-        self.goes_on = life_lost and not (terminated or truncated)
+        self.goes_on = lost(self._lives, info["lives"]) and not (terminated or truncated)
         self._lives, self._last = info["lives"], (observation, info)
-        return observation, reward, terminated or life_lost, truncated, info
+        return observation, reward, terminated or self.goes_on, truncated, info
 
 
 def find_lives(env: gym.Env[Any, Any]) -> LifeEpisodes | None:
