@@ -4,6 +4,7 @@ kept, because with a container's PYTHONDONTWRITEBYTECODE every process of the su
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,9 +12,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
+import typer.testing
 
 sys.dont_write_bytecode = False
 torch.set_num_threads(1)
+typer.testing._get_command = cache(typer.testing._get_command)  # hundreds of tests would build all commands again
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # where Triton is installed, before anything imports it
 
