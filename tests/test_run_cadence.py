@@ -14,6 +14,7 @@ from resume_cases import StopAt, assert_same, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.algorithms.base import UpdateResult
 from rl_training.algorithms.dqn import DQN
+from rl_training.data import PrioritizedReplayBuffer
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
@@ -22,6 +23,7 @@ from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from test_prioritized_replay import OnGPU
 
 
 def steps_of(rows: list[dict[str, Any]], kind: str) -> list[int]:
@@ -433,6 +435,33 @@ def test_a_bad_loss_of_prioritized_replay_is_told_as_any_other(tmp_path: Path, m
     monkeypatch.setattr(DQN, "targets", lambda self, rows: torch.full_like(rows["rewards"], math.inf))
     with pytest.raises(TrainingFailure, match=r"the metric 'loss' is not finite at step .* \(update 1\)"):
         train(tiny("prioritized_dqn", tmp_path), console=False)
+
+
+@pytest.mark.parametrize("checkpoint_interval", [0, 4])
+def test_errors_that_a_gpu_tells_late_end_the_run_as_a_bad_loss_does(
+    checkpoint_interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads them: the next step, or a checkpoint before it. The slopes of a Huber loss stay finite."""
+    update, make, targets = PrioritizedReplayBuffer.update_priorities, Run.__init__, DQN.targets
+
+    def make_run(self: Run, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self._checks_every_update = False  # as on a GPU
+
+    def update_late(self: PrioritizedReplayBuffer, indices: Any, errors: Any) -> None:
+        update(self, indices, errors.as_subclass(OnGPU))
+
+    def break_once(self: DQN, rows: Any) -> torch.Tensor:
+        return targets(self, rows) + (math.inf if self.num_updates == 2 else 0.0)
+
+    monkeypatch.setattr(Run, "__init__", make_run)
+    monkeypatch.setattr(PrioritizedReplayBuffer, "update_priorities", update_late)
+    monkeypatch.setattr(DQN, "targets", break_once)
+    config = tiny("prioritized_dqn", tmp_path, log_interval=1000, checkpoint_interval=checkpoint_interval)
+    with pytest.raises(TrainingFailure, match=r"the metric 'loss' is not finite at step 28 \(update 3\)") as found:
+        train(config, console=False)
+    assert "priorities must be finite" in str(found.value.__cause__)
+    assert load_checkpoint(next(tmp_path.rglob("latest.ckpt")))["run"]["updates"] == (2 if checkpoint_interval else 0)
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------

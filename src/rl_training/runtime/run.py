@@ -21,7 +21,7 @@ from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger, SilentLogger
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator
-from rl_training.runtime.interruption import Interruption
+from rl_training.runtime.interruption import Interruption, can_save_after
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.progress import RecentSpeed, describe_workers
 from rl_training.runtime.run_folder import write_run_files
@@ -356,7 +356,7 @@ class Run:
         try:
             source = session.source_state()
         except Exception as error:  # because an environment is gone, for example
-            if self.abandoned or not session.collector.started:
+            if self.abandoned or not session.collector.started or not can_save_after(error):
                 raise
             self.logger.message(f"warning: {error}")
             self.abandon_turn()
@@ -402,10 +402,12 @@ class Run:
         ) from cause
 
     def find_cause(self, error: Exception) -> None:
-        """Raise that the learner is not finite, if it is not: then actions or errors that are NaN caused the error."""
+        """Raise that the learner or its last update is not finite, if so: its actions or errors caused the error."""
         bad = None
         with suppress(RuntimeError):  # a GPU may be lost
             bad = self.session.algorithm.first_bad_tensor()
+            metrics = read_metrics(self.latest)
+            bad = bad or next((name for name, value in metrics.items() if not math.isfinite(value)), None)
         if bad is not None:
             self._fail(bad, error)
 
