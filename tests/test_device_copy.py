@@ -18,12 +18,14 @@ from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, Rep
 from rl_training.data import device_copy as device_copy_module
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.experiment.config import TrainConfig
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.runtime.workflows import TrainResult, resume_training, train
 from rl_training.stores import replay as replay_store
 from rl_training.stores.replay import ReplayStore
+from test_prioritized_replay import OnGPU
 from test_replay_buffer import Episodes
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -206,36 +208,76 @@ def drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return drawn
 
 
+def brief(algo: str, folder: Path, fields: dict[str, Any]) -> TrainConfig:
+    return tiny(algo, folder, threads=1, total_timesteps=64, **{"eval_episodes": 0} | fields)
+
+
+def fail_and_resume(config: TrainConfig) -> TrainResult:
+    with pytest.raises(EnvironmentFailure, match="on purpose"):
+        train(config, callbacks=[BreakAt(45, EnvironmentFailure("on purpose"))], console=False)
+    return resume_training(next(Path(config.output_dir).rglob("latest.ckpt")), console=False)
+
+
+def end_and_resume(config: TrainConfig) -> TrainResult:
+    ended = train(config, callbacks=[BreakAt(45)], console=False)
+    assert ended.metrics["stop_reason"] == "SIGTERM"
+    return resume_training(ended.checkpoint_path, console=False)
+
+
+def assert_same_states(*pairs: tuple[TrainResult, TrainResult]) -> None:
+    for pair in pairs:
+        one, other = (load_checkpoint(result.checkpoint_path) for result in pair)
+        assert_same([one["algorithm"], one["source"]], [other["algorithm"], other["source"]])
+
+
 @pytest.mark.filterwarnings("ignore:.*middle of a turn")
 @pytest.mark.parametrize(("algo", "fields"), AHEAD)
 def test_runs_that_draw_batches_ahead_are_the_same(
     algo: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn_ahead: list[bool]
 ) -> None:
-    def config(name: str) -> Any:
-        return tiny(algo, tmp_path / name, threads=1, total_timesteps=64, **{"eval_episodes": 0} | fields)
+    def config(name: str) -> TrainConfig:
+        return brief(algo, tmp_path / name, fields)
 
-    def fail_and_resume(name: str) -> Any:
-        with pytest.raises(EnvironmentFailure, match="on purpose"):
-            train(config(name), callbacks=[BreakAt(45, EnvironmentFailure("on purpose"))], console=False)
-        return resume_training(next((tmp_path / name).rglob("latest.ckpt")), console=False)
-
-    def relabel(name: str) -> Any:
+    def relabel(name: str) -> TrainResult:
         return train(config(name), callbacks=[Relabel()], console=False)
 
-    ahead = [train(config("ahead"), console=False), fail_and_resume("failed ahead"), relabel("relabelled ahead")]
-    ahead.append(stop_and_resume(config("parts"), 17, 28))
-    ended = train(config("ended"), callbacks=[BreakAt(45)], console=False)
-    assert ended.metrics["stop_reason"] == "SIGTERM"
-    ahead.append(resume_training(ended.checkpoint_path, console=False))
+    whole, failed, relabelled = train(config("1"), console=False), fail_and_resume(config("2")), relabel("3")
+    parts, ended = stop_and_resume(config("4"), 17, 28), end_and_resume(config("5"))
     assert 0 < sum(drawn_ahead) < len(drawn_ahead)
     count = len(drawn_ahead)
     never = property(lambda self: False, lambda self, value: None)
     monkeypatch.setattr(ReplayStore, "draws_ahead", never, raising=False)
-    plain, failed, relabelled = train(config("plain"), console=False), fail_and_resume("failed"), relabel("relabelled")
+    plain = train(config("6"), console=False)
+    assert_same_states((plain, whole), (plain, parts), (plain, ended))
+    assert_same_states((fail_and_resume(config("7")), failed), (relabel("8"), relabelled))
     assert len(drawn_ahead) == count
-    for result, wanted in zip(ahead, (plain, failed, relabelled, plain, plain), strict=True):
-        state, other = (load_checkpoint(each.checkpoint_path) for each in (wanted, result))
-        assert_same([state["algorithm"], state["source"]], [other["algorithm"], other["source"]])
+
+
+LATE: list[tuple[str, dict[str, Any]]] = [
+    ("rainbow_dqn", {"kwargs": {"train_frequency": 1, "n_step": 3, "buffer_capacity": 40}}),
+    ("prioritized_dqn", {"num_envs": 3, "vectorization": "sync", "kwargs": SEVERAL | {"buffer_capacity": 45}}),
+    ("prioritized_dqn", {"eval_episodes": 1, "kwargs": {"train_frequency": 1, "eval_interval": 20}}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*middle of a turn")
+@pytest.mark.parametrize(("algo", "fields"), LATE)
+def test_runs_whose_errors_are_read_late_are_the_same(
+    algo: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(name: str) -> TrainConfig:
+        return brief(algo, tmp_path / name, fields)
+
+    plain, failed = train(config("1"), console=False), fail_and_resume(config("2"))
+    update, reads = PrioritizedReplayBuffer.update_priorities, OnGPU.reads
+    monkeypatch.setattr(
+        PrioritizedReplayBuffer, "update_priorities",
+        lambda self, indices, errors: update(self, indices, errors.as_subclass(OnGPU)),
+    )  # fmt: skip
+    late, parts = train(config("3"), console=False), stop_and_resume(config("4"), 17, 28)
+    ended = end_and_resume(config("5"))
+    assert_same_states((plain, late), (plain, parts), (plain, ended), (failed, fail_and_resume(config("6"))))
+    assert OnGPU.reads > reads
 
 
 @pytest.mark.parametrize("algo", ONE_BY_ONE)
