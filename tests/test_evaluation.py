@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 
 from env_zoo import Constant
 from resume_cases import assert_same_run, stop_and_resume, tiny
@@ -14,7 +17,10 @@ from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.recipe import read_recipe
 from rl_training.experiment import logging
 from rl_training.runtime import evaluation
-from rl_training.runtime.progress import RecentSpeed
+from rl_training.runtime import run as run_module
+from rl_training.runtime.callback import Callback
+from rl_training.runtime.progress import RecentSpeeds
+from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, train
 
 ENDLESS = 10**9
@@ -99,11 +105,72 @@ def test_the_progress_line_says_evaluating(
     assert len(rates) == 1  # an evaluation is no time of training
 
 
-def test_speed_follows_the_last_half_minute() -> None:
-    speed = RecentSpeed(1000, 50.0)
-    assert speed.update(1100, 60.0) == 10.0
-    assert speed.update(1300, 70.0) == 15.0  # since it began
+def test_speeds_follow_the_last_half_minute() -> None:
+    speeds = RecentSpeeds(50.0, 1000, 0)
+    assert speeds.update(60.0, 1100, 0) == [10.0, 0.0]
+    assert speeds.update(70.0, 1300, 40) == [15.0, 2.0]  # since they began
     for second in range(71, 140):
-        last = speed.update(1300 + 100 * (second - 70), float(second))
-    assert last == 100.0
-    assert RecentSpeed(0, 0.0).update(0, 0.0) == 0.0
+        last = speeds.update(float(second), 1300 + 100 * (second - 70), 40)
+    assert last == [100.0, 0.0]
+    assert RecentSpeeds(0.0, 0).update(0.0, 0) == [0.0]
+
+
+class Slow(CartPoleEnv):
+    """A step takes one second of a clock that only it moves."""
+
+    now = 0.0
+
+    def step(self, action: Any) -> Any:
+        Slow.now += 1.0
+        return super().step(action)
+
+
+def paces(path: Path, monkeypatch: pytest.MonkeyPatch, algo: str, **changes: Any) -> list[tuple[int, float, float]]:
+    """Step, speed and seconds left after every turn, where a step takes one second and an update nine."""
+    seen: list[tuple[int, float, float]] = []
+    Slow.now = 0.0
+    count = Run.count_update
+
+    def count_slowly(run: Run, result: Any) -> None:
+        Slow.now += 9.0
+        count(run, result)
+
+    class Watch(Callback):
+        def on_update(self, run: Run) -> None:
+            seen.append((run.step, *run.pace()))
+
+    config = tiny(algo, path, eval_episodes=0, num_envs=1, total_timesteps=200, **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
+        patch.setattr(Run, "count_update", count_slowly)
+        train(config, env=Slow, callbacks=[Watch()], console=False)
+    return seen
+
+
+def test_the_speed_of_random_steps_says_nothing_of_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TD3 once showed 5,053 steps/s and three minutes left where learning was to take two hours."""
+    every_step = {"learning_starts": 100, "train_frequency": 1, "gradient_updates_per_step": 1}
+    seen = paces(tmp_path, monkeypatch, "dqn", kwargs=every_step)
+    fills = [(speed, left) for step, speed, left in seen if step < 100]
+    assert set(fills) == {(1.0, math.inf)}
+    learns = [(step, speed, left) for step, speed, left in seen if step > 101]
+    assert learns == [pytest.approx((step, 0.1, 10 * (200 - step))) for step in range(102, 201)]
+
+
+def test_the_time_left_is_that_of_the_first_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = {"num_steps": 10}  # 19 seconds each
+    assert paces(tmp_path, monkeypatch, "a2c", kwargs=rollouts)[0] == pytest.approx((10, 10 / 19, 361))
+    assert paces(tmp_path, monkeypatch, "a2c", kwargs=rollouts, max_seconds=100)[0] == pytest.approx((10, 10 / 19, 81))
+    few = rollouts | {"max_updates": 4}
+    assert paces(tmp_path, monkeypatch, "a2c", kwargs=few)[0] == pytest.approx((10, 10 / 19, 57))
+
+
+def test_a_line_of_random_steps_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(logging, "_PLAIN_SECONDS", 0.0)
+    train(tiny("dqn", tmp_path, eval_episodes=0), console=True)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "/128" in line]
+    fills = ["  not learning yet  " in line and "eta -:--:--" in line for line in lines]
+    assert {True, False} == set(fills)
+    assert fills == sorted(fills, reverse=True)

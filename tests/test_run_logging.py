@@ -326,7 +326,7 @@ def test_the_live_line_is_redrawn_in_place_at_most_four_times_a_second(
     clock, stream = Clock(), Terminal()
     logger = make(tmp_path, console=True, clock=clock, stream=stream)
     for call in range(100):  # 10 seconds
-        logger.progress(call * 10, 50.0, 21.5, {"policy_loss": 0.123456})
+        logger.progress(call * 10, 50.0, 3.0, 21.5, {"policy_loss": 0.123456})
         clock.now += 0.1
     lines = plain(stream.getvalue()).split("\r")[1:]
     assert 30 <= len(lines) <= 41
@@ -341,7 +341,7 @@ def test_the_live_line_says_what_matters(tmp_path: Path, monkeypatch: pytest.Mon
     stream = Terminal()
     logger = make(tmp_path, console=True, total_steps=100_000, stream=stream)
     losses = {"policy_loss": torch.tensor(0.123456), "value_loss": 2.0, "entropy": math.nan, "fourth": 1.0}
-    logger.progress(25_000, 1234.4, 21.53, losses)
+    logger.progress(25_000, 1234.4, 60.8, 21.53, losses)
     bar, line = plain(stream.getvalue()).rpartition("\r")[2].split("  ", 1)
     assert bar == "━━━━━╺" + "━" * 14
     assert line.split("  ") == [
@@ -357,9 +357,9 @@ def test_the_live_line_fits_the_terminal_and_erases_a_longer_one(
     monkeypatch.setenv("COLUMNS", str(columns))
     clock, stream = Clock(), Terminal()
     logger = make(tmp_path, console=True, clock=clock, stream=stream)
-    logger.progress(999, 1e9, 1234.5, {"loss": 1.0})
+    logger.progress(999, 1e9, 0.0, 1234.5, {"loss": 1.0})
     clock.now += 1
-    logger.progress(1, 1, None)
+    logger.progress(1, 1, 999.0, None)
     logger.message("word " * 30)
     *_, first, second, _ = plain(stream.getvalue()).split("\r")
     assert len(first) <= columns
@@ -373,7 +373,7 @@ def test_a_message_stands_above_the_live_line(tmp_path: Path) -> None:
     logger = make(tmp_path, console=True, stream=stream)
     logger.message("before")
     assert stream.getvalue() == "before\n"
-    logger.progress(1, 1.0, 0.0)
+    logger.progress(1, 1.0, 999.0, 0.0)
     live = plain(stream.getvalue()).split("\r")[1]
     logger.message("saved to [run]")
     assert plain(stream.getvalue()).endswith(f"\r{live}\rsaved to [run]\n{live}")
@@ -382,7 +382,7 @@ def test_a_message_stands_above_the_live_line(tmp_path: Path) -> None:
 def test_the_live_line_of_a_run_that_ended_does_nothing_any_more(tmp_path: Path) -> None:
     stream = Terminal()
     logger = make(tmp_path, console=True, stream=stream)
-    logger.progress(1000, 1.0, 0.0, doing="evaluating")
+    logger.progress(1000, 1.0, 0.0, 0.0, doing="evaluating")
     assert "evaluating" in plain(stream.getvalue())
     logger.close()
     last = plain(stream.getvalue()).split("\r")[-1]
@@ -398,7 +398,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_five_seconds(
     clock, stream = Clock(), stream()
     logger = make(tmp_path, console=True, clock=clock, stream=stream)
     for step in range(96):  # 12 seconds
-        logger.progress(step, 10.0, 1.0)
+        logger.progress(step, 10.0, 100.0, 1.0)
         clock.now += 0.125
     logger.message("note")
     logger.close()
@@ -411,7 +411,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_five_seconds(
 def test_console_false_is_silent(tmp_path: Path) -> None:
     stream = Terminal()
     logger = make(tmp_path, console=False, stream=stream)
-    logger.progress(1, 1.0, 0.0)
+    logger.progress(1, 1.0, 999.0, 0.0)
     logger.message("text")
     assert not logger.progress_due
     logger.close()
@@ -428,7 +428,7 @@ def test_a_narrow_line_leaves_out_whole_parts(tmp_path: Path, monkeypatch: pytes
     for columns in range(60, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
         stream = Terminal()
-        make(tmp_path, console=True, stream=stream).progress(500, 10.0, 1234.5, {"loss": 0.125, "q_loss": 0.25})
+        make(tmp_path, console=True, stream=stream).progress(500, 10.0, 50.0, 1234.5, {"loss": 0.125, "q_loss": 0.25})
         shown = plain(stream.getvalue()).rpartition("\r")[2].split("  ", 1)[1].rstrip()
         assert "50%  500/1,000  10 steps/s  eta 0:00:50  return 1234  loss 0.125  q_loss 0.25".startswith(shown)
         assert shown.split("  ")[-1] in ("10 steps/s", "eta 0:00:50", "return 1234", "loss 0.125", "q_loss 0.25")
@@ -437,10 +437,10 @@ def test_a_narrow_line_leaves_out_whole_parts(tmp_path: Path, monkeypatch: pytes
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     clock, stream = Clock(), Terminal()
     logger = make(tmp_path, console=True, clock=clock, stream=stream)
-    logger.progress(1, 1.0, 0.0)
+    logger.progress(1, 1.0, 999.0, 0.0)
     stream.close()
     clock.now += 1
-    logger.progress(2, 1.0, 0.0)
+    logger.progress(2, 1.0, 998.0, 0.0)
     logger.message("text")
     logger.log(3, {"x": 1.0})
     logger.close()
@@ -450,7 +450,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
 def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
     stream = Terminal()
     stream.encoding = "latin-1"  # type: ignore[misc]
-    make(tmp_path, console=True, stream=stream).progress(500, 0.0, None)
+    make(tmp_path, console=True, stream=stream).progress(500, 0.0, math.inf, None)
     assert stream.getvalue().isascii()
     assert "---------  50%  500/1,000" in plain(stream.getvalue())
     assert "eta -:--:--" in stream.getvalue()
@@ -459,7 +459,7 @@ def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
 @pytest.mark.parametrize("total_steps", [0, 1, 10])
 def test_a_finished_or_empty_budget_is_whole(tmp_path: Path, total_steps: int) -> None:
     stream = io.StringIO()
-    make(tmp_path, console=True, total_steps=total_steps, stream=stream).progress(12, 5.0, None)
+    make(tmp_path, console=True, total_steps=total_steps, stream=stream).progress(12, 5.0, 0.0, None)
     assert stream.getvalue().startswith("100%")
     assert "eta 0:00:00" in stream.getvalue()
 

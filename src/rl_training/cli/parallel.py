@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -35,16 +36,12 @@ class Job:
     state: str = "waiting"
     step: int = 0
     speed: float = 0.0
+    seconds_left: float = math.inf
     mean: float | None = None
     run_dir: Path | None = None
     metrics: dict[str, Any] | None = None  # once it has ended
     code: int = 0
     process: Any = None
-
-    @property
-    def seconds_left(self) -> float:
-        """The remaining time at the current speed."""
-        return (self.config.total_timesteps - self.step) / self.speed if self.speed > 0 else float("inf")
 
 
 def run_parallel(
@@ -106,7 +103,7 @@ def _hear(console: Console, pipe: Connection, job: Job) -> bool:
         if not console.is_terminal:
             console.print(f"seed {job.config.seed}: {job.state} at step {job.step:,}")
     else:
-        job.step, job.speed, job.mean = values
+        job.step, job.speed, job.seconds_left, job.mean = values
     return True
 
 
@@ -175,7 +172,7 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
             if time.monotonic() - self.said >= REPORT_SECONDS:
                 self.said = time.monotonic()
                 mean = run.progress_metrics().get("episode_return_mean")
-                pipe.send(("progress", run.step, run.steps_per_second(), mean))
+                pipe.send(("progress", run.step, *run.pace(), mean))
 
     warnings.showwarning = lambda message, *_, **__: pipe.send(("said", f"warning: {message}"))
     try:

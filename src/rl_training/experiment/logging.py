@@ -89,15 +89,16 @@ class RunLogger:
         return self._clock() >= self._due
 
     def progress(
-        self, step: int, steps_per_second: float, return_mean: float | None, losses: Mapping[str, Any] | None = None,
-        workers: Sequence[str] = (), doing: str = "",
+        self, step: int, steps_per_second: float, seconds_left: float, return_mean: float | None,
+        losses: Mapping[str, Any] | None = None, workers: Sequence[str] = (), doing: str = "",
     ) -> None:  # fmt: skip
         """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds."""
         now = self._clock()
         if now < self._due or self._stream is None:
             return
         self._due, self._doing = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS), doing
-        self._print(self._describe(step, steps_per_second, return_mean, losses or {}, workers, doing), step)
+        numbers = step, steps_per_second, seconds_left, return_mean
+        self._print(self._describe(*numbers, losses or {}, workers, doing), step)
 
     def message(self, text: str) -> None:
         """Print a separate line above the live line; without a terminal, `warning: ...` becomes a Python warning."""
@@ -118,10 +119,9 @@ class RunLogger:
         self._line, self._stream, self._due = None, None, math.inf
 
     def _describe(
-        self, step: int, rate: float, return_mean: float | None, losses: Mapping[str, Any], workers: Sequence[str],
-        doing: str,
+        self, step: int, rate: float, left: float, return_mean: float | None, losses: Mapping[str, Any],
+        workers: Sequence[str], doing: str,
     ) -> str:  # fmt: skip
-        left = (self._total - step) / rate if rate > 0 else math.inf
         share = min(1.0, step / self._total) if self._total > 0 else 1.0
         parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", *([doing] if doing else [])]
         parts += [f"{rate:,.0f} steps/s", f"eta {format_duration(left)}"]

@@ -23,7 +23,7 @@ from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator
 from rl_training.runtime.interruption import Interruption, can_save_after
 from rl_training.runtime.params import Schedule
-from rl_training.runtime.progress import RecentSpeed, describe_workers
+from rl_training.runtime.progress import RecentSpeeds, describe_workers
 from rl_training.runtime.run_folder import write_run_files
 from rl_training.runtime.run_state import SCHEMA, RunState
 from rl_training.runtime.session import Session, describe_machine
@@ -86,8 +86,8 @@ class Run:
         self._resumed_at = self._last_save = time.perf_counter()
         self._save_seconds = 0.0
         self._at_start = self.step, self.train_seconds
-        self._recent = RecentSpeed(*self._at_start)
         self._logged_update = self._evaluated_step = -1
+        self._begin_speeds()
 
     # the loop's questions ----------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Run:
         self._tell("on_start")
         self._evaluate_when_due()  # a signal ended the run in this evaluation
         self._resumed_at, self._at_start = time.perf_counter(), (self.step, self.train_seconds)
-        self._recent = RecentSpeed(*self._at_start)
+        self._begin_speeds()
 
     def finished(self) -> bool:
         """Whether a budget is used up or a stop was requested."""
@@ -159,6 +159,10 @@ class Run:
     def tick(self) -> None:
         """Log, evaluate, checkpoint and stop early, each when it is due."""
         self.in_turn = self.abandoned = False
+        if self.updates == self._updates_at_start:
+            self._warms_up = True
+        elif self._warms_up:
+            self._begin_speeds()
         if self.updates >= self.next_log:
             self.next_log = self.updates - self.updates % self.config.log_interval + self.config.log_interval
             self.log_row()
@@ -212,8 +216,29 @@ class Run:
         mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
         workers = describe_workers(collected)
-        speed = self._recent.update(self.step, self.train_seconds if self.is_evaluating else self._trained_seconds())
-        self.logger.progress(self.step, speed, mean, losses, workers, "evaluating" if self.is_evaluating else "")
+        doing = "evaluating" if self.is_evaluating else "not learning yet" if self._warms_up else ""
+        self.logger.progress(self.step, *self.pace(), mean, losses, workers, doing)
+
+    def pace(self) -> tuple[float, float]:
+        """Steps per second over the last half minute of training, and seconds to the first budget that is used up.
+
+        The seconds are infinite if they are not known: steps before the first update say nothing of those that follow,
+        which learn too. So the speed begins anew there.
+        """
+        seconds = self.train_seconds if self.is_evaluating else self._trained_seconds()
+        speeds = self._recent.update(seconds, self.step, self.updates)
+        budgets = (self.config.total_timesteps - self.step, speeds[0]), (self._updates_left(), speeds[1])
+        left = [] if self._warms_up else [amount / speed for amount, speed in budgets if speed > 0]
+        left += [] if self.config.max_seconds is None else [self.config.max_seconds - seconds]
+        return speeds[0], max(0.0, min(left, default=math.inf))
+
+    def _updates_left(self) -> float:
+        return math.inf if self.params.max_updates is None else self.params.max_updates - self.updates
+
+    def _begin_speeds(self) -> None:
+        """Measure the speed from here on."""
+        self._recent = RecentSpeeds(self._trained_seconds(), self.step, self.updates)
+        self._updates_at_start, self._warms_up = self.updates, False
 
     def steps_per_second(self) -> float:
         """Steps of this process over its training time."""
