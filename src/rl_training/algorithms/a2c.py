@@ -22,7 +22,7 @@ def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
 
 
 class A2C(ActorCriticAlgorithm):
-    """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages and returns."""
+    """The A2C learner. A batch is a rollout [T, N], or flat rows [B] with advantages and returns."""
 
     reads_logprobs = False
     steps = ("gradient_step",)
@@ -40,7 +40,7 @@ class A2C(ActorCriticAlgorithm):
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def gradient_step(self, rows: Batch) -> dict[str, Tensor]:
-        """One gradient step on rows [B]; its metrics."""
+        """Take one gradient step on rows [B] and return its metrics."""
         advantages = self.scale_advantages(rows["advantages"])
         policy, backward = self.trace(rows)
         terms = {**policy._asdict(), "advantages": advantages, "returns": rows["returns"]}
@@ -48,7 +48,7 @@ class A2C(ActorCriticAlgorithm):
         return {**losses, "grad_norm": self.optimizer.apply_gradients(backward(*losses.slopes))}
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step on the whole rollout."""
+        """Take one gradient step on the whole rollout."""
         rows = self.rows(batch)
         metrics = self.gradient_step(rows)
         self.move_normalizers(rows)

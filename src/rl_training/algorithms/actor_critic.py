@@ -13,11 +13,11 @@ from rl_training.algorithms.ops.policy import approx_kl
 from rl_training.algorithms.ops.returns import gae
 from rl_training.algorithms.optimization import Backward, Optimizer
 
-MOST_NUMBERS = 16  # per row, taken one by one on a GPU, whose `index_select` spends a block of threads on a row
+MOST_NUMBERS = 16  # per row; a GPU gathers these one by one, because `index_select` spends a block of threads on a row
 
 
 class RewardScale(nn.Module):
-    """Rewards divided by the running deviation of the discounted return, then clipped; no mean is subtracted."""
+    """Divide rewards by the running deviation of the discounted return, then clip them; no mean is subtracted."""
 
     ranks: Any = None
 
@@ -31,7 +31,7 @@ class RewardScale(nn.Module):
 
     @torch.no_grad()
     def forward(self, rewards: Tensor, cuts: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Fold rewards [T, N] into the statistics and scale them; the discounted return restarts at every cut."""
+        """Add rewards [T, N] to the statistics and scale them; the discounted return restarts at every cut."""
         running = torch.zeros_like(rewards[0]) if self.running is None else self.running
         returns = torch.empty_like(rewards)
         keep = self.gamma * (~cuts).to(rewards.dtype)
@@ -79,7 +79,7 @@ class ActorCriticAlgorithm(PolicyActing):
         self.reward_scale = RewardScale(gamma) if normalize_rewards else None
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
-        """Log-probabilities, values and entropy [B] of rows, and a function from a loss's slopes there to gradients."""
+        """Log-probabilities, values and entropy [B] of rows, and a function that maps their slopes to gradients."""
         inputs = rows["obs"], rows["actions"], rows.get("action_masks")
         return self.optimizer.trace(self.policy, *inputs, call=self.policy.evaluate_actions)
 
@@ -96,7 +96,7 @@ class ActorCriticAlgorithm(PolicyActing):
     def successor_values(self, values: Tensor, batch: Batch) -> Tensor:
         """Value of each row's successor [T, N]: the final observation's at a truncation, the bootstrap in the last row.
 
-        The learning critic values `bootstrap_obs` [N, ...]; without it the batch has `bootstrap_value`.
+        The learner's critic evaluates `bootstrap_obs` [N, ...]; without it the batch has `bootstrap_value`.
         """
         given = "bootstrap_obs" not in batch
         last = batch["bootstrap_value"].to(values.dtype) if given else self.policy.values(batch["bootstrap_obs"])
@@ -107,12 +107,12 @@ class ActorCriticAlgorithm(PolicyActing):
 
     @torch.no_grad()
     def value_finals(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch with `final_obs` replaced by `truncation_values` [T, N] from the learning critic."""
+        """Replace `final_obs` in the batch with `truncation_values` [T, N] from the learner's critic."""
         others = {name: value for name, value in batch.items() if name != "final_obs"}
         if "final_obs" not in batch:
             return others
         truncated = batch["truncated"]
-        if batch["final_obs"].dim() == 3 and not truncated.is_cpu:  # finding the few rows would make the host wait
+        if batch["final_obs"].dim() == 3 and not truncated.is_cpu:  # finding these rows would make the host wait
             values = self.policy.values(batch["final_obs"].flatten(0, 1))
             return others | {"truncation_values": values.view_as(truncated)}
         rows = truncated.flatten().nonzero().squeeze(-1)
@@ -137,7 +137,7 @@ class ActorCriticAlgorithm(PolicyActing):
         return rows if indices is None else select_rows(rows, indices)
 
     def rows_and_indices(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
-        """All rows of the batch, flat, and the row indices of those that are not resets; None if no row is one."""
+        """All rows of the batch, flat, and the indices of the rows that are not resets (None if no row is one)."""
         if "rewards" in batch and "advantages" not in batch:
             advantages, returns = self.advantages(batch)
             batch = {**batch, "advantages": advantages, "returns": returns}
@@ -148,13 +148,13 @@ class ActorCriticAlgorithm(PolicyActing):
         return rows, None if valid is None else valid.flatten().nonzero().squeeze(-1)
 
     def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Advantages for the loss, normalized over all ranks on request."""
+        """Advantages for the loss, normalized (over all ranks) if the learner does that."""
         return normalize(advantages, weights, self.ranks) if self.normalize_advantages else advantages
 
     def move_normalizers(self, rows: Batch) -> None:
-        """Fold the observations just learned from into the running statistics.
+        """Add the observations just learned from to the running statistics.
 
-        After learning: while it learns, a policy must see observations as the policy that acted saw them.
+        Call it after learning: while it learns, a policy must see observations as the policy that acted saw them.
         """
         observation_input = getattr(self.policy, "observation_input", None)
         if observation_input is not None:
@@ -162,7 +162,7 @@ class ActorCriticAlgorithm(PolicyActing):
 
 
 def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Whether each row terminated, and whether its episode ended there either way.
+    """Whether each row terminated, and whether it terminated or was truncated.
 
     Without `terminated`, rows with `dones` but not `truncated` terminated.
     """
@@ -175,7 +175,7 @@ def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
-    """How far the policy is from the one that acted, per sample: approx_kl, and whether the ratio left its range."""
+    """Per-sample distance from the policy that acted: `approx_kl`, and whether the ratio left its clip range."""
     apart = logratio.detach()
     return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
 

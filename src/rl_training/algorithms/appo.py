@@ -30,14 +30,14 @@ METRICS = (
 
 
 def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
-    """From what `impala_loss` takes; the surrogate's ratio is target over behavior probability."""
+    """Takes the inputs of `impala_loss`; the surrogate's ratio is target over behavior probability."""
     logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
     gain = clipped_surrogate(logratio, batch["pg_advantages"], clip_coef)
     return vtrace_losses(batch, gain, ent_coef, vf_coef, ratio_statistics(logratio, clip_coef))
 
 
 class APPO(IMPALA):
-    """The learner; batches as IMPALA's. Minibatches are whole trajectories, since V-trace is recomputed on each."""
+    """The APPO learner. Batches are those of IMPALA. Minibatches are whole trajectories: each recomputes V-trace."""
 
     steps = ("minibatch_step",)
 
@@ -67,7 +67,7 @@ class APPO(IMPALA):
             yield {name: x.index_select(0 if "bootstrap" in name else 1, chosen) for name, x in rollout.items()}
 
     def minibatch_step(self, rollout: Batch) -> Tensor:
-        """One gradient step on trajectories [T, B]; returns its metrics in the order of METRICS."""
+        """Take one gradient step on trajectories [T, B]; return its metrics in the order of METRICS."""
         (policy, backward), weights = self.trace_rollout(rollout), rollout.get("weights")
         terms = {**rollout, **policy}
         if self.target is None:
@@ -109,7 +109,7 @@ class APPO(IMPALA):
         self.target.load_state_dict(self.policy.state_dict())
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """`update_epochs` passes over the rollout; each minibatch recomputes V-trace, since the values change."""
+        """Make `update_epochs` passes over the rollout; each minibatch recomputes V-trace, since the values change."""
         rollout = self.trajectories(batch)
         steps: list[Tensor] = []
         for _ in range(self.update_epochs):

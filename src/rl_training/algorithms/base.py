@@ -1,4 +1,4 @@
-"""`Algorithm`: the base class of every learner. An author writes `act` and `learn`; the rest is here."""
+"""`Algorithm`: the base class of every learner. Subclasses write `act` and `learn`; this class has the shared code."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array
 class UpdateResult:
     """The result of one update.
 
-    Metrics may stay tensors until they are read, since most never are; a tensor of several numbers is read as its mean.
-    `watch` names the metric that every update checks for being finite; it must be one number.
+    Metrics may stay tensors until they are read, since most are never read. A tensor of several numbers is read as its
+    mean. `watch` names the metric that is checked for NaN and infinity after every update; it must be one number.
     """
 
     metrics: dict[str, Any]
@@ -37,7 +37,7 @@ class UpdateResult:
     watch: str = "loss"
 
     def __post_init__(self) -> None:
-        """Release the graphs behind losses."""
+        """Release the autograd graphs of losses."""
         for name, value in self.metrics.items():
             if isinstance(value, Tensor) and value.requires_grad:
                 self.metrics[name] = value.detach()
@@ -45,7 +45,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class ActOutput:
-    """Actions [N, ...], what is stored with them (logprobs, values, ...), and recurrent state."""
+    """Actions [N, ...], the values stored with them (logprobs, values, ...), and recurrent state."""
 
     actions: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -55,15 +55,15 @@ class ActOutput:
 class Algorithm(nn.Module):
     """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete.
 
-    `numbers` is the table of what a schedule may change: its entries are attributes of the learner, and its optimizers
-    read them at every step. None means not set. They come from the config, so no state holds them.
+    `numbers` is the table of numbers that a schedule may change. Its entries are attributes of the learner, and the
+    optimizers read them at every step. None means not set. They come from the config, so `state_dict` omits them.
     """
 
-    ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
+    ranks: Any = None  # the other learners of a distributed run (runtime/ranks.py); None in a run of one process
     synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
-    steps: tuple[str, ...] = ()  # methods that `accelerate` may compile, and capture (see `CapturedStep`)
-    graphs: tuple[str, ...] = ()  # methods that call the steps and are captured instead of them, where there are such
-    eager_part: ClassVar[str] = ""  # the part of an update that they leave out, in words
+    steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
+    graphs: tuple[str, ...] = ()  # methods that call the steps; if there are any, they are captured instead
+    eager_part: ClassVar[str] = ""  # describes the part of an update that is neither a step nor a graph
 
     def __new__(cls, *_: Any, **arguments: Any) -> Any:
         check_bounds(arguments)
@@ -80,40 +80,40 @@ class Algorithm(nn.Module):
         self.generator = torch.Generator()
         self.seed(int(torch.randint(2**31 - 1, (), device="cpu")))
 
-    # what an author writes -------------------------------------------------------------------------------------
+    # what a subclass writes ------------------------------------------------------------------------------------
 
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
         action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
-        """Actions for observations [N, ...]."""
+        """Choose actions for observations [N, ...]."""
         raise NotImplementedError
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One update from one batch."""
+        """Make one update from one batch."""
         raise NotImplementedError
 
     def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
-        """One update of a dynamics model; only model-based learners have one."""
+        """Make one update of the dynamics model; only model-based learners have one."""
         raise NotImplementedError(f"{type(self).__name__} has no dynamics model")
 
     def acting(self) -> nn.Module:
-        """Policy and normalizer only: what acting, evaluation and prediction need."""
+        """The modules that acting, evaluation and prediction need: policy and normalizer."""
         raise NotImplementedError
 
     def numpy_policy(self) -> NumpyPolicy | None:
-        """Acting on the same weights without torch, if the acting network is small enough to gain from it."""
+        """A function that acts on the same weights without torch; None if the network is too large to gain from it."""
         make = getattr(self.acting(), "numpy_policy", None)
         return None if make is None else make()
 
     def initial_carry(self, n: int) -> Carry:
-        """Recurrent state of `n` environments at the start; None for a policy without memory."""
+        """Initial recurrent state of `n` environments; None for a policy without memory."""
         return None
 
     # what is shared --------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, *, phase: str = "policy", global_step: int = 0, sync: bool = True) -> UpdateResult:
-        """Set train mode, call `learn` (or `update_model`) and count it; with `sync`, metrics become floats."""
+        """Set train mode, call `learn` (or `update_model`) and count the update; with `sync`, metrics become floats."""
         if not self.training:
             self.train()
         result = self.learn(batch) if phase == "policy" else self.update_model(batch)
@@ -149,10 +149,10 @@ class Algorithm(nn.Module):
     def make_optimizer(
         self, name: str, parameters: Iterable[nn.Parameter], learning_rate: str = "learning_rate", **options: Any
     ) -> Optimizer:
-        """An optimizer that is part of the state; `name` is its place in the state and in error messages.
+        """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
-        Its kind is the learner's unless the options name another. `learning_rate`, `eps` and `max_grad_norm` are names
-        in `numbers` ("a|b" is a if that is set, else b), or numbers that no schedule changes.
+        It has the learner's kind of optimizer unless the options name another. `learning_rate`, `eps` and
+        `max_grad_norm` are names in `numbers` ("a|b" is a if that is set, else b), or numbers that no schedule changes.
         """
         options = {"kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"} | options
         optimizer = Optimizer(parameters, learning_rate=learning_rate, numbers=self.numbers, **options)
@@ -177,7 +177,7 @@ class Algorithm(nn.Module):
         self.generator.manual_seed(seed)  # in place, since a captured step may draw from it
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Refuse `to`, `cuda`, `double` and the like: optimizers, targets, generator and graphs would stay behind."""
+        """Refuse `to`, `cuda`, `double` and the like: they would not move optimizers, targets, generator and graphs."""
         if any(fn(parameter.detach()).data_ptr() != parameter.data_ptr() for parameter in self.parameters()):
             raise UserError(
                 f"{type(self).__name__} cannot be moved to another device, dtype or memory format; change its networks "
@@ -200,7 +200,7 @@ class Algorithm(nn.Module):
         self.generator.set_state(state["generator"])
 
     def first_bad_tensor(self) -> str | None:
-        """Name of a parameter or buffer that holds a NaN or an infinity."""
+        """Name of the first parameter or buffer that has a NaN or an infinity; None if all are finite."""
         for name, value in [*self.named_parameters(), *self.named_buffers()]:
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 return name
@@ -208,7 +208,7 @@ class Algorithm(nn.Module):
 
 
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats, a tensor of several numbers as their mean, with one transfer for all of them."""
+    """Convert metrics to floats (a tensor of several numbers to its mean), with one transfer for all of them."""
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     floats = {name: float(value) for name, value in metrics.items() if name not in tensors}
     if tensors:

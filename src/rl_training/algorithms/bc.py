@@ -1,7 +1,7 @@
 """BC: behavioral cloning, the policy as a supervised learner of recorded actions (Pomerleau 1988, ALVINN).
 
-Every kind of action has one loss, the negative log-likelihood -log pi(a|s): cross-entropy for choices, and
-a Gaussian's for continuous actions, whose deviation learns what its mean cannot explain.
+Every kind of action uses the same loss, the negative log-likelihood -log pi(a|s): the cross-entropy for discrete
+actions, and a Gaussian's for continuous ones, whose deviation learns what its mean cannot explain.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def bc_loss(batch: Batch, ent_coef: float = 0.0) -> dict[str, Tensor]:
 
 
 class BC(ActorCriticAlgorithm):
-    """The learner; the batch has obs and actions [B], and sometimes `heldout_obs` and `heldout_actions` to evaluate.
+    """The BC learner. A batch has obs and actions [B], and sometimes `heldout_obs` and `heldout_actions` to evaluate.
 
-    `heldout_loss` is the last one computed; before any held-out rows have come, it is the loss of the first batch.
+    `heldout_loss` is the most recent one; before the first held-out rows, it is the loss of the first batch.
     """
 
     steps = ("gradient_step",)
@@ -46,7 +46,7 @@ class BC(ActorCriticAlgorithm):
         return losses, policy.mode().detach()
 
     def gradient_step(self, obs: Tensor, actions: Tensor) -> dict[str, Tensor]:
-        """One gradient step on recorded rows [B]; its metrics."""
+        """Take one gradient step on recorded rows [B] and return its metrics."""
         losses, modes = self.losses(obs, actions)
         if actions.is_floating_point():
             fit = {"mse": (modes - actions).square().mean()}
@@ -56,7 +56,7 @@ class BC(ActorCriticAlgorithm):
         return {**metrics, "grad_norm": self.optimizer.step(losses["loss"])}
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step on the batch; the held-out rows are evaluated before it."""
+        """Take one gradient step on the batch, after evaluating the held-out rows."""
         if "heldout_obs" in batch:
             with torch.no_grad():
                 self.heldout_loss.copy_(self.losses(batch["heldout_obs"], batch["heldout_actions"])[0]["loss"])

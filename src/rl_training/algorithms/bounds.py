@@ -1,4 +1,4 @@
-"""Bounds of the numbers that learners' constructors take, by name, the same for every learner."""
+"""Bounds of the numbers that learners' constructors take, by name; they are the same for every learner."""
 
 from __future__ import annotations
 

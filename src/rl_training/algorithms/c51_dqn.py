@@ -20,7 +20,7 @@ from rl_training.errors import UserError
 
 
 class C51DQN(QLearning):
-    """The learner; `q_network` maps [B, ...] to logits [B, A, num_atoms] on atoms from `v_min` to `v_max`."""
+    """The C51 learner. `q_network` maps [B, ...] to logits [B, A, num_atoms] on atoms from `v_min` to `v_max`."""
 
     def __init__(
         self, *, q_network: nn.Module, v_min: float = -10.0, v_max: float = 10.0, num_atoms: int = 51, **options: Any

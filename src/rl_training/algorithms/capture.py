@@ -1,4 +1,4 @@
-"""A learner's steps as CUDA graphs, compiled or not, and the numbers that they read in place."""
+"""Run a learner's steps as CUDA graphs (compiled or not), and keep the numbers that graphs read in place."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from torch import Tensor
 
 Step = Callable[..., Any]
 CAPTURING = ("cuda",)  # devices whose kernels can be captured
-PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd set themselves up in the first of them
-MOST_GRAPHS = 16  # of one step; each keeps its own memory
-MOST_CAPTURES = 64  # of one step: inputs that come in more shapes than that seldom repeat one
-CAPTURING_STREAM = threading.RLock()  # held by whoever uses the one stream of a device's captures
-# What a kernel takes by value, or Python branches on.
+PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd initialize themselves in the first of them
+MOST_GRAPHS = 16  # per step; each graph keeps its own memory
+MOST_CAPTURES = 64  # per step: inputs with more shapes than that seldom repeat one
+CAPTURING_STREAM = threading.RLock()  # held while a thread uses `capture_stream`
+# Numbers that a kernel takes by value, or that Python code branches on.
 BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
 OUTSIDE = frozenset({"target_kl", "penalty_coef"})  # no step reads them
 ACTING = frozenset({"epsilon", "exploration_noise"})  # a CPU reads them in numpy, so they stay floats there
 
 
 class Numbers(dict[str, Any]):
-    """A learner's table of numbers: floats, or None where one is not set.
+    """A learner's table of numbers: floats, or None for a number that is not set.
 
     With a `device`, a number that is set becomes a 0-dim tensor there, and later values are written into it, so that a
-    captured step reads them. That includes numbers that do not change yet: a resumed run would otherwise round
+    captured step reads them. This includes numbers that have not changed yet: a resumed run would otherwise round
     differently.
-    `constants` are what a step does not read in place: floats, and where the tensors are. A graph belongs to them.
+    `constants` are the values that a graph cannot read in place: floats, and the addresses of the tensors. A graph is
+    valid only for the constants that it was captured with.
     """
 
     device: torch.device | None = None
@@ -54,12 +55,12 @@ class Numbers(dict[str, Any]):
         self.constants = (self._failures, *places)
 
     def drop_graphs(self) -> None:
-        """Replay no graph that was captured before: it draws from the state that the generator had."""
+        """Invalidate all graphs captured so far: they would draw from an old state of the generator."""
         self._failures += 1
         self._find_constants()
 
     def __reduce__(self) -> Any:
-        """A copy has what is a float here as a float, and its tensors are elsewhere."""
+        """Copy floats as floats; the copy has its own tensors."""
         return Numbers, (dict(self),), {"device": self.device}
 
     @staticmethod
@@ -68,7 +69,7 @@ class Numbers(dict[str, Any]):
         return BY_VALUE | OUTSIDE | (ACTING if device.type == "cpu" else frozenset())
 
     def update(self, *others: Any, **values: float | None) -> None:
-        """Like `dict.update`, one by one."""
+        """Like `dict.update`, but through `__setitem__`."""
         for name, value in dict(*others, **values).items():
             self[name] = value
 
@@ -79,15 +80,15 @@ def can_capture(numbers: Numbers) -> bool:
 
 
 def capture_step(step: Step, numbers: Numbers, generator: torch.Generator) -> Step:
-    """The step, which may draw from the generator, captured if the numbers' device can capture."""
+    """Wrap a step, which may draw from the generator, in a `CapturedStep` if the numbers' device can capture."""
     return CapturedStep(step, numbers, generator) if can_capture(numbers) else step
 
 
 class CapturedStep:
-    """A step, run plainly for its first calls, then captured once per signature of its inputs and replayed.
+    """A step that runs as plain code at first, is then captured once per input signature, and replayed after that.
 
-    Its inputs and outputs are tensors in tuples, lists and dicts. It draws from the given generator only, reads no
-    tensor on the host and changes tensors only in place. Every call is one step, captured or not.
+    Its inputs and outputs are tensors in tuples, lists and dicts. It draws only from the given generator, reads no
+    tensor on the host and changes tensors only in place. Every call computes one step, captured or not.
     """
 
     def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator | None = None) -> None:
@@ -98,18 +99,18 @@ class CapturedStep:
         self._can_capture = True
 
     def __call__(self, *inputs: Any) -> Any:
-        """The function's result, which the next call does not overwrite."""
+        """Return the function's result, which the next call does not overwrite."""
         if not self._can_capture and not self._graphs:
             return self.function(*inputs)
         tensors: list[Tensor] = []
         key = self.numbers.constants, _sign(inputs, tensors)
         graph = self._graphs.get(key)
         if graph is not None:
-            self._graphs[key] = self._graphs.pop(key)  # the one that was used last comes last
+            self._graphs[key] = self._graphs.pop(key)  # most recently used last
             return graph.replay(tensors)
         if not self._can_capture:
             return self.function(*inputs)
-        if len(self._calls) > 4 * MOST_GRAPHS:  # signatures that never come back
+        if len(self._calls) > 4 * MOST_GRAPHS:  # signatures that are not repeated
             self._calls.clear()
         self._calls[key] += 1
         if self._calls[key] <= PLAIN_CALLS:
@@ -133,19 +134,19 @@ class CapturedStep:
         return graph.replay(tensors)
 
     def _stop(self, reason: str) -> None:
-        """Capture no more."""
+        """Stop capturing, with a warning."""
         self._can_capture = False
         warnings.warn(f"{getattr(self.function, '__qualname__', 'step')} {reason}", stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graphs: a copy of a learner captures its own."""
+        """Leave out the graphs: a copy of a learner captures its own."""
         return {**self.__dict__, "_graphs": {}, "_calls": Counter(), "_captures": 0}
 
     def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
-        """Run on a side stream, as CUDA graphs require of warm-up calls.
+        """Run on a side stream, as CUDA graphs require for warm-up calls.
 
-        It is the stream of captures. Torch has 32 streams and gives them out in turn, so that a new one may be the one
-        on which another thread captures.
+        This uses the stream of captures. Torch hands out 32 streams in turn, so a new one could be the stream on which
+        another thread is capturing.
         """
         with CAPTURING_STREAM, torch.cuda.device(_device_of(inputs)):
             stream, before = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
@@ -161,19 +162,19 @@ class CapturedStep:
 
 @cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """One stream for all captures on a device and the calls before them: each stream has its own cuBLAS workspace."""
+    """One stream for all captures and warm-up calls on a device: each stream has its own cuBLAS workspace."""
     return torch.cuda.Stream(device)
 
 
 def free_generator(generator: torch.Generator) -> None:
-    """Let it draw again after a failed capture, which leaves it waiting for the capture to end."""
+    """Make a generator usable after a failed capture, which leaves it waiting for the capture to end."""
     fresh = torch.Generator(generator.device)
     fresh.set_state(generator.get_state())
     generator.graphsafe_set_state(fresh)
 
 
 class Recording:
-    """One captured call, with its own memory for inputs and outputs. Recording runs none of the kernels."""
+    """One captured call, with its own memory for inputs and outputs. Capturing does not run the kernels."""
 
     graph: Any
 
@@ -186,26 +187,26 @@ class Recording:
         self.inputs: list[Tensor] = []
         _sign(own, self.inputs)
         kinds = [tensor.dtype for tensor in self.inputs]
-        # by dtype, since only tensors of one dtype are copied by one kernel
+        # by dtype, because one kernel copies only tensors of one dtype
         self.groups = [[i for i, kind in enumerate(kinds) if kind == one] for one in dict.fromkeys(kinds)]
         self.record(lambda: self.keep(function(*own)))
 
     def record(self, function: Callable[[], None]) -> None:
         """Capture the kernels of a function."""
         collects = gc.isenabled()
-        gc.disable()  # freeing the graph of a finished run would end the capture
+        gc.disable()  # freeing the graph of a finished run would abort the capture
         try:
-            with torch.cuda.device(self.device):  # another device's kernels would run, not be captured
+            with torch.cuda.device(self.device):  # kernels on another device would run instead of being captured
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
-                if self.generator is not None:  # a replay draws from where the generator is, and moves it on
+                if self.generator is not None:  # a replay draws from the generator's current state and advances it
                     self.graph.register_generator_state(self.generator)
                 stream, before = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
                 try:
                     with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                         function()
                 except RuntimeError:
-                    torch.cuda.set_stream(before)  # a failed capture does not leave its own
+                    torch.cuda.set_stream(before)  # a failed capture leaves its own stream set
                     for generator in (torch.cuda.default_generators[torch.cuda.current_device()], self.generator):
                         if generator is not None:
                             free_generator(generator)
@@ -215,11 +216,11 @@ class Recording:
                 gc.enable()
 
     def keep(self, outputs: Any) -> None:
-        """Keep the outputs; part of what is captured."""
+        """Keep the outputs; this runs inside the capture."""
         self.outputs = Joined(outputs)
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        """Run it on other inputs of the same shapes."""
+        """Run the graph on other inputs of the same shapes."""
         for group in self.groups:
             torch._foreach_copy_([self.inputs[i] for i in group], [tensors[i] for i in group])
         self.graph.replay()
@@ -227,20 +228,20 @@ class Recording:
 
 
 class Joined:
-    """A tree of tensors, joined into one tensor per dtype, so that one kernel copies them."""
+    """A tree of tensors, joined into one tensor per dtype, so that one kernel copies all of a dtype."""
 
     def __init__(self, tree: Any) -> None:
         tensors: list[Tensor] = []
         self.tree = map_tensors(Tensor.detach, tree)
         _sign(self.tree, tensors)
-        tensors.sort(key=lambda tensor: tensor.dim() > 0)  # numbers first, which one call separates
+        tensors.sort(key=lambda tensor: tensor.dim() > 0)  # 0-dim tensors first: one call separates them
         kinds = {tensor.dtype: [own for own in tensors if own.dtype == tensor.dtype] for tensor in tensors}
         self.joined = {kind: torch.cat([own.reshape(-1) for own in owns]) for kind, owns in kinds.items()}
         self.numbers = {kind: sum(own.dim() == 0 for own in owns) for kind, owns in kinds.items()}
         self.sizes = {kind: [own.numel() for own in owns if own.dim()] for kind, owns in kinds.items()}
 
     def copy(self, function: Callable[[Tensor], Tensor]) -> Any:
-        """The tree as it is now, made of what the function returns for the tensor of each dtype."""
+        """Apply the function to the joined tensor of each dtype, and return the results as a tree."""
         numbers, others = {}, {}
         for kind, joined in self.joined.items():
             found, count, sizes = function(joined), self.numbers[kind], self.sizes[kind]
@@ -257,7 +258,7 @@ class Joined:
 
 
 def _sign(tree: Any, tensors: list[Tensor]) -> Any:
-    """What a graph of these inputs depends on; their tensors are added to the list in order."""
+    """The signature of inputs, for which a graph is valid; adds their tensors to the list in order."""
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return tree.shape, tree.dtype
@@ -269,7 +270,7 @@ def _sign(tree: Any, tensors: list[Tensor]) -> Any:
 
 
 def _device_of(tree: Any) -> torch.device | None:
-    """The device of its first tensor."""
+    """The device of the first tensor in a tree."""
     tensors: list[Tensor] = []
     _sign(tree, tensors)
     return tensors[0].device if tensors else None

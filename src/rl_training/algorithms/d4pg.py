@@ -2,8 +2,8 @@
 
 DDPG with a critic that gives a categorical distribution of the return on fixed atoms: the n-step Bellman target of the
 target distribution at mu'(s') is projected onto the atoms (Bellemare et al. 2017) and learned by cross-entropy, and the
-actor climbs the expectation. Here one process collects; the paper has many. Targets trail by `tau` per update, as
-in DDPG; the paper copies them periodically, which is `tau` 1 with a `target_update_interval`.
+actor maximizes the expectation. Here one process collects; the paper uses many. Target networks move by `tau` per
+update, as in DDPG; the paper copies them periodically, which is `tau` 1 with a `target_update_interval`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def d4pg_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class D4PG(DDPG):
-    """The learner; `model` has `support` [K], `actor(obs)`, `distribution_logits(obs, actions)` [B, K] and `q_values`.
+    """The D4PG learner. `model` has `support` [K], `actor`, `distribution_logits(obs, actions)` [B, K] and `q_values`.
 
     Priorities are the cross-entropies. `v_min`, `v_max` and `num_atoms`, when given, must match the model.
     """
@@ -55,7 +55,7 @@ class D4PG(DDPG):
                 raise UserError(f"{name} is {value}; the model was made with {found[name]}.")
 
     def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-        """One gradient step on the cross-entropy to the projected target; its metrics, and priorities [B]."""
+        """Take one gradient step on the cross-entropy to the projected target; return metrics and priorities [B]."""
         support = self.model.support
         with torch.no_grad():
             next_obs, target = batch["next_obs"], self.target_network

@@ -1,7 +1,7 @@
 """DDPG: deep deterministic policy gradient (Lillicrap et al. 2016, arXiv:1509.02971).
 
 The critic regresses on y = r + g Q'(s', mu'(s')); the actor follows the deterministic policy gradient
-grad_a Q(s, a) grad_theta mu(s) at a = mu(s) (Silver et al. 2014); both targets trail by `tau` per update.
+grad_a Q(s, a) grad_theta mu(s) at a = mu(s) (Silver et al. 2014); both target networks move by `tau` per update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def clip_rows(gradients: Tensor, clip: float) -> Tensor:
 
 
 class DDPG(GaussianExploration):
-    """The learner; `model` has `actor(obs)`, `critics(features, actions)` [E, B], `features(obs)` and `q_values` [B].
+    """The DDPG learner. `model` has `actor(obs)`, `critics(features, actions)` [E, B], `features(obs)`, `q_values` [B].
 
     `action_gradient_clip` bounds the norm of each sample's dQ/da, as in D4PG's public code.
     """
@@ -48,7 +48,7 @@ class DDPG(GaussianExploration):
     policy_delay = 1
     steps = ("critic_step", "actor_step")
     graphs = ("update_step",)
-    target_update_interval: int | None = None  # updates between the targets' moves; None: with the actor's steps
+    target_update_interval: int | None = None  # updates between target updates; None: with every actor step
 
     def __init__(
         self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
@@ -84,7 +84,7 @@ class DDPG(GaussianExploration):
         return self.target_network.q_values(next_obs, self.target_network.actor(next_obs))
 
     def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-        """One gradient step on the Bellman error; its metrics, and priorities [B]."""
+        """Take one gradient step on the Bellman error; return metrics and priorities [B]."""
         with torch.no_grad():
             next_values = self.target_values(batch["next_obs"], noise)
             targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_values)
@@ -95,17 +95,17 @@ class DDPG(GaussianExploration):
         return losses, (targets - q_values).abs_().mean(0)
 
     def actor_step(self, obs: Tensor) -> dict[str, Tensor]:
-        """One step along the deterministic policy gradient."""
+        """Take one step along the deterministic policy gradient."""
         actions = self.model.actor(obs)
         if self.action_gradient_clip is not None:
-            longest = self.action_gradient_clip / len(obs)  # the loss is a mean, of which each row's dQ/da is a share
+            longest = self.action_gradient_clip / len(obs)  # the loss is a mean over rows
             actions.register_hook(lambda gradients: clip_rows(gradients, longest))
         losses = actor_loss(self.model.q_values(obs, actions))
         self.actor_optimizer.step(losses["actor_loss"])
         return losses
 
     def update_step(self, batch: Batch, with_actor: bool, with_targets: bool) -> tuple[dict[str, Tensor], Tensor]:
-        """A critic step, and on request an actor step and a target update; metrics, and priorities [B]."""
+        """Take a critic step and, on request, an actor step and a target update; return metrics and priorities [B]."""
         metrics, priorities = self.critic_step(batch, self.draw_noise(batch["actions"]))
         if with_actor:
             self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())
@@ -114,7 +114,7 @@ class DDPG(GaussianExploration):
         return {**metrics, "actor_loss": self.last_actor_loss.clone()}, priorities
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One update step, after every `policy_delay` of them with the actor and the targets."""
+        """Make one update; every `policy_delay` updates it includes the actor and the targets."""
         with_actor, with_targets = (
             (self.num_updates + 1) % every == 0
             for every in (self.policy_delay, self.target_update_interval or self.policy_delay)

@@ -30,14 +30,14 @@ def dqn_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class DQN(QLearning):
-    """The learner; `q_network` is any module [B, ...] -> [B, A]."""
+    """The DQN learner. `q_network` is any module [B, ...] -> [B, A]."""
 
     def __init__(self, *, q_network: nn.Module, **options: Any) -> None:
         super().__init__(q_network=q_network, **options)
         self.make_target()
 
     def targets(self, rows: Batch) -> Tensor:
-        """[B]."""
+        """Bellman targets [B]."""
         next_q = self.target_network(rows["next_obs"])
         scores = self.next_scores(rows, next_q)
         next_values = double_q_values(q_selector=scores, q_value=next_q) if self.double_q else scores.amax(-1)

@@ -49,7 +49,7 @@ class ReturnScale(nn.Module):
 
     @torch.no_grad()
     def update(self, returns: Tensor) -> Tensor:
-        """Fold returns in; returns the divisor of advantages, []."""
+        """Update the average with these returns; return the divisor of advantages, []."""
         ordered = returns.flatten().sort().values
         low, high = (ordered[round(share * (len(ordered) - 1))] for share in RETURN_QUANTILES)
         self.ends.lerp_(torch.stack([low, high]), 1.0 - self.decay)
@@ -64,10 +64,10 @@ class Dream(NamedTuple):
 
 
 class Dreamer(Algorithm):
-    """The learner; `world_model`, `actor` and `critic` as in `models.dreamer` and `models.dreamer_behavior`.
+    """The Dreamer learner. `world_model`, `actor` and `critic` are in `models.dreamer` and `models.dreamer_behavior`.
 
-    The carry of acting is [N, F + A]: h and z of the last state, and the action taken there. Without `capture` no part
-    of an update is captured or compiled.
+    The recurrent state for acting is [N, F + A]: h and z of the last state, and the action taken there. Without
+    `capture`, no part of an update is captured or compiled.
     """
 
     steps: tuple[str, ...] = ("train_step",)
@@ -115,7 +115,7 @@ class Dreamer(Algorithm):
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False, **_: Any
     ) -> ActOutput:
-        """Filter the observation into the state and act on it; deterministic takes modes of state and action."""
+        """Update the state with the observation and act on it; deterministic uses the modes of state and action."""
         model, rows = self.world_model, obs.shape[0]
         carry = self.initial_carry(rows) if carry is None else carry
         is_first = torch.zeros(rows, dtype=torch.bool, device=obs.device) if is_first is None else is_first
@@ -136,7 +136,7 @@ class Dreamer(Algorithm):
     # learning --------------------------------------------------------------------------------------------------
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One update of world model, actor and critic from windows [B, L]: obs, actions, rewards, terminated, is_first.
+        """Update world model, actor and critic from windows [B, L]: obs, actions, rewards, terminated, is_first.
 
         A row is an arrival: `actions[t]` led to `obs[t]`. Noise is drawn here; the rest is straight-line tensor code.
         """
@@ -145,7 +145,7 @@ class Dreamer(Algorithm):
         return UpdateResult(dict(zip(METRICS, values.unbind(), strict=True)), watch="world_model_loss")
 
     def prepare(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch time first, [L, B, ...], actions as the world model reads them, and all noise of the update."""
+        """The batch with time first, [L, B, ...], actions in the world model's form, and all noise of the update."""
         length, rows = batch["rewards"].shape[1], batch["rewards"].shape[0]
         inputs = {name: batch[name].transpose(0, 1).contiguous() for name in ("obs", "rewards", "is_first")}
         inputs["terminated"] = batch["terminated"].transpose(0, 1).float()
@@ -155,7 +155,7 @@ class Dreamer(Algorithm):
         return inputs
 
     def train_step(self, inputs: Batch) -> Tensor:
-        """The whole update; its metrics [len(METRICS)]."""
+        """Make the whole update and return its metrics [len(METRICS)]."""
         model_metrics, starts = self.world_model_step(inputs)
         with torch.no_grad(), self._autocast():
             dream = self.imagine(starts, inputs["dream_noise"], inputs["action_noise"])
@@ -164,7 +164,7 @@ class Dreamer(Algorithm):
         return torch.stack([metrics[name].detach().float() for name in METRICS])
 
     def world_model_step(self, inputs: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """One gradient step on eq. 4; metrics, and the posterior features [L * B, F] without a gradient."""
+        """Take one gradient step on eq. 4; return metrics and the posterior features [L * B, F] without a gradient."""
         model = self.world_model
         obs = model.prepare(inputs["obs"])
         with self._autocast():
@@ -193,7 +193,7 @@ class Dreamer(Algorithm):
         return Dream(torch.stack(visited), torch.stack(taken))
 
     def behavior_step(self, dream: Dream, alive: Tensor) -> dict[str, Tensor]:
-        """One gradient step of the critic and one of the actor on a dream; `alive` [N] is 0 where it starts at an end.
+        """Take one critic step and one actor step on a dream; `alive` [N] is 0 where it starts at a termination.
 
         R_t = r_{t+1} + g c_{t+1} ((1 - l) v_{t+1} + l R_{t+1}); a step's weight is the chance of reaching its state.
         """
@@ -210,7 +210,7 @@ class Dreamer(Algorithm):
         returns = lambda_returns(rewards=rewards, discounts=discounts, next_values=values[1:], lambda_=self.gae_lambda)
         weights = torch.cat([alive.unsqueeze(0), discounts[:-1]]).cumprod(0)
         scale = self.return_scale.update(returns)
-        # Cross-entropy is linear in its target: to the returns and, as a regularizer, to the slow critic's values.
+        # Cross-entropy is linear in its target, so one covers the returns and the slow critic's values (a regularizer).
         codes = self.critic.codes(returns) + self.critic.codes(slow_values)
         critic_loss = (weights * categorical_cross_entropy(logits[:-1].float(), codes)).mean()
         advantages = (returns - values[:-1]) / scale

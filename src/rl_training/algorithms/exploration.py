@@ -1,4 +1,4 @@
-"""Acting that learners share: with a deterministic policy (DDPG and its subclasses, NAF), or with one that samples."""
+"""Acting code that learners share: for deterministic policies (DDPG and its subclasses, NAF) and stochastic ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_training.algorithms.base import ActOutput, Algorithm, Carry, NumpyPolicy
 
 
 class GaussianExploration(Algorithm):
-    """A learner whose `model.actor(obs)` is mu(s) in [-1, 1], and which explores with Gaussian noise."""
+    """A learner whose `model.actor(obs)` is mu(s) in [-1, 1] and that explores with Gaussian noise."""
 
     model: Any
     exploration_noise: float  # the deviation of the noise; a schedule may change it

@@ -22,7 +22,7 @@ from rl_training.errors import UserError
 
 
 class FQF(QLearning):
-    """The learner; `q_network` has `propose` and a `fraction_layer`, and what IQN needs (see `MLPFQFNetwork`)."""
+    """The FQF learner. `q_network` has `propose`, a `fraction_layer`, and what IQN needs (see `MLPFQFNetwork`)."""
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 1e-3, fraction_learning_rate: float = 2.5e-9,
@@ -59,7 +59,7 @@ class FQF(QLearning):
         return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
 
     def trace(self, rows: Any) -> tuple[Tensor, Backward]:
-        """Quantiles [B, A, N] at the midpoints of the fractions that the network proposes, which are added to rows."""
+        """Quantiles [B, A, N] at the midpoints of the network's proposed fractions, which it adds to rows."""
         features = self.q_network.features(rows["obs"])
         fractions = self.q_network.propose(features)
         rows.update(features=features.detach(), fractions=fractions)
@@ -83,7 +83,7 @@ class FQF(QLearning):
         return SampleTerms(losses, slopes, losses, q_values, targets, metrics, head_loss)
 
     def step_head(self, terms: SampleTerms) -> None:
-        """A gradient step of the fractions; neither optimizer reaches the other's parameters."""
+        """Take a gradient step on the fractions; neither optimizer changes the other's parameters."""
         assert terms.head_loss is not None
         self.fraction_optimizer.step(terms.head_loss)
 

@@ -3,11 +3,11 @@
 A discriminator D(s, a) learns to tell the expert's pairs (label 1) from the policy's (label 0); its output for the
 policy's pairs is the reward from which PPO, unchanged, learns. The environment's own reward is never read.
 
-Absorbing states (Kostrikov et al. 2019, arXiv:1809.02925): where episodes can end early, a reward that is always
-positive pays for staying alive and one that is always negative for ending, whatever the expert did. So an end leads to
-an absorbing state, in which the episode stays: the discriminator sees it once per step that either side spends there
-until the horizon, and an end is worth gamma / (1 - gamma) times its reward. That sum goes on past the horizon,
-because the value of a truncated episode (PPO bootstraps it) is also that of an episode that never ends.
+Absorbing states (Kostrikov et al. 2019, arXiv:1809.02925): if episodes can end early, a reward that is always positive
+rewards staying alive, and one that is always negative rewards ending, whatever the expert did. So a termination leads
+to an absorbing state, in which the episode stays. The discriminator sees this state once per step that expert or policy
+would spend there until the horizon, and a termination is worth gamma / (1 - gamma) times the state's reward. That sum
+continues past the horizon, because PPO bootstraps the value of a truncated episode as if it never ended.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def penalize_gradient(logits: Tensor, inputs: Sequence[Tensor], target: float = 
     """(||dD/d inputs|| - target)^2 per row [B], the norm over all inputs [B, ...] together; has a gradient itself."""
     gradients = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
     squares = torch.stack([gradient.flatten(1).square().sum(-1) for gradient in gradients]).sum(0)
-    return ((squares + 1e-12).sqrt() - target).square()  # at 0 the root's slope is infinite
+    return ((squares + 1e-12).sqrt() - target).square()  # because the slope of the root is infinite at 0
 
 
 class Pairs(NamedTuple):
-    """What one side visited: obs [B, ...], actions [B, ...], and its total steps in the absorbing state."""
+    """The pairs of one side (expert or policy): obs, actions [B, ...], and its total steps in the absorbing state."""
 
     obs: Tensor
     actions: Tensor
@@ -71,7 +71,7 @@ class Pairs(NamedTuple):
 
 
 class GAIL(PolicyActing):
-    """The learner; the batch is a rollout [T, N] as for PPO, with expert_obs and expert_actions [E].
+    """The GAIL learner. A batch is a rollout [T, N] as for PPO, with expert_obs and expert_actions [E].
 
     With `absorbing_states` it also has `absorbing_steps` [T, N] and `expert_absorbing_steps` [E]: how many steps until
     the horizon follow a row that terminated. With `discriminator_updates` 0 the discriminator is not trained; a new
@@ -103,11 +103,11 @@ class GAIL(PolicyActing):
 
     @property
     def policy(self) -> Any:
-        """PPO's policy, which acts here with this learner's generator."""
+        """PPO's policy; here it acts with this learner's generator."""
         return self.ppo.policy
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """Discriminator steps, its rewards in place of the environment's, then PPO's own `learn`."""
+        """Train the discriminator, replace the environment's rewards with its rewards, then call PPO's `learn`."""
         expert, generated = self.sides(batch)
         observation_input = getattr(self.discriminator, "observation_input", None)
         if observation_input is not None:
@@ -135,17 +135,17 @@ class GAIL(PolicyActing):
         return Pairs(batch["expert_obs"], batch["expert_actions"], expert_steps), Pairs(obs, actions, steps)
 
     def draw(self, expert: Pairs, generated: Pairs, penalizes: bool) -> tuple[list[Any], Tensor | None]:
-        """Steps of both sides, and how far between their pairs the gradient is penalized."""
+        """Draw steps of both sides, and the interpolation shares at which the gradient is penalized."""
         drawn = [side.draw(self.discriminator_batch_size, self.generator) for side in (expert, generated)]
         obs, pairs = drawn[0][0], min(len(side[0]) for side in drawn)
         return drawn, torch.rand(pairs, generator=self.generator, device=obs.device) if penalizes else None
 
     def discriminator_step(self, drawn: Sequence[Any], shares: Tensor | None) -> None:
-        """One gradient step of the discriminator."""
+        """Take one gradient step of the discriminator."""
         self.discriminator_optimizer.step(self.discriminator_losses(drawn, shares)["discriminator_loss"])
 
     def discriminator_losses(self, drawn: Sequence[Any], shares: Tensor | None) -> dict[str, Tensor]:
-        """`gail_loss` of steps drawn from both sides, with a gradient penalty at the `shares` [P] between them."""
+        """`gail_loss` of steps from both sides, with a gradient penalty at `shares` [P] of the way between them."""
         obs, actions, absorbing = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         count = len(drawn[0][0])
         logits = self.discriminator(obs, actions, *[absorbing] * self.absorbing_states)
@@ -174,7 +174,7 @@ class GAIL(PolicyActing):
         """The rewards [T, N]; a termination adds the absorbing state's rewards, forever."""
         if not self.absorbing_states:
             return rewards
-        one = batch["obs"][0, :1], batch["actions"][0, :1]  # any row: nothing of it is read
+        one = batch["obs"][0, :1], batch["actions"][0, :1]  # any row: its values are not read
         absorbing = self.discriminator(*one, torch.ones(1, dtype=torch.bool, device=rewards.device))
         worth = REWARD_FORMS[self.reward_form](absorbing) * (self.gamma / (1.0 - self.gamma))
         return torch.where(read_ends(batch)[0], rewards + worth, rewards)

@@ -1,4 +1,4 @@
-"""Steps between the host and a device as CUDA graphs: numpy arrays in and out, through pinned memory."""
+"""CUDA graphs that take numpy arrays from the host and return numpy arrays, through pinned memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rl_training.algorithms.capture import CapturedStep, Joined, Numbers, Record
 
 
 class HostStep(CapturedStep):
-    """A step between the host and a state on a device: `function(tensors, state) -> (tensors, state)`.
+    """A step with inputs on the host and a state on a device: `function(tensors, state) -> (tensors, state)`.
 
-    It takes and returns numpy arrays, through pinned memory: a call is a launch and a copy that waits for it. It is
-    captured if the numbers have a device.
+    It takes and returns numpy arrays, through pinned memory: a call launches a graph, then copies its results and waits
+    for them. It is captured if the device of the numbers can capture.
     """
 
     def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator, device: torch.device) -> None:
-        # as a graph reads them: products of columns may round differently
+        # in the memory layout that a graph reads: products of transposed tensors may round differently
         by_rows: dict[str, Any] = {} if device.type == "cpu" else {"memory_format": torch.contiguous_format}
 
         @wraps(function)
@@ -33,7 +33,7 @@ class HostStep(CapturedStep):
         self._can_capture = can_capture(numbers)
 
     def __call__(self, arrays: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], Any]:
-        """The function's result, which the next call does not overwrite."""
+        """Return the function's result, which the next call does not overwrite."""
         found, state = super().__call__({name: torch.from_numpy(array) for name, array in arrays.items()}, state)
         return {name: tensor.numpy() for name, tensor in found.items()}, state
 
@@ -45,7 +45,7 @@ class HostStep(CapturedStep):
 
 
 class HostRecording(Recording):
-    """A captured call of a `HostStep`, with pinned memory for what it takes from the host and returns."""
+    """A captured call of a `HostStep`, with pinned memory for its inputs and outputs on the host."""
 
     def __init__(
         self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None, device: torch.device
@@ -60,18 +60,18 @@ class HostRecording(Recording):
 
     @staticmethod
     def allocate(like: Tensor, device: torch.device) -> Tensor:
-        """Memory on the host that the device can read and write by itself."""
+        """Allocate host memory that the device can read and write directly (pinned for CUDA)."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
 
     def keep(self, outputs: Any) -> None:
-        """Keep results and state apart."""
+        """Keep results and state separately."""
         found, state = outputs
         self.found = Joined(found)
         super().keep(state)
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        """Run it on other inputs of the same shapes, and wait for the results."""
-        for own, tensor in zip(self.given.values(), tensors, strict=False):  # the others are the state's
+        """Run the graph on other inputs of the same shapes, and wait for the results."""
+        for own, tensor in zip(self.given.values(), tensors, strict=False):  # the remaining tensors belong to the state
             own.copy_(tensor)
         state = super().replay(tensors[len(self.given) :])
         return self.found.copy(self._fetch), state

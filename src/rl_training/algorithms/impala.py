@@ -27,7 +27,7 @@ def vtrace_losses(
     batch: Batch, gain: tuple[Tensor, Tensor], ent_coef: float, vf_coef: float,
     statistics: dict[str, Tensor] | None = None,
 ) -> Losses:  # fmt: skip
-    """The losses of a policy's gain, with V-trace targets for the critic and statistics of what V-trace did."""
+    """The losses of a policy's gain, with V-trace targets for the critic and statistics of the V-trace ratios."""
     targets = batch["vtrace_targets"].detach()
     did = {
         "rho_mean": (batch["target_logprobs"].detach() - batch["behavior_logprobs"]).exp(),
@@ -38,11 +38,11 @@ def vtrace_losses(
 
 
 class IMPALA(ActorCriticAlgorithm):
-    """The learner; the batch is a rollout [T, B] with the actor's `behavior_logprobs` and the `bootstrap_obs` [B, ...]
-    after it, which the learning critic evaluates at every step (or a given `bootstrap_value` [B]).
+    """The IMPALA learner. A batch is a rollout [T, B] with the actor's `behavior_logprobs` and the `bootstrap_obs`
+    [B, ...] after it, which the learner's critic evaluates at every step (or a given `bootstrap_value` [B]).
 
-    `gae_lambda` below 1 shortens the traces (not in the paper); without `importance_correction` every ratio is 1, as
-    a control that shows what V-trace contributes.
+    `gae_lambda` below 1 shortens the traces (not in the paper). Without `importance_correction` every ratio is 1; this
+    is a control that shows what V-trace contributes.
     """
 
     reads_values = False
@@ -62,7 +62,7 @@ class IMPALA(ActorCriticAlgorithm):
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def trajectories(self, batch: Batch) -> dict[str, Tensor]:
-        """The rollout [T, B] with what V-trace reads: rewards, discounts, cuts, weights, log-probabilities of mu."""
+        """The rollout [T, B] with the inputs of V-trace: rewards, discounts, cuts, weights, log-probabilities of mu."""
         names = (
             "obs", "actions", "action_masks", "behavior_logprobs", "truncated",
             "bootstrap_obs", "bootstrap_value", "final_obs", "truncation_values",
@@ -73,7 +73,7 @@ class IMPALA(ActorCriticAlgorithm):
         return rollout
 
     def trace_rollout(self, rollout: Batch) -> tuple[dict[str, Tensor], Backward]:
-        """target_logprobs, values and entropy [T, B] of the learning policy, and the backward pass, as in `trace`."""
+        """target_logprobs, values and entropy [T, B] of the learner's policy, and the backward pass, as in `trace`."""
         rows = {name: rollout[name].flatten(0, 1) for name in ("obs", "actions", "action_masks") if name in rollout}
         policy, backward = self.trace(rows)
         shape = rollout["rewards"].shape
@@ -97,7 +97,7 @@ class IMPALA(ActorCriticAlgorithm):
         )  # fmt: skip
 
     def gradient_step(self, rollout: Batch) -> dict[str, Tensor]:
-        """One gradient step on trajectories [T, B]; its metrics."""
+        """Take one gradient step on trajectories [T, B] and return its metrics."""
         policy, backward = self.trace_rollout(rollout)
         targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], self.pg_rho_clip)
         terms = {**rollout, **policy, "vtrace_targets": targets, "pg_advantages": advantages}
@@ -105,7 +105,7 @@ class IMPALA(ActorCriticAlgorithm):
         return {**losses, "grad_norm": self.optimizer.apply_gradients(backward(*losses.slopes))}
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step on the whole rollout."""
+        """Take one gradient step on the whole rollout."""
         metrics = self.gradient_step(self.value_finals(self.trajectories(batch)))
         self.move_normalizers(flat_obs(batch))
         return UpdateResult(metrics)

@@ -19,7 +19,7 @@ from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerm
 
 
 class IQN(QLearning):
-    """The learner; `q_network` has `features`, `quantiles` and `expected_values` (see `MLPIQNNetwork`)."""
+    """The IQN learner. `q_network` has `features`, `quantiles` and `expected_values` (see `MLPIQNNetwork`)."""
 
     def __init__(
         self, *, q_network: nn.Module, num_quantiles: int = 32, num_target_quantiles: int | None = None,

@@ -2,7 +2,8 @@
 
 SAC whose batches are mostly imagined: an ensemble of probabilistic networks learns p(r, s' - s | s, a) from real
 transitions, and short rollouts of the current policy through it start at real states. `fit` does all of the
-model's learning. The code that makes batches decides when to fit, when to roll out and what a batch holds.
+model's learning. The code that makes batches (`stores/model_rollouts.py`) decides when to fit, when to roll out and
+what a batch holds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 
 HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
-PATIENCE, LEAST_GAIN = 5, 0.01  # a fit stops after this many epochs in which no member's error falls by this share
+PATIENCE, LEAST_GAIN = 5, 0.01  # stop after this many epochs in which no member's error falls by this fraction
 Termination = Callable[[Tensor], Tensor]  # next observations [B, O] -> whether the episode ends there [B]
 
 
@@ -41,7 +42,7 @@ def mbpo_model_loss(batch: Batch, name: str = "mbpo_model_loss") -> dict[str, Te
 
 
 def dynamics_targets(batch: Batch) -> Tensor:
-    """What the model predicts: reward and change of observation, [..., 1 + O]."""
+    """The model's targets: reward and change of observation, [..., 1 + O]."""
     return torch.cat([batch["rewards"].unsqueeze(-1), batch["next_obs"] - batch["obs"]], -1)
 
 
@@ -59,7 +60,7 @@ def termination_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 class MBPO(SAC):
-    """The learner; `policy_model` as SAC's, `dynamics_model(obs, actions, members)` -> means, logvars, termination."""
+    """The MBPO learner. `policy_model` is SAC's; `dynamics_model(obs, actions, members)` gives means, logvars, ends."""
 
     model_loss_name = "mbpo_model_loss"
     synonyms = {"policy_learning_rate": "learning_rate"}
@@ -72,7 +73,7 @@ class MBPO(SAC):
         model_learning_rate: float = 1e-3, model_weight_decay: float = 0.0, num_elites: int | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        """`num_elites`: all but two of the members unless given; `options` are SAC's."""
+        """`num_elites` is the number of members minus two unless given; `options` are SAC's."""
         members = dynamics_model.num_ensembles
         elites = max(1, members - 2) if num_elites is None else num_elites
         if not 1 <= elites <= members:
@@ -90,11 +91,11 @@ class MBPO(SAC):
         self.fit_metrics: dict[str, Tensor | float] = {}  # of the last fit
 
     def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
-        """One gradient step of every member."""
+        """Take one gradient step of every member."""
         return UpdateResult(self.model_step(batch), watch=self.model_loss_name)
 
     def model_step(self, batch: Batch) -> dict[str, Tensor]:
-        """One gradient step of every member: on its own rows [E, B, ...], or all on the same [B, ...]; its metrics.
+        """Take one gradient step of every member, on its own rows [E, B, ...] or all on the same [B, ...].
 
         The termination head learns if the batch has `terminated`.
         """
@@ -116,7 +117,7 @@ class MBPO(SAC):
 
     @torch.no_grad()
     def heldout_errors(self, batch: Batch) -> Tensor:
-        """Mean squared error of each member on rows [B, ...] that none learned from, in standardized units: [E].
+        """Mean squared error of each member on held-out rows [B, ...], in standardized units: [E].
 
         If the batch has `terminated`, the termination head's cross-entropy is added.
         """
@@ -128,11 +129,11 @@ class MBPO(SAC):
     def fit(
         self, data: Mapping[str, Tensor], rng: np.random.Generator, most_updates: int, batch_size: int
     ) -> Iterator[Batch]:
-        """Batches for `update_model` from rows [N, ...] until the held-out error stops falling; then elites are chosen.
+        """Yield `update_model` batches from rows [N, ...] until the held-out error stops falling, then choose elites.
 
         A fifth of the rows is held out; each member learns from its own bootstrap sample of the rest, [E, B, ...].
-        It starts from the weights of the last fit and ends with those of its best epoch, where gains count above one
-        percent. The weights from before do not compete: they have seen most held-out rows in earlier fits.
+        A member starts from the weights of the last fit and ends with those of its best epoch; only gains above one
+        percent count. The initial weights are not a candidate: they have seen most held-out rows in earlier fits.
         """
         total = len(data["rewards"])
         order, held = rng.permutation(total), min(max(1, int(HELDOUT_SHARE * total)), MOST_HELDOUT)
@@ -162,15 +163,15 @@ class MBPO(SAC):
 
     @torch.no_grad()
     def imagine(self, obs: Tensor, terminates: Termination | None = None) -> dict[str, Tensor]:
-        """One step of the current policy in the model from [B, O]: transitions, in another row order.
+        """Take one step of the current policy in the model from [B, O]; return transitions, in another row order.
 
         A random elite computes each row: the shuffled rows are cut into equal groups, and each of the shuffled elites
-        takes one. Ends come from `terminates`, or from the model's head.
+        takes one. Terminations come from `terminates`, or from the model's head.
         """
         rows, count, device = len(obs), len(self.elites), obs.device
         elites = self.elites[torch.randperm(count, generator=self.generator, device=device)]
         order = torch.randperm(rows, generator=self.generator, device=device)
-        size = -(-rows // count)  # the last group is filled up with rows whose second copy is dropped below
+        size = -(-rows // count)  # the last group is padded with copies of rows, which are dropped below
         obs = obs[order[torch.arange(size * count, device=device) % rows]]
         actions = self.act(obs).actions
         means, logvars, logits = self.dynamics_model(obs.view(count, size, -1), actions.view(count, size, -1), elites)

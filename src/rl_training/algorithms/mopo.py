@@ -1,8 +1,8 @@
 """MOPO: model-based offline policy optimization (Yu et al. 2020, arXiv:2005.13239).
 
-MBPO on recorded data alone. The model is fitted once, and imagined rewards are lowered where it is unsure:
-r~ = r - lambda max_i |sigma_i(s, a)|, the norm over the deviations of reward and change of observation, in the
-environment's own units, and the maximum over all members. Lambda 0 is MBPO on the same data, to the bit.
+MBPO on recorded data alone. The model is fitted once, and imagined rewards are lowered where it is uncertain:
+r~ = r - lambda max_i |sigma_i(s, a)|. The norm is over the deviations of reward and change of observation, in the
+environment's own units; the maximum is over all members. With lambda 0 this is MBPO on the same data, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def mopo_model_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class MOPO(MBPO):
-    """The learner; like MBPO, with `penalty_coef` (lambda)."""
+    """The MOPO learner: MBPO with `penalty_coef` (lambda)."""
 
     model_loss_name = "mopo_model_loss"
 
@@ -30,7 +30,7 @@ class MOPO(MBPO):
         self.numbers["penalty_coef"] = penalty_coef
 
     def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:
-        """Predicted rewards [B] less the penalty."""
+        """Predicted rewards [B] minus the penalty."""
         return rewards - self.penalty_coef * self.uncertainty(obs, actions) if self.penalty_coef else rewards
 
     def uncertainty(self, obs: Tensor, actions: Tensor) -> Tensor:

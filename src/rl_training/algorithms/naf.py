@@ -29,7 +29,7 @@ def naf_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class NAF(GaussianExploration):
-    """The learner; `model` has `actor(obs)` [B, A], `q_values(obs, actions)` [B] and `state_values(obs)` [B]."""
+    """The NAF learner. `model` has `actor(obs)` [B, A], `q_values(obs, actions)` [B] and `state_values(obs)` [B]."""
 
     steps = ("critic_step",)
 
@@ -45,11 +45,11 @@ class NAF(GaussianExploration):
         self.target_network: Any = self._target.network
 
     def acting(self) -> nn.Module:
-        """The network: mu shares its torso with V and L."""
+        """The whole network, because mu shares its torso with V and L."""
         return self.model
 
     def critic_step(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """One gradient step on the Bellman error; its metrics, and priorities [B]."""
+        """Take one gradient step on the Bellman error; return metrics and priorities [B]."""
         with torch.no_grad():
             next_values = self.target_network.state_values(batch["next_obs"])
             targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_values)
@@ -59,7 +59,7 @@ class NAF(GaussianExploration):
         return losses, (targets - q_values.detach()).abs_()
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """A gradient step and a target update."""
+        """Take a gradient step and update the target."""
         metrics, priorities = self.critic_step(transition_columns(batch))
         self._target.polyak_(self.tau)
         self.model.observation_input.update(batch["obs"])

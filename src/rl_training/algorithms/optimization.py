@@ -1,7 +1,7 @@
 """Parameters as one flat tensor, and the optimizers over it: gradient, clipping and step in one call.
 
-A small network spends its update on overhead, not on arithmetic. One flat tensor makes the gradient norm, Adam, a
-target copy and a polyak step one operation each, for any number of layers.
+An update of a small network is mostly overhead, not arithmetic. With one flat tensor, the gradient norm, Adam, a
+target copy and a Polyak step are one operation each, for any number of layers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
 PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
 OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
-MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # of parameters on a GPU, and numbers in each
-BLOCK = 65_536  # numbers that Adam's kernel gives to one of a GPU's processors, or one tensor if that is shorter
+MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # how a GPU's flat parameters are split (see `split_evenly`)
+BLOCK = 65_536  # elements that Adam's kernel assigns to one multiprocessor; a shorter tensor gets one too
 
 
 def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], Tensor]:
@@ -51,16 +51,16 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
             return _flatten_dense_tensors(tensors)
         end += tensor.nbytes
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbors by accident
+    if end > storage.data_ptr() + storage.nbytes():  # adjacent in memory, but not in one storage
         return _flatten_dense_tensors(tensors)
     return first.as_strided(((end - start) // first.itemsize,), (1,))
 
 
 def split_evenly(flat: Tensor) -> tuple[Tensor, ...]:
-    """[P] in pieces that start where a GPU can load four numbers at once; whole if it has a block for each of them.
+    """Split [P] into pieces that are aligned to four numbers; do not split if P fills enough blocks anyway.
 
-    On an H200 Adam's step of 140,000 parameters takes 27 microseconds in one piece and 5 in 32, of 10 million 77 and
-    106.
+    On an H200, Adam's step takes 27 microseconds in one piece and 5 in 32 for 140,000 parameters, and 77 and 106 for
+    10 million.
     """
     if len(flat) > MOST_PIECES * BLOCK:
         return (flat,)
@@ -86,7 +86,7 @@ class Optimizer(nn.Module):
     may be names in the table `numbers`, which is read at every step; "a|b" is a if that is set, else b.
     """
 
-    ranks: Any = None  # the learners that this one learns with, where there are several (runtime/ranks.py)
+    ranks: Any = None  # the other learners of a distributed run (runtime/ranks.py); None in a run of one process
     learning_rate = _number("learning_rate")
     eps = _number("eps")
     max_grad_norm = _number("max_grad_norm")
@@ -130,17 +130,17 @@ class Optimizer(nn.Module):
             self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Join the parameters of a copy, since a parameter is copied without the tensor that it is a view of."""
+        """Join the parameters of a copy: copying a parameter does not copy the flat tensor that it is a view of."""
         super().__setstate__(state)
         self.flat = join_parameters(self._params)
 
     def step(self, loss: Tensor) -> Tensor:
-        """Differentiate a loss, clip, and move the parameters; returns the gradient norm before clipping."""
+        """Differentiate a loss, clip, and update the parameters; return the gradient norm before clipping."""
         return self.apply_gradients(differentiate((loss,), (self._one,), self._params))
 
     def trace(self, network: Any, *inputs: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Backward]:
-        """Outputs of a network, or of its method `call`, without a graph, and a function from a loss's slopes there to
-        the parameters' gradients: the network's own (`network.trace`) if it has one, else autograd's."""
+        """Outputs of a network (or of its method `call`) without an autograd graph, and a function that maps a loss's
+        slopes at them to parameter gradients: the network's own (`network.trace`) if it has one, else autograd's."""
         own = network.trace(*inputs) if hasattr(network, "trace") else None
         if own is not None:
             return own
@@ -161,7 +161,7 @@ class Optimizer(nn.Module):
         return [x if y is None else y if x is None else x + y for x, y in zip(gradients, more, strict=True)]
 
     def apply_gradients(self, gradients: Gradients) -> Tensor:
-        """Clip and move the parameters along given gradients, one per parameter in order; none carries a graph."""
+        """Clip the given gradients (one per parameter, in order, without autograd graphs) and update the parameters."""
         grad = getattr(gradients, "flat", None)
         if grad is None:
             pairs = zip(self._params, gradients, strict=True)
@@ -169,7 +169,7 @@ class Optimizer(nn.Module):
         if self.ranks is not None:
             self.ranks.mean_(grad)
         norm, longest = torch.linalg.vector_norm(grad), self.max_grad_norm
-        if longest is not None and (not norm.is_cpu or norm.item() > longest):  # looking is free on a CPU
+        if longest is not None and (not norm.is_cpu or norm.item() > longest):  # reading the norm is free on a CPU
             grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
         self._move(grad)
         return norm
@@ -191,7 +191,7 @@ class Optimizer(nn.Module):
             square, inside = self.square, self.kind == "rmsprop_tf"
             square.lerp_(grad * grad, 1 - self.decay)
             root = (square + self.eps).sqrt_() if inside else square.sqrt().add_(self.eps)
-        if isinstance(rate, Tensor):  # which the kernels below take by value only
+        if isinstance(rate, Tensor):  # the kernels below take the rate by value
             grad, rate = grad * rate, 1.0
         if self.kind == "sgd":
             self.flat.add_(grad, alpha=-rate)

@@ -31,7 +31,7 @@ def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) ->
 
 
 class PPO(ActorCriticAlgorithm):
-    """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
+    """The PPO learner. A batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
     steps = ("minibatch_step",)
     graphs = ("shuffled_steps",)
@@ -51,7 +51,7 @@ class PPO(ActorCriticAlgorithm):
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def minibatch_step(self, rows: Batch) -> Tensor:
-        """One gradient step on rows [B]; returns its metrics [7] in the order of `ppo_loss`, then the gradient norm."""
+        """Take one gradient step on rows [B]; return metrics [7] in the order of `ppo_loss`, then the gradient norm."""
         policy, backward = self.trace(rows)
         advantages = self.scale_advantages(rows["advantages"])
         terms = {
@@ -65,13 +65,13 @@ class PPO(ActorCriticAlgorithm):
         return torch.stack([*losses.values(), grad_norm])
 
     def shuffled_steps(self, rows: Batch, order: Tensor) -> Tensor:
-        """A gradient step on each `minibatch_size` rows in the given order; returns the steps' metrics [S, 7]."""
+        """Take a gradient step on every `minibatch_size` rows in the given order; return the steps' metrics [S, 7]."""
         chosen = select_rows(rows, order)
         pieces = zip(*(value.split(self.minibatch_size or len(order)) for value in chosen.values()), strict=True)
         return torch.stack([self.minibatch_step(dict(zip(chosen, piece, strict=True))) for piece in pieces])
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """`update_epochs` passes over the rollout, ended early when an epoch's mean KL passes 1.5 `target_kl`.
+        """Make `update_epochs` passes over the rollout; stop early if an epoch's mean KL exceeds 1.5 `target_kl`.
 
         A last minibatch of one row is dropped.
         """
@@ -79,7 +79,7 @@ class PPO(ActorCriticAlgorithm):
         count, device = len(rows["advantages"] if indices is None else indices), rows["advantages"].device
         size = self.minibatch_size or count
         kept = count - (count > 1 and (count - 1) % size == 0)
-        whole = kept - kept % size  # a smaller minibatch apart: without resets, its size changes from batch to batch
+        whole = kept - kept % size  # the smaller last minibatch runs separately: without reset rows, its size varies
         for _ in range(self.update_epochs):
             order = torch.randperm(count, generator=self.generator, device=device)
             order = order if indices is None else indices[order]

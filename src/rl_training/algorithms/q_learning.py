@@ -1,7 +1,7 @@
 """Shared by the DQN family: acting, target network, noise, and the gradient step; a head adds targets and losses.
 
-One learner per head (scalar, categorical, quantile, implicit, fully parameterized). Double Q-learning is a switch here,
-dueling and noisy layers are properties of the network, n-step returns and priorities come with the batch.
+There is one learner per head (scalar, categorical, quantile, implicit, fully parameterized). Double Q-learning is an
+option here, dueling and noisy layers belong to the network, and n-step returns and priorities come with the batch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class QLearning(Algorithm):
         self.last_td_errors: Tensor | None = None
 
     def value_parameters(self) -> list[nn.Parameter]:
-        """What the value loss trains."""
+        """The parameters that the value loss trains."""
         return list(self.q_network.parameters())
 
     def make_target(self) -> None:
@@ -78,7 +78,7 @@ class QLearning(Algorithm):
         self.target = TargetNetwork(self.q_network)
         self.target_network: Any = self.target.network
 
-    # what a head writes ----------------------------------------------------------------------------------------
+    # what a head implements ------------------------------------------------------------------------------------
 
     def values(self, outputs: Tensor) -> Tensor:
         """Action values [B, A] from the network's outputs."""
@@ -93,11 +93,11 @@ class QLearning(Algorithm):
         return self.values(self.q_network(obs))
 
     def targets(self, rows: Batch) -> Any:
-        """What the taken action's value is compared with; called without gradients."""
+        """The targets for the value of the action taken; called without gradients."""
         raise NotImplementedError
 
     def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
-        """Outputs of the online network, and a function from a loss's slopes there to its gradients."""
+        """Outputs of the online network, and a function that maps a loss's slopes at them to gradients."""
         return self.optimizer.trace(self.q_network, rows["obs"])
 
     def terms(self, rows: Batch, outputs: Tensor, targets: Any) -> SampleTerms:
@@ -105,7 +105,7 @@ class QLearning(Algorithm):
         raise NotImplementedError
 
     def step_head(self, terms: SampleTerms) -> None:
-        """Train what only this head has, after the values."""
+        """Train the parts that only this head has, after the values."""
 
     # the update ------------------------------------------------------------------------------------------------
 
@@ -114,12 +114,12 @@ class QLearning(Algorithm):
         return {"noise": self.q_network.draw_noise(3, self.generator)} if self.noisy else {}
 
     def rows(self, batch: Batch, draws: Batch) -> dict[str, Tensor]:
-        """The batch with discounts folded in, and the draws."""
+        """The batch with its discounts and the draws."""
         folded = {"actions": batch["actions"].long(), "discounts": fold_discounts(batch, self.gamma)}
         return {**batch, **folded, **draws}
 
     def critic_step(self, batch: Batch, draws: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """One gradient step: straight-line, without a draw, a read-back or a branch on a tensor."""
+        """Take one gradient step; straight-line code that draws nothing, reads no tensor and branches on none."""
         rows = self.rows(batch, draws)
         noise = rows.get("noise")
         if noise is not None:
@@ -140,11 +140,11 @@ class QLearning(Algorithm):
         return metrics, terms.td_errors
 
     def update_step(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
-        """A gradient step with new draws; metrics, and priorities [B]."""
+        """Take a gradient step with new draws; return metrics and priorities [B]."""
         return self.critic_step(batch, self.draws(len(batch["actions"])))
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One gradient step, then a target update when it is due."""
+        """Take one gradient step, then update the target if that is due."""
         metrics, self.last_td_errors = self.update_step(transition_columns(batch))
         observation_input = getattr(self.q_network, "observation_input", None)
         if observation_input is not None:
@@ -220,7 +220,7 @@ class QLearning(Algorithm):
 
 
 def mask_scores(scores: Tensor, masks: Tensor | None) -> Tensor:
-    """Scores [B, A] with -inf at illegal actions; unchanged where none is legal, as only at an end."""
+    """Set scores [B, A] of illegal actions to -inf; a row without legal actions (only at an end) is unchanged."""
     if masks is None:
         return scores
     legal = masks.bool()

@@ -1,8 +1,8 @@
 """RLPD: reinforcement learning with prior data (Ball et al. 2023, arXiv:2302.02948).
 
 SAC on batches of which a share is prior data, with a large ensemble of critics that have LayerNorm: the target is the
-minimum over a random subset, newly drawn for each critic step, the actor climbs the mean over all, and one actor and
-temperature step follows several critic steps. The code that makes batches decides which data they hold.
+minimum over a random subset, newly drawn for each critic step; the actor maximizes the mean over all critics; and one
+actor and temperature step follows several critic steps. The code that makes batches decides which data they hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rl_training.errors import UserError
 
 
 def rlpd_loss(batch: Batch, critic_subset_size: int = 2) -> dict[str, Tensor]:
-    """Like `sac_loss`, but the actor climbs the mean when there are more critics than the target's subset."""
+    """Like `sac_loss`, but the actor maximizes the mean if there are more critics than the target's subset."""
     losses, sampled = sac_loss(batch), twins(batch, "sampled_q_values", "sampled_q{}")
     if critic_subset_size < len(sampled):
         losses |= actor_loss(sampled.mean(0), batch["sampled_logprobs"], batch["alpha"])
@@ -26,10 +26,10 @@ def rlpd_loss(batch: Batch, critic_subset_size: int = 2) -> dict[str, Tensor]:
 
 
 class RLPD(SAC):
-    """The learner; like SAC, with a model of many critics.
+    """The RLPD learner: SAC with a model of many critics.
 
-    If `critic_subset_size` is the number of critics, there is no subset to draw, and the actor climbs the minimum:
-    with two critics without LayerNorm and an interval of 1 this is SAC to the bit. `target_entropy` is -|A|/2 unless
+    If `critic_subset_size` is the number of critics, no subset is drawn, and the actor maximizes the minimum:
+    with two critics without LayerNorm and an interval of 1 this is SAC, bit for bit. `target_entropy` is -|A|/2 unless
     given (-|A| where this is SAC).
     """
 
@@ -56,5 +56,5 @@ class RLPD(SAC):
         return order[: self.critic_subset_size]
 
     def climbed(self, q_values: Tensor) -> Tensor:
-        """The mean over all critics; their minimum where this is SAC."""
+        """The mean over all critics, or their minimum where this is SAC."""
         return super().climbed(q_values) if self.critic_subset_size == self.num_critics else q_values.mean(0)

@@ -19,7 +19,7 @@ from rl_training.algorithms.target import TargetNetwork
 
 
 def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:
-    """Eq. 9, from the values [B] that the actor climbs and log-probabilities [B] of its actions."""
+    """Eq. 9, from the values [B] that the actor maximizes and log-probabilities [B] of its actions."""
     entropy_term = (alpha * logprobs).mean()
     return {"actor_loss": entropy_term - q_values.mean(), "entropy_term": entropy_term}
 
@@ -45,8 +45,8 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 
 
 class SAC(Algorithm):
-    """The learner; `model` has `critics(features, actions)` [E, B], `features(obs)`, and an `actor` with
-    `sample(obs, noise)` and `draw(obs, noise)`, its actions alone.
+    """The SAC learner. `model` has `critics(features, actions)` [E, B], `features(obs)`, and an `actor` with
+    `sample(obs, noise)` and `draw(obs, noise)`, which returns only actions.
 
     `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
     unless given). Without `backup_entropy` the critics' targets leave the entropy out.
@@ -110,11 +110,11 @@ class SAC(Algorithm):
         return None
 
     def climbed(self, q_values: Tensor) -> Tensor:
-        """The values [B] that the actor climbs, from critics [E, B]: here the smallest."""
+        """The values [B] that the actor maximizes, from critics [E, B]: here their minimum."""
         return q_values.amin(0)
 
     def critic_step(self, batch: Batch, noise: Tensor, subset: Tensor | None) -> tuple[dict[str, Any], Tensor]:
-        """One gradient step on the soft Bellman error (eq. 5 and 6); its metrics, and priorities [B]."""
+        """Take one gradient step on the soft Bellman error (eq. 5 and 6); return metrics and priorities [B]."""
         model, alpha = self.model, self.alpha
         with torch.no_grad():
             next_actions, next_logprobs = model.actor.sample(batch["next_obs"], noise)
@@ -129,7 +129,7 @@ class SAC(Algorithm):
         return {**losses, "alpha": alpha}, (targets - q_values).abs_().mean(0)
 
     def actor_step(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """One gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
+        """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
         actions, logprobs = self.model.actor.sample(obs, noise)
         q_values = self.model.critics(self.model.features(obs), actions)
         losses = actor_loss(self.climbed(q_values), logprobs, self.alpha)
@@ -139,7 +139,7 @@ class SAC(Algorithm):
         return losses
 
     def update_step(self, batch: Batch, with_actor: bool) -> tuple[dict[str, Any], Tensor]:
-        """A critic step, an actor and temperature step on request, and a target update; metrics, and priorities [B]."""
+        """Critic step, actor and temperature steps on request, target update; return metrics and priorities [B]."""
         obs = batch["obs"]
         metrics, priorities = self.critic_step(batch, self.draw_noise(obs), self.draw_subset())
         if with_actor:
@@ -150,7 +150,7 @@ class SAC(Algorithm):
         return {**metrics, **last}, priorities
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One update step, at every `actor_update_interval` with the actor's."""
+        """Make one update; every `actor_update_interval` updates it includes the actor."""
         with_actor = (self.num_updates + 1) % self.actor_update_interval == 0
         metrics, priorities = self.update_step(transition_columns(batch), with_actor)
         self.model.actor.observation_input.update(batch["obs"])

@@ -1,4 +1,4 @@
-"""Target networks: a slow copy of an online network, moved by one operation per flat piece of its parameters."""
+"""Target networks: a slow copy of an online network, updated by one operation per flat piece of its parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class TargetNetwork:
     """A copy of `online` without gradients; `network` is the module to register and to call.
 
     Make it after the optimizers, which move the parameters of `online` into flat tensors: parameters that are
-    adjacent there are so in the copy, and `copy_` and `polyak_` are one operation for all of them. Buffers (a
-    normalizer's statistics, a support) are shared, not copied, so that they are always equal. Not a module itself: the
-    learner's `self.target_network = target.network` puts it into the state once, under the online network's names.
+    adjacent there are adjacent in the copy too, and `copy_` and `polyak_` are one operation for all of them. Buffers (a
+    normalizer's statistics, a support) are shared, not copied, so that they are always equal. This class is not a
+    module: the learner's `self.target_network = target.network` puts the network into `state_dict` once.
     """
 
     def __init__(self, online: nn.Module) -> None:
@@ -25,7 +25,7 @@ class TargetNetwork:
         self._join()
 
     def _join(self) -> None:
-        """Find the parameters that are adjacent, and make them so in the target."""
+        """Find adjacent parameters of the online network, and make them adjacent in the target."""
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (target, online), each flat
         self._first: list[nn.Parameter] = []  # of the online side of each pair
         run: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -63,7 +63,7 @@ class TargetNetwork:
     def _follow(self) -> None:
         pairs = zip(self._first, self._pairs, strict=True)
         if any(first.data_ptr() != online.data_ptr() for first, (_, online) in pairs):
-            self._join()  # this is a copy, or an optimizer was made later
+            self._join()  # the learner was copied, or an optimizer was made later
 
 
 def _adjacent(before: nn.Parameter, after: nn.Parameter) -> bool:

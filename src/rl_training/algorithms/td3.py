@@ -22,7 +22,7 @@ def td3_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class TD3(DDPG):
-    """The learner; like DDPG, with a model whose `critics` are twins [2, B]."""
+    """The TD3 learner: DDPG with a model that has two `critics` [2, B]."""
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, policy_noise: float = 0.2, noise_clip: float = 0.5,

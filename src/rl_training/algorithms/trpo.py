@@ -1,8 +1,8 @@
 """TRPO: trust region policy optimization (Schulman et al. 2015, arXiv:1502.05477).
 
-The policy moves by sqrt(2 delta / x'Fx) x with F x = g solved by conjugate gradients, F the Hessian of the KL
-divergence over the whole batch, and backtracks until KL <= delta and the surrogate improved; otherwise it stays. The
-critic learns by its own gradient steps, which never touch what the policy depends on.
+The policy moves by sqrt(2 delta / x'Fx) x, where conjugate gradients solve F x = g and F is the Hessian of the KL
+divergence over the whole batch. A line search backtracks until KL <= delta and the surrogate has improved; if it fails,
+the policy does not change. The critic's own gradient steps change no parameter that the policy depends on.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def trpo_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class TRPO(ActorCriticAlgorithm):
-    """The learner; the batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
+    """The TRPO learner. A batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
-    synonyms = {"learning_rate": "value_learning_rate"}  # the only one
+    synonyms = {"learning_rate": "value_learning_rate"}  # the only learning rate
     steps = ("value_step",)
     eager_part = "the policy's step, whose line search looks at the KL"
 
@@ -61,7 +61,7 @@ class TRPO(ActorCriticAlgorithm):
         self.value_optimizer = self.make_optimizer("value_optimizer", critic, "value_learning_rate")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As an optimizer's: a copy's parameters are joined again."""
+        """Join the parameters of a copy again, as `Optimizer.__setstate__` does."""
         super().__setstate__(state)
         self._actor_flat = join_parameters(self._actor_params)
 
@@ -71,7 +71,7 @@ class TRPO(ActorCriticAlgorithm):
         return torch.cat([g.reshape(-1) for g in gradients])
 
     def policy_step(self, rows: Batch) -> dict[str, Any]:
-        """The trust-region step on all rows [B]."""
+        """Take the trust-region step on all rows [B]."""
         obs, actions, masks = rows["obs"], rows["actions"], rows.get("action_masks")
         advantages = self.scale_advantages(rows["advantages"])
         policy = self.policy.distribution(obs, masks)
@@ -108,7 +108,7 @@ class TRPO(ActorCriticAlgorithm):
         }  # fmt: skip
 
     def value_step(self, features: Tensor, returns: Tensor) -> Tensor:
-        """One gradient step of the critic on rows [B]; returns half the mean squared error before it."""
+        """Take one gradient step of the critic on rows [B]; return half the mean squared error before it."""
         values, backward = self.policy.trace_values(features)
         loss, slopes = squared_error(values, returns)
         self.value_optimizer.apply_gradients(backward(slopes))
@@ -128,7 +128,7 @@ class TRPO(ActorCriticAlgorithm):
                 yield {name: value[start : start + size] for name, value in shuffled.items()}
 
     def learn(self, batch: Batch) -> UpdateResult:
-        """One trust-region step, then `value_updates` gradient steps of the critic."""
+        """Take one trust-region step, then `value_updates` gradient steps of the critic."""
         rows = self.rows(batch)
         metrics = self.policy_step(rows)
         with torch.no_grad():

@@ -20,14 +20,14 @@ class Behaviour:
     """Acting network, exploration numbers, generators and memory for N environments.
 
     In the learner's process it acts with the learner itself: nothing is copied, and a numpy policy reads the current
-    weights. In other processes it acts with a second learner of the same spec, which `unpack` fills.
+    weights. In other processes it acts with a second learner of the same spec, whose weights `unpack` loads.
     """
 
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
         self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
         self.device = algorithm.device
         self.memory = algorithm.initial_carry(num_envs)
-        self.held: Array | None = None  # the last actions at random
+        self.held: Array | None = None  # the last random actions
         self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
         self._numpy_policy: NumpyPolicy | None = None
         self._asked_for_policy = False
@@ -64,7 +64,7 @@ class Behaviour:
         return actions
 
     def add_logprobs(self, experience: Experience) -> None:
-        """After acting in numpy: the log-probabilities of all actions in one pass, where the learner reads them."""
+        """After acting in numpy, compute log-probabilities of all actions in one pass, if the learner reads them."""
         if experience.logprobs is None or self._numpy_policy is None:
             return
         if not getattr(self.algorithm, "reads_logprobs", True):  # they stay 0
@@ -77,11 +77,11 @@ class Behaviour:
             logprobs = policy.distribution(obs, legal).log_prob(actions)
         experience.logprobs[:steps] = logprobs.view(steps, -1).numpy()
 
-    # travelling -------------------------------------------------------------------------------------------------
+    # transfer ---------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """The number of updates in the weights."""
+        """The number of updates that produced the weights."""
         return self.algorithm.num_updates
 
     def _tensors(self) -> list[Tensor]:

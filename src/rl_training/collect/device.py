@@ -1,4 +1,4 @@
-"""Collecting on the device: acting, stepping and storing without the host, for rollout learners."""
+"""Collect rollouts on the device: acting, stepping and storing do not involve the host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rl_training.errors import EnvironmentFailure
 class DeviceCollector(LocalCollector):
     """A `LocalCollector` whose experience is tensors on the learner's device.
 
-    A rollout is a function of noise that is drawn before it, so that on a GPU it is one CUDA graph; with `accelerate`
-    "compile" its steps are compiled. Finished episodes are counted on the device: how many, their returns and lengths,
-    and a NaN where an environment was not finite; those of this rollout in the experience's `totals`, which several
-    ranks average, and earlier ones in `sums`.
+    All noise is drawn before a rollout starts, so on a GPU the rollout is one CUDA graph; with `accelerate` "compile"
+    its steps are compiled. Statistics of finished episodes are computed on the device: their number, returns and
+    lengths, or NaN if an environment returned a NaN or infinity. The experience's `totals` has those of this rollout,
+    which several ranks average; `sums` has those of earlier ones.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DeviceCollector(LocalCollector):
         self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
     def fill(self, experience: Experience, request: Request) -> None:
-        """One rollout."""
+        """Collect one rollout."""
         layout, actor = experience.layout, self.actor
         experience.clear()
         experience.version = actor.version
@@ -72,7 +72,7 @@ class DeviceCollector(LocalCollector):
         experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
 
     def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
-        """Fill the experience; returns its `totals`."""
+        """Fill the experience and return its `totals`."""
         engine, env = self.engine, self.engine.env
         steps, count = noise["resets"].shape[:2]
         begun = tree_map(lambda x: x.reshape(steps, count, *x.shape[1:]), env.reset(noise["resets"].flatten(0, 1)))
@@ -94,7 +94,7 @@ class DeviceCollector(LocalCollector):
     def _step(
         self, state: Any, ages: Tensor, obs: Tensor, choices: Tensor, noise: Tensor, begun: Any
     ) -> tuple[Any, Tensor, dict[str, Tensor]]:
-        """Act and step once; returns the state after it, and a row of experience."""
+        """Act and step once; return the new state and a row of experience."""
         spaces, policy = self.actor.spaces, cast(Any, self.actor.algorithm.acting())
         chosen = policy.distribution(obs)
         actions = chosen.sample(noise=choices)
@@ -111,7 +111,7 @@ class DeviceCollector(LocalCollector):
         rows: Any = self.experience
         rewards, done = rows.rewards.double(), rows.terminated | rows.truncated
         seen = rows.obs.sum(dtype=torch.float64) + rows.final_obs.sum(dtype=torch.float64) + rewards.sum()
-        acts = rows.actions[0].sum(dtype=torch.float64).isfinite()  # else the policy is broken, and breaks the others
+        acts = rows.actions[0].sum(dtype=torch.float64).isfinite()  # if not, the policy is at fault
         goes_on = done.flip(0).cumsum(0).flip(0) == 0  # no end in this row or a later one
         under_way = (rewards * goes_on).sum(0) + self.returns * goes_on[0]
         returns = self.returns.sum() + rewards.sum() - under_way.sum()
@@ -142,7 +142,7 @@ class DeviceCollector(LocalCollector):
         self.returns.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As a stepper's in numpy, which has not seen what happened here, and what was finished."""
+        """The stepper's state, brought up to date from the device, and the statistics of finished episodes."""
         stepper = self.stepper
         if stepper.started:
             stepper.obs, stepper.returns = self.engine.look(), self.returns.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Collecting from the workers that are ready first: no waiting for slow ones, but a run depends on timing."""
+"""Collect from the workers that are ready first: slow workers delay nothing, but a run depends on timing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_training.data.experience import Experience
 class FirstComers(WorkerCollector):
     """A turn takes as many answers as there are workers, whichever workers give them.
 
-    The answers of one turn may lie in the same columns of different memories, so they are copied into one batch.
+    The answers of one turn may be in the same columns of different memories, so they are copied into one batch.
     """
 
     answers_again = True
@@ -25,12 +25,12 @@ class FirstComers(WorkerCollector):
         self.joined = Experience(plan.layout)
 
     def _next_number(self) -> int:
-        """The smallest number that no worker's request has, so that nobody reads the weights that lie there."""
+        """The smallest number that no pending request uses, so that no worker reads the weights with that number."""
         held = {flight.number for flight in self._flights}
         return next(number for number in count() if number not in held)
 
     def _place(self, index: int, experience: Experience) -> int:
-        """The worker's own columns, or other ones if those are taken; the answer is copied there."""
+        """Copy the answer to the worker's own columns, or to other ones if those are taken; return the place."""
         place = min(set(range(len(self.records))) - set(self._answers), key=lambda free: (free != index, free))
         there = self._columns(experience, index)
         for name, array in self._columns(self.joined, place).arrays.items():

@@ -1,4 +1,4 @@
-"""Collecting in this process, and the interface of all collectors."""
+"""Collect experience in this process, and define the interface of all collectors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Collector(Protocol):
         """The requested experience, valid until the next call."""
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """Metrics since the previous call; a call with `last` does not reset them, because a resumed run skips it."""
+        """Metrics since the previous call; a call with `last` does not reset them: a resumed run does not repeat it."""
 
     def interrupt(self, error: BaseException) -> None:
         """Raise this instead of the next step."""
@@ -54,24 +54,24 @@ class Collector(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore a saved state; returns a sentence for everything that could not be restored exactly."""
+        """Restore a saved state; return one sentence for each thing that could not be restored exactly."""
 
     def close(self) -> None: ...
 
 
 class Lag:
-    """Packed behaviours of the last turns; the oldest acts."""
+    """Packed behaviours of the last turns; the oldest one acts."""
 
     def __init__(self, turns: int) -> None:
         self.packed: deque[Array] = deque(maxlen=turns + 1)
 
     def follow(self, behaviour: Behaviour) -> Array:
-        """The behaviour of `turns` turns ago, or the first one."""
+        """Add a behaviour; return the one from `turns` turns ago, or the first one."""
         self.packed.append(behaviour.pack())
         return self.packed[0]
 
     def restore(self, packed: list[Any], size: int) -> None:
-        """Restore stored ones, each of which must have the same number of bytes."""
+        """Restore stored behaviours, each of which must have `size` bytes."""
         if not all(isinstance(array, np.ndarray) and array.shape == (size,) for array in packed):
             raise UserError("it has weights of an acting policy in the layout of an earlier version.")
         self.packed.extend(packed)
@@ -80,7 +80,7 @@ class Lag:
 class LocalCollector:
     """Steps environments in this process.
 
-    `actor` acts: the learner's own behaviour, or with a `lag` another one, which follows it that many turns behind.
+    `actor` acts: it is the learner's own behaviour or, with a `lag`, another one that is that many turns behind.
     """
 
     def __init__(self, actor: Behaviour, stepper: Stepper, experience: Experience, lag: int | None = None) -> None:
@@ -200,11 +200,11 @@ class NoCollector:
         return NOTHING
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """None."""
+        """No metrics."""
         return {}
 
     def interrupt(self, error: BaseException) -> None:
-        """The update to come ends the turn."""
+        """Do nothing: the turn ends with its update."""
 
     def abandon(self) -> None:
         """There are no episodes."""

@@ -1,4 +1,4 @@
-"""Collecting in Ray actors: the workers of `collect/worker.py` on the nodes of a cluster."""
+"""Collect in Ray actors: the workers of `collect/worker.py` on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
 from rl_training.errors import UserError, first_line
 
-KNOCK_SECONDS = 10.0  # for an answer from the address of a cluster
+KNOCK_SECONDS = 10.0  # how long to wait for an answer from the address of a cluster
 
 
 class WorkerActor:
-    """What a Ray actor holds: one object, whose methods the learner calls by name."""
+    """A Ray actor that holds one object, whose methods the learner calls by name."""
 
     def __init__(self) -> None:
         self.served: Any = None
@@ -47,7 +47,7 @@ class WorkerActor:
         self.served = pickle.loads(pickled)()
 
     def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
-        """What a method returns, or a description of what it raises."""
+        """Call a method; return its result, or a description of its exception."""
         return attempt(getattr(self.served, method), *arguments)
 
     def steps(self) -> int:
@@ -70,9 +70,9 @@ class RayWorkers(WorkerPool):
             num_cpus=needs["CPU"], num_gpus=needs["GPU"], resources=custom, max_restarts=0, max_task_retries=0,
             scheduling_strategy="SPREAD", concurrency_groups={"watch": 1},
         )(WorkerActor)  # fmt: skip
-        self._owed: dict[int, Any] = {}  # answers to come
+        self._owed: dict[int, Any] = {}  # pending answers
         self._ends: dict[int, str] = {}  # how workers ended
-        self._watched: dict[int, Any] = {}  # numbers of steps to come
+        self._watched: dict[int, Any] = {}  # pending step counts
         self._steps, self._looked = np.zeros(self.count, np.int64), 0.0
         self._actors: list[Any] = []
         try:
@@ -101,13 +101,13 @@ class RayWorkers(WorkerPool):
         self._owed[index] = self._actors[index].call.remote(method, *arguments)
 
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
-        """Those that have answered, or ended, within that time."""
+        """The workers that have answered, or ended, within that time."""
         owed = {self._owed[index]: index for index in wanted}
         first, _ = ray.wait(list(owed), timeout=seconds)
         return [owed[one] for one in ray.wait(list(owed), num_returns=len(owed), timeout=0)[0]] if first else []
 
     def get(self, index: int, seconds: float | None = None) -> Any:
-        """The result that a worker owes; waits for it at most that long (None: `timeout`)."""
+        """Return a worker's pending result; wait at most that long (None: `timeout`)."""
         limit = self.timeout if seconds is None else seconds
         if index not in self._owed:
             raise self._silent(index, limit)
@@ -124,14 +124,14 @@ class RayWorkers(WorkerPool):
         return result
 
     def has_ended(self, index: int) -> bool:
-        """Whether `get` has seen the worker end; the answer that a dead actor owes is ready at once."""
+        """Whether `get` has seen the worker end; the pending answer of a dead actor is ready at once."""
         return index in self._ends
 
     def _ended(self, index: int) -> WorkerFailure:
         return self._failure(index, f"failed: {self._ends[index]}")
 
     def restart(self, index: int) -> None:
-        """Replace an actor by a new one, on any node that has room."""
+        """Replace an actor with a new one, on any node that has room."""
         ray.kill(self._actors[index])
         for known in (self._ends, self._watched):
             known.pop(index, None)
@@ -139,7 +139,7 @@ class RayWorkers(WorkerPool):
         self.get(index)
 
     def steps(self) -> Array:
-        """Steps that each object has taken, by its last answer; those that have answered are asked again."""
+        """The steps that each object has taken, as of its last answer; objects that have answered are asked again."""
         if time.monotonic() < self._looked + LOOK_EVERY:
             return self._steps.copy()
         self._looked = time.monotonic()
@@ -221,7 +221,7 @@ def pack_arrays(experience: Experience) -> dict[str, Array]:
     for name, array in experience.arrays.items():
         if name.startswith("final_"):
             packed[name] = array[:steps][ends]
-        elif name != "values":  # the learner computes them with the weights that learn
+        elif name != "values":  # the learner computes them with its own weights
             packed[name] = np.ascontiguousarray(array[: steps + 1 if name in ("obs", "masks") else steps])
     return packed
 
@@ -256,7 +256,7 @@ class ObjectStore:
             raise
 
     def send(self, number: int, packed: Array) -> None:
-        """Put the weights into the store; Ray frees those they replace once nobody reads them anymore."""
+        """Put the weights into the store; Ray frees the weights that they replace once no worker reads them."""
         self._weights[number % len(self._weights)] = ray.put(packed)
 
     def weights(self, number: int) -> tuple[Any, ...]:
@@ -307,7 +307,7 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
 
 
 def knock(address: str) -> None:
-    """Raise OSError if nobody answers: Ray itself would try for minutes."""
+    """Raise OSError if nothing answers at the address: Ray itself would try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()

@@ -1,4 +1,4 @@
-"""How packed behaviours get to workers and experience gets back: the interface, and shared memory."""
+"""Transport of packed behaviours to workers and of experience back: the interface, and shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_training.envs.workers import WorkerPool, Workers
 
 
 class Transport(Protocol):
-    """The workers of a run, and what travels between them and the learner."""
+    """The workers of a run, and the data that they exchange with the learner."""
 
     experiences: list[Experience]  # the learner's, filled in turn
 
@@ -22,22 +22,22 @@ class Transport(Protocol):
         """The workers."""
 
     def send(self, number: int, packed: Array) -> None:
-        """Put a packed behaviour where workers find it, in place of an older one that nobody reads."""
+        """Put a packed behaviour where workers find it, in place of an older one that no worker reads."""
 
     def weights(self, number: int) -> tuple[Any, ...]:
-        """Arguments of a request with that number that carry its behaviour."""
+        """The arguments that carry the behaviour in a request with that number."""
 
     def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
-        """The answer, after putting its experience into the worker's columns."""
+        """Put the experience of an answer into the worker's columns and return the answer."""
 
     def steps(self) -> Array:
-        """Steps that each worker has taken, as far as is known; they do not change while one stalls."""
+        """The steps that each worker has taken, as far as known; the count of a stalled worker does not change."""
 
     def close(self) -> None: ...
 
 
 class SharedMemory:
-    """Worker processes: weights and experience lie in shared memory; messages carry neither."""
+    """Worker processes: weights and experience are in shared memory; messages carry neither."""
 
     def __init__(self, plan: WorkerPlan, name: str, timeout: float) -> None:
         self.experiences, self._packed, self._counts, self._descriptor = plan.share()
@@ -54,11 +54,11 @@ class SharedMemory:
         self._packed[number % len(self._packed)][:] = packed
 
     def weights(self, number: int) -> tuple[Any, ...]:
-        """None: the number says which memory."""
+        """No arguments: the number says which memory to read."""
         return ()
 
     def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
-        """The answer as it is: the worker has written to its columns itself."""
+        """Return the answer unchanged: the worker has written to its columns itself."""
         return answer
 
     def steps(self) -> Array:

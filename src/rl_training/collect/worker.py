@@ -1,4 +1,4 @@
-"""What runs in a worker process: some of a run's environments, and a behaviour that acts in them."""
+"""The code of a worker process: some of a run's environments, and a behaviour that acts in them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class WorkerPlan:
 
     @property
     def behaviours(self) -> int:
-        """Memories for packed behaviours; in the order `first` each worker may read another one, and one is free."""
+        """How many memories packed behaviours need; with `first`, each worker may read another one, and one is free."""
         return MEMORIES if self.order == FIXED else self.num_workers + 1
 
     def columns(self) -> list[tuple[int, int]]:
-        """Each worker's environments, as first and stop."""
+        """Each worker's environments, as (first, stop)."""
         edges = [self.layout.num_envs * index // self.num_workers for index in range(self.num_workers + 1)]
         return list(pairwise(edges))
 
@@ -63,7 +63,7 @@ class WorkerPlan:
 
 
 class CountedStepper(Stepper):
-    """A stepper that counts its steps where the learner sees them, so that it notices a worker that stalls."""
+    """A stepper that counts its steps where the learner can see them, so that the learner notices a stalled worker."""
 
     def __init__(self, *arguments: Any, counts: Array, index: int) -> None:
         super().__init__(*arguments)
@@ -78,8 +78,8 @@ class CountedStepper(Stepper):
 class CollectingWorker:
     """Steps the environments from `first` to `stop` and fills their columns of an experience.
 
-    Only small things travel as messages: finished episodes, generators, the policy's memory, and the state of the
-    environments without the actions of their episodes, which the learner reads in the experience.
+    Messages carry only small data: finished episodes, generators, the policy's memory, and the state of the
+    environments without the actions of their episodes, which the learner reads from the experience.
     """
 
     def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int, descriptor: int) -> None:
@@ -112,7 +112,7 @@ class CollectingWorker:
         return answer | {"state": self.brief_state(), "seconds": time.perf_counter() - begun}
 
     def brief_state(self) -> dict[str, Any]:
-        """The state now, without what the learner knows from the experience."""
+        """The current state, without what the learner knows from the experience."""
         actor, stepper = self.collector.actor, self.collector.stepper
         stepper_state = stepper.state_dict(stepper.engine.brief_state())
         del stepper_state["obs"]
@@ -120,7 +120,7 @@ class CollectingWorker:
         return {"stepper": stepper_state, **generators, **actor.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> list[str]:
-        """Continue from a state; if that is not exact, start new episodes and return sentences that say why."""
+        """Continue from a state; if that cannot be exact, start new episodes and return the reasons as sentences."""
         actor = self.collector.actor
         actor.rng.bit_generator.state = state["rng"]
         actor.algorithm.generator.set_state(state["generator"])

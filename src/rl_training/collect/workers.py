@@ -1,4 +1,4 @@
-"""Collecting in workers: the learner learns while they act, and a run stays a function of its seed."""
+"""Collect in workers: the learner learns while they act, and a run stays reproducible from its seed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.workers import LOOK_EVERY, WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 
-MOST_TRIES = 3  # of one request: if it kills a worker every time, the environment is at fault
+MOST_TRIES = 3  # per request: if it kills a worker every time, the environment is at fault
 DRAIN_SECONDS = 2.0  # how long the end of a run waits for pending answers
-PACK_EVERY = 1024  # parts of an episode's actions, after which they are joined into one
+PACK_EVERY = 1024  # join the parts of an episode's actions into one after this many
 
 
 class Flight(NamedTuple):
-    """One request, which several workers may get; `packed` is the behavior that acts."""
+    """One request, which may go to several workers; `packed` is the behaviour that acts."""
 
     number: int
     request: Request
@@ -43,7 +43,7 @@ class WorkerRecord:
         self._actions: list[list[Array]] = [[] for _ in range(first, stop)]
 
     def follow(self, brief: dict[str, Any], columns: Experience, actions: Array) -> None:
-        """Note an answer; `columns` are the worker's, `actions` [T, n, ...] theirs in the environment's own range."""
+        """Record an answer: the worker's `columns` and `actions` [T, n, ...], the latter in the environment's range."""
         self.state = {**brief, "stepper": {**brief["stepper"], "obs": columns.obs[columns.steps].copy()}}
         for env, (parts, episode) in enumerate(zip(self._actions, self.episodes(), strict=False)):
             earlier = len(actions) - episode["steps"]  # of these actions
@@ -82,9 +82,9 @@ class WorkerRecord:
 class WorkerCollector:
     """Environments in `num_workers` processes or actors, each with its columns of an experience.
 
-    A turn takes the answers to the requests of the turn before. As each arrives, that worker gets its next request,
-    with the current weights. So experience is always one turn old, whichever worker is fast. A worker that dies or
-    stalls is restarted from its state after its last answer, and gets the same request again.
+    A turn takes the answers to the requests of the previous turn. When a worker's answer arrives, it gets its next
+    request, with the current weights. So experience is always one turn old, however fast a worker is. A worker that
+    dies or stalls is restarted from its state after its last answer, and gets the same request again.
     """
 
     answers_again = False  # whether a worker may give several answers in one turn
@@ -99,9 +99,9 @@ class WorkerCollector:
         self.records = [WorkerRecord(*place) for place in plan.columns()]
         self.lag = Lag(lag or 0)
         self.started = False
-        self._flights: list[Flight] = []  # the request that each worker has
+        self._flights: list[Flight] = []  # the pending request of each worker
         self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by place in the batch, with the worker
-        self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # of each, and when that changed
+        self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # and when each last changed
         self._left = time.monotonic()  # when the learner last stopped waiting
         self._interruption: BaseException | None = None
         self._tries = [0] * plan.num_workers
@@ -113,7 +113,7 @@ class WorkerCollector:
 
     @property
     def experience(self) -> Experience:
-        """One of the memories, to read sizes from."""
+        """One of the experiences, to read sizes from."""
         return self.experiences[0]
 
     # a turn -----------------------------------------------------------------------------------------------------
@@ -129,13 +129,13 @@ class WorkerCollector:
         later = request._replace(random=max(0, request.random - rows * self.num_envs))
         self.started = True
         self._answers.clear()
-        while len(self._answers) < len(self.records):  # again where answers were too old
+        while len(self._answers) < len(self.records):  # repeats if answers were too old
             following = self._prepare(behaviour, self._next_number(), later)
             experience = self._wait(following, behaviour.version)
         return self._join(experience)
 
     def _next_number(self) -> int:
-        """The number of the next flight, which says where its weights and experience lie."""
+        """The number of the next flight, which says where its weights and experience are."""
         return max(flight.number for flight in self._flights) + 1
 
     def _prepare(self, behaviour: Behaviour, number: int, request: Request) -> Flight:
@@ -159,8 +159,8 @@ class WorkerCollector:
         self.pool.ask(index, "collect", flight.number, flight.request, *self.transport.weights(flight.number))
 
     def _wait(self, following: Flight, version: int) -> Experience:
-        """Take an answer per worker, or fewer if that fills the batch, and send each worker that gave one the following
-        request; returns the experience that holds the last answer."""
+        """Take one answer per worker, or fewer if that fills the batch, and send each of these workers the following
+        request; return the experience that holds the last answer."""
         begun = time.perf_counter()
         owing = set(range(len(self.records)))
         away = time.monotonic() - self._left
@@ -171,7 +171,7 @@ class WorkerCollector:
             if self._interruption is not None:
                 raise self._interruption
             ready = self.pool.ready(owing, LOOK_EVERY)
-            if not ready or self.answers_again:  # there, others may answer while one stalls
+            if not ready or self.answers_again:  # with `answers_again`, others may answer while one stalls
                 self._restart_stalled(owing - set(ready))
             free = min(left, len(self.records) - len(self._answers))
             for index in sorted(ready, key=lambda index: (self._flights[index].version, index))[:free]:
@@ -211,11 +211,11 @@ class WorkerCollector:
         self._answers[self._place(index, experience)] = index, answer
 
     def _place(self, index: int, experience: Experience) -> int:
-        """The answer's place in the batch: here, its columns are there already."""
+        """The answer's place in the batch; here the worker has already written its columns there."""
         return index
 
     def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> Experience:
-        """Note the worker's new state; returns the experience that holds its columns."""
+        """Record the worker's new state; return the experience that holds its columns."""
         self._acted += answer["seconds"]
         experience = self.experiences[flight.number % MEMORIES]
         columns = self._columns(experience, index)
@@ -243,7 +243,7 @@ class WorkerCollector:
         return experience
 
     def _restart(self, index: int, failure: WorkerFailure, flight: Flight) -> None:
-        """Start a new worker from the last answer, with the same request; after too many, raise the failure."""
+        """Start a new worker from the last answer, with the same request; after too many restarts, raise `failure`."""
         while True:
             self._restarts += 1
             self._tries[index] += 1
@@ -265,10 +265,10 @@ class WorkerCollector:
             for sentence in self.pool.get(index, self.timeout + record.replay_seconds()):
                 warnings.warn(f"{sentence} New episodes start in worker {index + 1}.", stacklevel=2)
 
-    # a run's questions ------------------------------------------------------------------------------------------
+    # the collector interface ------------------------------------------------------------------------------------
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """How old the experience was, who waited, restarts, and the steps that `max_policy_lag` dropped."""
+        """The age of the experience, shares of waiting time, restarts, and the steps that `max_policy_lag` dropped."""
         lived = max(time.perf_counter() - self._begun, 1e-9)
         number, total, least, most = self._lags or self._told
         if not last:

@@ -1,4 +1,4 @@
-"""`DeviceCopy`: the observations of a buffer in a device's memory too, so that batches are gathered there."""
+"""`DeviceCopy`: a copy of a buffer's observations in device memory, so that batches are gathered there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_WAITING = 256  # written rows that wait for the next batch
 
 
 class DeviceCopy:
-    """A copy of `array` [rows, ...] on a device; rows written on the host follow with the next batch, in its transfer.
+    """A copy of `array` [rows, ...] on a device; rows written on the host are sent with the next batch.
 
     The host draws all rows and keeps the array itself, so that batches and checkpoints are the same with and without a
     copy.
@@ -26,7 +26,7 @@ class DeviceCopy:
         self._waiting = 0
 
     def follow(self, rows: slice | Array) -> None:
-        """Note that these rows have been written."""
+        """Record that these rows have been written."""
         self._written.append(np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)
         self._waiting += len(self._written[-1])
         if self._waiting >= MOST_WAITING:

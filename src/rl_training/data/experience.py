@@ -13,7 +13,7 @@ from rl_training.data.memory import Array
 
 @dataclass(frozen=True)
 class ExperienceLayout:
-    """What an `Experience` has room for."""
+    """The sizes of an `Experience`."""
 
     max_steps: int
     num_envs: int
@@ -22,8 +22,8 @@ class ExperienceLayout:
     action_shape: tuple[int, ...] = ()
     continuous: bool = False
     mask_size: int = 0  # 0: no masks
-    holds_resets: bool = False  # of an engine with next-step autoreset, whose next row holds a final observation
-    logprobs: bool = False  # of the behavior policy, with values if it acts with the learning weights
+    holds_resets: bool = False  # the engine resets in the next step, so that row holds the final observation
+    logprobs: bool = False  # of the behaviour policy, with values if it acts with the learner's weights
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of every array."""
@@ -45,12 +45,12 @@ class ExperienceLayout:
 
 
 class Experience:
-    """`steps` rows of N environments, and one more row of `obs` and `masks`, which follows them.
+    """`steps` rows of N environments, followed by one more row of `obs` and `masks`.
 
-    `final_obs` and `final_masks` count only in rows where an episode ended; `valid` (if `has_resets`) is false in rows
-    that only reset; `values` count if `has_values`. `episodes` are in the order of the rows that end them. `version` is
-    the turn whose weights acted. `parts` is used if the columns are not the environments in order: pairs of environment
-    indices and their columns, with an environment's older steps first. The arrays may be tensors.
+    `final_obs` and `final_masks` are used only in rows where an episode ended; `valid` (if `has_resets`) is false in
+    rows that only reset; `values` are used if `has_values`. `episodes` are in the order of the rows that end them.
+    `version` is the turn whose weights acted. `parts` is set if the columns are not the environments in order: pairs of
+    environment indices and their columns, with an environment's older steps first. The arrays may be tensors.
     """
 
     def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Any] | None = None) -> None:
@@ -67,7 +67,7 @@ class Experience:
         self.clear()
 
     def clear(self) -> None:
-        """Make it empty, to be filled again."""
+        """Empty it, to be filled again."""
         self.steps = self.transitions = self.version = 0
         self.episodes: list[Any] = []
         self.parts: list[tuple[Array, Experience]] = []

@@ -1,4 +1,4 @@
-"""How much memory experience needs, whether it is free, and the arrays themselves (in memory or as mapped files)."""
+"""Memory for experience: how much it needs, whether that is free, and the arrays (in memory or as mapped files)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_training.data.mapped import MappedFolder
 from rl_training.errors import UserError
 
 Array = NDArray[Any]
-SHARE_OF_GPU = 0.5  # of its free memory, for what nobody asked to keep there
+SHARE_OF_GPU = 0.5  # of its free memory, for data that the user did not ask to keep there
 DType = Any  # "uint8", np.uint8, np.dtype("uint8") or torch.uint8
 
 
@@ -80,7 +80,7 @@ def replay_specs(
 
 
 def available_memory() -> int | None:
-    """Bytes this process may still take (machine and control group), or None where the system does not say."""
+    """Bytes that this process may still allocate (machine and control group); None if the system does not say."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -119,7 +119,7 @@ def explain_bytes(specs: Mapping[str, ArraySpec]) -> str:
 
 
 def allocate(specs: Mapping[str, ArraySpec], folder: MappedFolder | None, what: str) -> dict[str, Array]:
-    """Zeroed arrays, in memory or in files of `folder`; refused with the arithmetic when they cannot fit."""
+    """Zeroed arrays, in memory or in files of `folder`; if they do not fit, the error shows the arithmetic."""
     need = sum(spec.nbytes for spec in specs.values())
     if folder is None:
         _refuse_too_large(need, available_memory(), "of memory", specs, what)
@@ -150,12 +150,12 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
 
 
 def fits_on_gpu(nbytes: int, device: str) -> bool:
-    """Whether a GPU has room for so many bytes that nobody asked to keep there; a CPU is none."""
+    """Whether a GPU has room for this many bytes that the user did not ask to keep there; False for a CPU."""
     return device.startswith("cuda") and nbytes <= SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]
 
 
 def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
-    """The arrays on a device: on the CPU the tensors share their memory, elsewhere all go over in one transfer."""
+    """The arrays on a device: on the CPU the tensors share their memory, on others one transfer copies all of them."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     joined = join_arrays(list(arrays.values()), pinned=device.type == "cuda")
@@ -173,7 +173,7 @@ def join_arrays(arrays: Sequence[Array], *, pinned: bool = False) -> Tensor:
 
 
 def split_joined(joined: Tensor, arrays: Iterable[Array]) -> Iterator[Tensor]:
-    """What `join_arrays` wrote, as views of the bytes on any device."""
+    """The inverse of `join_arrays`: views of the bytes, on any device."""
     begin, whole = 0, {}
     for array in arrays:
         kind = torch_dtype(array.dtype)
@@ -190,9 +190,9 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 class Sender:
-    """`as_tensors` for arrays of few different shapes, in memory that is reused: `TURNS` calls later it is overwritten.
+    """`as_tensors` for arrays of few different shapes, in reused memory: a result is overwritten `TURNS` calls later.
 
-    Making pinned memory and views takes longer than sending a small batch.
+    Allocating pinned memory and making views takes longer than sending a small batch.
     """
 
     TURNS = 4
@@ -224,7 +224,7 @@ class Lane:
         self.sent = None if self.stream is None else torch.cuda.Event()
 
     def send(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """Overwrite what was sent before."""
+        """Send arrays, overwriting what was sent before."""
         if self.sent is not None:
             self.sent.synchronize()
         for view, array in zip(self.views, arrays, strict=True):
@@ -241,7 +241,7 @@ def filled_parts(arrays: Mapping[str, Array], count: int) -> dict[str, Array]:
 
 
 def restore_parts(arrays: Mapping[str, Array], stored: Mapping[str, Array]) -> None:
-    """Write what `filled_parts` returned into arrays of the same layout."""
+    """The inverse of `filled_parts`, for arrays of the same layout."""
     for name, array in arrays.items():
         array[: len(stored[name])] = stored[name]
 

@@ -18,9 +18,10 @@ _BLOCK = 64
 class SumTree:
     """Priorities of `size` leaves, found by cumulative sum.
 
-    Two levels: leaves in blocks of 64, and one sum per block. numpy's cost is per call, hardly per element, so one
-    cumulative sum over all blocks and one over the 256 blocks that a batch hits are cheaper than 20 binary levels. A
-    block's sum is always recomputed from its leaves: nothing drifts, and leaves alone restore the tree bit for bit.
+    It has two levels: leaves in blocks of 64, and one sum per block. numpy's cost is per call, hardly per element, so
+    one cumulative sum over all blocks and one over the 256 blocks that a batch hits are cheaper than 20 binary levels.
+    A block's sum is always recomputed from its leaves, so errors do not accumulate, and the leaves alone restore the
+    tree bit for bit.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,7 +63,7 @@ class SumTree:
 
     def find(self, values: Array, bounds: Array) -> Array:
         """For each value [B] in [0, total] the first leaf whose cumulative sum exceeds it; never a leaf of 0."""
-        # Rounding may carry a value to the very end; just below it lies the last leaf that is not 0.
+        # Rounding may move a value to the very end; just below it is the last leaf that is not 0.
         values = np.minimum(values, np.nextafter(bounds[-1], 0.0))
         blocks = bounds.searchsorted(values, side="right")
         rest = values - np.where(blocks > 0, bounds[blocks - 1], 0.0)
@@ -80,7 +81,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self.alpha, self.eps = alpha, eps
         self.max_priority = 1.0
         self._tree = SumTree(self._length)
-        self._late: tuple[Tensor | Array, Tensor | Array] | None = None  # the arguments of an update to be made
+        self._late: tuple[Tensor | Array, Tensor | Array] | None = None  # arguments of a pending update
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +105,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     def update_priorities(self, indices: Tensor | Array, errors: Tensor | Array) -> None:
         """Set the priorities of sampled rows [B] from their unweighted errors [B]; rows that left the ring keep 0.
 
-        Errors on a GPU are read when the buffer is used next: acting has waited for the update by then.
+        Errors on a GPU are read the next time the buffer is used: by then acting has waited for the update.
         """
         self._settle()
         self._late = indices, errors

@@ -16,12 +16,12 @@ from rl_training.errors import UserError
 
 
 class Ahead(NamedTuple):
-    """A batch that was drawn before the step that precedes it."""
+    """A batch that was drawn one step ahead of its use."""
 
     before: Mapping[str, Any]  # the generator's state
     rows: Array
-    place: tuple[int, ...]  # where the rings are to be when it is used
-    batch: dict[str, Tensor] | None  # None if that step may change it
+    place: tuple[int, ...]  # the positions of the rings when it is used
+    batch: dict[str, Tensor] | None  # None if the step in between may change it
 
 
 class ReplayBuffer(TransitionRings):
@@ -81,8 +81,8 @@ class ReplayBuffer(TransitionRings):
     def draw_ahead(self, batch_size: int, rng: np.random.Generator) -> None:
         """Draw the next sample now, as it will be after one more step of every environment, while a GPU is busy.
 
-        Until it is taken, the generator's state of before is `ahead.before`. Rows that the step may change are gathered
-        afterwards.
+        Until the sample is taken, `ahead.before` is the generator's state before the draw. Rows that the step may
+        change are gathered after the step.
         """
         if not self._lockstep:
             return
@@ -169,7 +169,7 @@ class ReplayBuffer(TransitionRings):
         window = (rows[:, None] + self._window * self.num_envs) % self._length
         room = (self._heads[rows % self.num_envs] - rows // self.num_envs) % self._slots
         ended = self._final_slots.take(window) >= 0
-        # What lies beyond the newest row is stale; `room` cuts it off.
+        # Rows beyond the newest one are stale; `room` cuts them off.
         lengths = np.minimum(np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, self.n_step), room)
         rewards = self._rewards.take(window) * self._powers[:-1]
         rewards[self._window >= lengths[:, None]] = 0.0

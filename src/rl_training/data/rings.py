@@ -25,13 +25,13 @@ from rl_training.data.memory import (
 )  # fmt: skip
 from rl_training.errors import UserError
 
-_STACK_CHECKS = 1000  # steps during which observations are compared with what frame_stack promises
+_STACK_CHECKS = 1000  # steps during which observations are checked to be frame stacks
 
 
 class EnvRings:
     """The newest rows of `num_envs` environments in shared arrays `[rows, num_envs, ...]`.
 
-    `_heads` are the rows to write next, `_sizes` how many rows before them can be sampled.
+    `_heads` are the rows to write next; `_sizes` is how many rows before them can be sampled.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class EnvRings:
 class TransitionRings(EnvRings):
     """Storage, writing and resuming for `ReplayBuffer`, which adds the reading.
 
-    All rings lie in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the
-    slots of the observations that are acted on next: their rows have no action yet, and the `_sizes` rows before them
-    are what can be sampled. Rings are in lockstep, and written with slices, until an environment skips a step.
+    All rings are in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the
+    slots of the current observations: their rows have no action yet, and the `_sizes` rows before them can be sampled.
+    Rings are in lockstep, and written with slices, until an environment skips a step.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class TransitionRings(EnvRings):
     ) -> None:  # fmt: skip
         """Store one step of N environments, everything [N, ...]; the new rows can be sampled at once.
 
-        `obs` was acted on; `next_obs` is what is acted on next. Where an episode ended, `final_obs` is its true last
-        observation; without it `next_obs` is used for that (next-step autoreset, or plain tuples of a data set).
-        Rows with `valid` false only reset: nothing is stored for them. When `obs` is not the last `next_obs`, something
+        The actions were taken at `obs`; the next ones are taken at `next_obs`. Where an episode ended, `final_obs` is
+        its true last observation; without it, `next_obs` is used (next-step autoreset, or plain tuples of a data set).
+        Rows with `valid` false only reset: nothing is stored for them. If `obs` is not the last `next_obs`, something
         else moved the environment: its open episode ends there as a truncation. `masks` are the legal actions
         [N, A] in `obs`, `next_masks` in `next_obs`, `final_masks` in `final_obs` (all legal when None). `envs` are the
         environments of the N rows (None: all).
@@ -182,7 +182,7 @@ class TransitionRings(EnvRings):
         return obs[:, -self._channels :] if self._channels else obs
 
     def _meet(self, obs: Array, masks: Array | None, of: Array) -> None:
-        """Make `obs` the current observation: nearly always it already is, bit for bit."""
+        """Make `obs` the current observation; it nearly always is already, bit for bit."""
         envs = None if self._lockstep else of
         rows = self._rows_at(0, envs)
         if not self._started or (len(of) < self.num_envs and not self._sizes[of].any()):

@@ -1,13 +1,14 @@
-"""Forward and backward passes of small MLPs written out, and `WrittenOut`, through which a network uses them.
+"""Hand-written forward and backward passes of small MLPs, and `WrittenOut`, through which a network uses them.
 
 On a CPU a small network's update is mostly bookkeeping: a module call and a graph node per layer and direction.
-Here a whole network is one node, its gradients are pieces of one flat tensor, which the optimizer takes as it is, and
-tanh is numpy's, seven times as fast as torch's. To its caller it is a network like any other: autograd differentiates
-functions of its outputs by parameters or inputs, once or twice. Where a loss gives its slopes at the outputs, there is
-no graph at all (`trace`). What has no written-out form (other activations, LayerNorm, noise, a GPU) goes through
-autograd; the tests compare the two.
+Here a whole network is one node, its gradients are pieces of one flat tensor that the optimizer uses directly, and
+tanh is numpy's, seven times as fast as torch's. The caller sees an ordinary network: autograd can differentiate
+functions of its outputs with respect to parameters or inputs, once or twice. If a loss provides its slopes at the
+outputs, there is no graph at all (`trace`). Networks without a hand-written pass (other activations, LayerNorm, noise,
+a GPU) use autograd; the tests compare the two.
 
-On a GPU, networks of two hidden layers run as one kernel per direction on many rows (`models/kernels/mlp.py`).
+On a GPU, networks with two hidden layers run as one kernel per direction if there are many rows
+(`models/kernels/mlp.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> those of the parameters, in order
+Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
 Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
-FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewer to learn from, or to evaluate, do not repay compiling the kernels
+FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewest rows in learning and evaluation that repay compiling the kernels
 FUSED_UNITS = 64
 CAN_FUSE = bool(torch.version.cuda and find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))))
 
@@ -33,7 +34,7 @@ class LinearPass:
     """x [B, in] -> [B, out], with the parameters of an `nn.Linear`."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        self.weight, self.bias = weight, bias  # the parameters themselves: an optimizer moves their memory
+        self.weight, self.bias = weight, bias  # the parameters themselves, because an optimizer moves their memory
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer."""
@@ -50,7 +51,7 @@ class LinearPass:
 
 
 class StackedPass:
-    """x [E, B, in], or [B, in] for all, -> [E, B, out]: E layers with weights [E, in, out] and biases [E, 1, out]."""
+    """x [E, B, in], or [B, in] shared by all, -> [E, B, out]: E layers, weights [E, in, out], biases [E, 1, out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         self.weight, self.bias = weight, bias
@@ -70,14 +71,14 @@ class StackedPass:
 
 
 class StackedHead(StackedPass):
-    """[E, B, in] -> [E, B]: E layers with one output each, for which a batched product is 5 times slower than this."""
+    """[E, B, in] -> [E, B]: E layers with one output each; 5 times faster than a batched product."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__(weight, bias)
-        self._products = weight.detach().new_empty(0)  # [E, B, in], kept since new memory costs more than products
+        self._products = weight.detach().new_empty(0)  # [E, B, in], reused because new memory costs more than products
 
     def _multiply(self, x: Tensor) -> Tensor:
-        """Numbers [E, B, in], or [E, B, 1] for all of a row, times the weights."""
+        """Multiply x [E, B, in], or one number per row [E, B, 1], by the weights."""
         shape = (len(self.weight), x.shape[-2], self.weight.shape[1])
         if self._products.shape != shape:
             self._products = x.new_empty(shape)
@@ -98,13 +99,13 @@ class StackedHead(StackedPass):
 
 
 class Pieces(list[Tensor]):
-    """Gradients of parameters in order, which are pieces of one tensor that an optimizer takes directly."""
+    """Gradients of parameters in order: pieces of one tensor that an optimizer uses directly."""
 
     flat: Tensor
 
 
 class GradientMemory:
-    """Where the gradients of parameters are written: the same place every time, unless a view of it is still held."""
+    """Memory for the gradients of parameters: the same memory every time, unless a view of it is still in use."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
@@ -112,7 +113,7 @@ class GradientMemory:
         self._holders = 0
 
     def __reduce__(self) -> Any:
-        """Without the memory, because a copy's pieces need not be parts of one tensor."""
+        """Leave out the memory, because a copy's pieces need not be parts of one tensor."""
         return GradientMemory, (self.parameters,)
 
     def take(self) -> Pieces:
@@ -142,7 +143,7 @@ class no_graph:
 
 
 class SplitMLP:
-    """Layers with ReLU or tanh between them, and with `active_end` after the last."""
+    """Layers with ReLU or tanh between them, and also after the last one with `active_end`."""
 
     def __init__(self, layers: Sequence[Any], *, is_tanh: bool, active_end: bool = False) -> None:
         self.layers, self.is_tanh, self.active_end = list(layers), is_tanh, active_end
@@ -153,7 +154,7 @@ class SplitMLP:
 
     @classmethod
     def of(cls, network: Iterable[nn.Module]) -> SplitMLP | None:
-        """The passes of linear layers with tanh or ReLU (the same throughout) after each or between them, else None."""
+        """The passes of a network of linear layers with one activation (tanh or ReLU); None for any other network."""
         parts = list(network)
         kinds, ends = [type(part) for part in parts], len(parts) % 2
         if not parts or set(kinds[0::2]) != {nn.Linear} or set(kinds[1::2]) not in ({nn.Tanh}, {nn.ReLU}, set()):
@@ -162,7 +163,7 @@ class SplitMLP:
         return cls(layers, is_tanh=nn.Tanh in kinds, active_end=not ends)
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Outputs, and each layer's input; without a graph."""
+        """Outputs, and each layer's input, without an autograd graph."""
         inputs: list[Tensor] = []
         for layer in self.layers:
             if inputs:
@@ -184,7 +185,7 @@ class SplitMLP:
     def backward(
         self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor] | None, into_input: bool
     ) -> Tensor | None:
-        """The input's gradient from that of the outputs; the parameters' gradients are written into `pieces`."""
+        """Return the input's gradient from the outputs' gradient; write the parameters' gradients into `pieces`."""
         if self.active_end:
             grad = self._slope(grad, inputs[-1], torch.empty_like(grad))
         for i in range(len(self.layers) - 1, -1, -1):
@@ -197,11 +198,11 @@ class SplitMLP:
         if not into_input:
             return None
         on_input = self.layers[0].into_input(grad)
-        return on_input.sum(0) if on_input.dim() > inputs[0].dim() else on_input  # E networks that read the same rows
+        return on_input.sum(0) if on_input.dim() > inputs[0].dim() else on_input  # E networks read the same rows
 
 
 class _Evaluation(torch.autograd.Function):
-    """Networks that read the same rows, as one node of the graph."""
+    """Networks that read the same rows, as one node of the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, splits: Sequence[SplitMLP], plain: Networks, x: Tensor, *parameters: Tensor) -> Any:
@@ -219,7 +220,7 @@ class _Evaluation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad
         into_input, into_parameters = needs[2], True not in needs[:3] or is_asked_for(ctx.next_functions[1][0])
-        if torch.is_grad_enabled():  # for a second derivative, autograd does this part too
+        if torch.is_grad_enabled():  # for a second derivative, autograd must record this part too
             wanted = into_input, *[into_parameters] * len(ctx.parameters)
             return None, None, *_differentiate_plainly(ctx, grads, wanted)
         on_x: Tensor | None = None
@@ -233,7 +234,7 @@ class _Evaluation(torch.autograd.Function):
                 continue
             pieces = split.memory.take() if into_parameters else None
             on_input = split.backward(inputs, grad, pieces, into_input)
-            # separate views, so that their holders are counted
+            # separate views, so that `GradientMemory` can count who holds them
             on_parameters += [None] * len(split.parameters) if pieces is None else [g.detach() for g in pieces]
             if on_input is not None:
                 on_x = on_input if on_x is None else on_x + on_input
@@ -250,8 +251,8 @@ def _differentiate_plainly(ctx: Any, grads: Sequence[Tensor | None], wanted: Seq
 
 
 def is_asked_for(node: Any) -> bool:
-    """Whether the running backward pass needs the gradient behind this node; torch raises for a leaf that was asked
-    for, and only then."""
+    """Whether the running backward pass needs the gradient behind this node; torch raises only for a leaf whose
+    gradient was requested."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -269,12 +270,12 @@ def tanh_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
 
 
 def runs_written_out(x: Tensor) -> bool:
-    """Whether the passes can take these inputs: rows in the CPU's memory, and not while compiling."""
+    """Whether the passes support these inputs: rows in CPU memory, outside `torch.compile`."""
     return x.is_cpu and x.dim() == 2 and not torch.compiler.is_compiling()
 
 
 def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence[Tensor]:
-    """Outputs of networks by their passes; `plain` is the same by autograd."""
+    """Outputs of networks, computed by their passes; `plain` computes the same with autograd."""
     if not torch.is_grad_enabled():
         return [split.forward(x)[0] for split in splits]
     if len(splits) == 1:
@@ -283,7 +284,7 @@ def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence
 
 
 def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tuple[list[Tensor], Backward]:
-    """Outputs of networks without a graph, and a function from their gradients to those of all parameters in order."""
+    """Outputs without a graph, and a function that maps their gradients to those of all parameters, in order."""
     with no_graph():
         passed = [split.forward(x) for split in splits]
 
@@ -300,7 +301,7 @@ def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tupl
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether two programs of the kernels fit on a multiprocessor: on Hopper and on the data center's Blackwell."""
+    """Whether two programs of the kernels fit on a multiprocessor, as on Hopper and data-center Blackwell GPUs."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -308,7 +309,7 @@ has_room._dynamo_marked_constant = True  # type: ignore[attr-defined]  # while c
 
 
 def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> bool:
-    """Whether these networks run as one kernel per direction on these rows, which pays from `least` on."""
+    """Whether these networks run as one kernel per direction on these rows: worthwhile from `least` rows on."""
     if not x.is_cuda or x.dim() != 2 or x.dtype != torch.float32 or not x.numel() or not CAN_FUSE:
         return False
     if len(x) < least and not torch.compiler.is_compiling():
@@ -319,7 +320,7 @@ def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> 
         return False
     sizes = [[x.shape[1], *map(len, _parameters(network))] for network in networks]
     longest = max(size for own in sizes for size in (own[0], own[-1])) * len(x)
-    fits = max(map(max, sizes)) <= FUSED_UNITS and longest < 2**31  # the kernels count in 32 bits
+    fits = max(map(max, sizes)) <= FUSED_UNITS and longest < 2**31  # the kernels use 32-bit indices
     return fits and has_room(x.device)
 
 
@@ -328,7 +329,7 @@ def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[list[Tensor], Backward]:
-    """`trace` by kernels."""
+    """`trace` with the kernels."""
     from rl_training.models.kernels.mlp import mlp_backward, mlp_forward
 
     parameters, is_tanh = [_parameters(network) for network in networks], nn.Tanh in map(type, networks[0])
@@ -344,13 +345,13 @@ def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[lis
 
 
 def run_network(network: nn.Sequential, x: Tensor) -> Tensor:
-    """[B, in] -> [B, out], by one kernel where that pays and nothing is differentiated."""
+    """[B, in] -> [B, out], with one kernel if that is faster and nothing is differentiated."""
     fused = not torch.is_grad_enabled() and is_fused(x, (network,), FUSED_OUTPUTS)
     return trace_fused(x, (network,))[0][0] if fused else network(x)
 
 
 class WrittenOut:
-    """Networks that read the same rows, run by their passes if all of them have such a form; not a module itself.
+    """Networks that read the same rows, run with hand-written passes if all of them have one; not a module itself.
 
     The owner passes its networks' modules at every call, so that a replaced module is noticed.
     """
@@ -361,15 +362,15 @@ class WrittenOut:
         self._memory: GradientMemory  # of all of them together
 
     def __call__(self, x: Tensor, *networks: Iterable[nn.Module]) -> Sequence[Tensor]:
-        """[B, in] -> [B, out] of each network, given as modules that run one after the other."""
+        """[B, in] -> [B, out] for each network, given as a sequence of modules."""
         if not torch.is_grad_enabled() and is_fused(x, networks, FUSED_OUTPUTS):
             return trace_fused(x, networks)[0]
         splits = self._write_out(x, networks)
         return self._run_plainly(x) if splits is None else evaluate(splits, self._run_plainly, x)
 
     def trace(self, x: Tensor, *networks: Iterable[nn.Module]) -> tuple[Sequence[Tensor], Backward] | None:
-        """The same without a graph, and a function from gradients of the outputs to those of all parameters in order;
-        None where autograd is needed."""
+        """The same without a graph, and a function that maps gradients of the outputs to those of all parameters, in
+        order; None if autograd is needed."""
         if is_fused(x, networks, FUSED_ROWS):
             return trace_fused(x, networks)
         splits = self._write_out(x, networks)
@@ -388,7 +389,7 @@ class WrittenOut:
 
 
 def run_chain(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Modules one after the other."""
+    """Run modules one after the other."""
     for module in modules:
         x = module(x)
     return x

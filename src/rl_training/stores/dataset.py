@@ -1,4 +1,4 @@
-"""The dataset lane: minibatches of recorded data, without environment steps (BC)."""
+"""The dataset store: minibatches of recorded data, without environment steps (BC)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_HELDOUT = 1024  # held-out rows per evaluation
 
 
 class DatasetLaneParams(Params, DatasetParams):
-    """Hyper-parameters of the dataset lane."""
+    """Hyper-parameters of learning from recorded data alone."""
 
     batch_size: int = Field(256, ge=1, le=10**6, description="Rows per update.")
     heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is held out.")
@@ -30,7 +30,7 @@ class DatasetLaneParams(Params, DatasetParams):
 
 
 class DatasetStore:
-    """One minibatch a turn, counted as one timestep; no environment is stepped.
+    """One minibatch per turn, counted as one timestep; no environment is stepped.
 
     Whole episodes are held out; every `heldout_interval` updates a batch includes rows of them.
     """
@@ -49,7 +49,7 @@ class DatasetStore:
         return f"{len(self.training):,} recorded transitions, {len(self.heldout):,} more held out, from {self.origin}"
 
     def request(self, step: int) -> Request:
-        """Nothing."""
+        """Request nothing."""
         return Request()
 
     def add(self, experience: Experience, step: int) -> int:

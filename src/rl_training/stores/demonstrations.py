@@ -1,4 +1,4 @@
-"""The demonstrations lane: rollouts, each together with recorded steps of an expert (GAIL)."""
+"""The demonstrations store: rollouts, each together with recorded steps of an expert (GAIL)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ExpertParams(StrictModel):
 
 
 def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> TransitionDataset:
-    """The expert's steps as a policy sees them; those of a checkpoint are played now."""
+    """The expert's steps as a policy sees them; an expert given as a checkpoint is played now."""
     refuse_unread(params, READERS, "expert_dataset_kind")
     if params.expert_dataset_kind != "checkpoint":
         return find_dataset(params.as_dataset(), recipe, spaces, prefix="expert_")
@@ -88,9 +88,9 @@ def find_expert(params: ExpertParams, recipe: EnvRecipe, spaces: EnvSpaces) -> T
 
 
 def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
-    """Steps of an episode that does not end early: the time limit, else the longest that the expert played.
+    """Length of an episode that does not end early: the time limit, or else the expert's longest episode.
 
-    The limit lies inside Atari's preprocessing and counts frames, of which a step takes several.
+    For Atari, the limit is inside the preprocessing and counts frames, of which a step takes several.
     """
     spec = gym.registry.get(recipe.env_id) if recipe.maker is None else None
     limit = recipe.max_episode_steps or (None if spec is None else spec.max_episode_steps)
@@ -100,9 +100,9 @@ def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
 
 
 class DemonstrationStore(RolloutStore):
-    """Rollouts with the expert's steps, and how long ended episodes stay in the absorbing state."""
+    """Rollouts with the expert's steps and the time that ended episodes stay in the absorbing state."""
 
-    reads_tensors = False  # it looks at the ends of episodes
+    reads_tensors = False  # it reads the ends of episodes on the host
 
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
@@ -127,7 +127,7 @@ class DemonstrationStore(RolloutStore):
             )
 
     def describe(self) -> str:
-        """The rollout's size, the expert's, its origin, and a warning where ends are not taken into account."""
+        """Sizes of the rollout and of the expert data, its origin, and a warning if episode ends are ignored."""
         expert, env_id = self.expert, self.spaces.env_id
         if self.params.expert_dataset_kind == "checkpoint":
             origin = f"the policy in {self.params.expert_checkpoint}{note_other_env(expert, env_id)}"
@@ -137,7 +137,7 @@ class DemonstrationStore(RolloutStore):
         return f"{super().describe()}, {steps}, from {origin}{self.warning}"
 
     def add(self, experience: Experience, step: int) -> int:
-        """As a rollout, with the time that ended episodes stay in the absorbing state."""
+        """Keep a rollout, and compute the time that ended episodes stay in the absorbing state."""
         if self.absorbing_steps is not None:
             lengths = [episode.length for episode in experience.episodes]
             self.absorbing_steps[:] = absorbing_steps(
@@ -165,7 +165,7 @@ class DemonstrationStore(RolloutStore):
         return self._expert_batch
 
     def state_dict(self) -> dict[str, Any]:
-        """As a rollout's, with the hash of the expert's steps."""
+        """The state of a rollout store, with the hash of the expert's steps."""
         return super().state_dict() | {"expert_sha256": self.expert.sha256}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -185,7 +185,7 @@ def absorbing_steps(terminated: Array, truncated: Array, lengths: Array, horizon
 
 
 def closed(dataset: TransitionDataset, episodes: Array) -> Array:
-    """Of values per episode, those that ended, that is without a last one that was not recorded to its end."""
+    """Values per episode, without the last episode if its recording is incomplete."""
     return episodes[:-1] if dataset.last_episode_is_open else episodes
 
 

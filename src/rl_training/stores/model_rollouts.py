@@ -1,6 +1,6 @@
-"""The model lane: a dynamics model is fitted to real transitions, and batches are mostly rollouts through it.
+"""The model stores: a dynamics model is fitted to real transitions, and batches are mostly rollouts through it.
 
-MBPO's real transitions are a replay buffer that grows, MOPO's a dataset.
+The real transitions are a growing replay buffer in MBPO and a dataset in MOPO.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rl_training.runtime.spec import StoreContext
 from rl_training.stores.prior_data import check_same_data, describe_origin, find_dataset
 from rl_training.stores.replay import DIVIDED_ONCE, ReplayStore, TemperatureParams
 
-CHUNK = 2_048  # states rolled out together: the activations of one step stay in the cache
-GPU_CHUNK = 65_536  # the same on a GPU, which small chunks leave idle; seven members' activations take 0.4 GB a layer
+CHUNK = 2_048  # states rolled out together, so that the activations of one step stay in the cache
+GPU_CHUNK = 65_536  # the same on a GPU, which small chunks leave idle; activations of seven members: 0.4 GB a layer
 Learner = TypeVar("Learner", bound=MBPO)
 KEYS = ("obs", "actions", "rewards", "next_obs", "dones")  # of a policy batch
 
@@ -79,11 +79,11 @@ class ModelParams(TemperatureParams):
         return self
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also how a batch is divided."""
+        """As the base class, plus the settings that divide a batch."""
         return super().fixed_numbers() | {"synthetic_batch_ratio": DIVIDED_ONCE}
 
     def check_new_run(self) -> None:
-        """Refuse a buffer of imagined transitions that would keep only the ends of a round's rollouts."""
+        """Refuse a buffer of imagined transitions that is too small for one round of rollouts."""
         assert isinstance(self, Params)
         schedule = self.schedules.get("rollout_horizon")
         longest = self.rollout_horizon if schedule is None else max(schedule.value(0.0), schedule.value(1.0))
@@ -109,7 +109,7 @@ def build_learner(learner: type[Learner], params: Any, spaces: EnvSpaces) -> Lea
 
 
 class ModelRollouts:
-    """What both sources share: fits the model, imagines, and mixes what was imagined into batches."""
+    """Shared by both stores: fit the model, imagine rollouts, and mix imagined transitions into batches."""
 
     def __init__(self, context: StoreContext, rng: np.random.Generator) -> None:
         self.params, self.device, self.rng = context.params, context.device, rng
@@ -122,7 +122,7 @@ class ModelRollouts:
         self._last_result: UpdateResult | None = None
 
     def describe(self) -> str:
-        """Size, and where imagined episodes get their ends from."""
+        """The buffer's size, and how terminations of imagined episodes are determined."""
         where = " on the GPU" if self.buffer.on_gpu else ""
         size = f"{self.buffer.capacity:,} imagined ones: {format_bytes(self.buffer.nbytes)}{where}"
         return f"{size}, ends {'learned by the model' if self.terminates is None else 'by a known function'}"
@@ -130,9 +130,9 @@ class ModelRollouts:
     # the model ------------------------------------------------------------------------------------------------------
 
     def fit(self, algorithm: MBPO, transitions: Mapping[str, Array]) -> Iterator[tuple[str, Batch]]:
-        """Model batches [E, B, ...] until held-out rows stop them.
+        """Yield model batches [E, B, ...] until the held-out error stops falling.
 
-        The learner says how; this keeps its metrics.
+        The learner decides how to fit; this method keeps the metrics.
         """
         limits = self.params.model_updates, self.params.model_batch_size
         for batch in algorithm.fit(self._as_tensors(transitions), self.rng, *limits):
@@ -157,12 +157,12 @@ class ModelRollouts:
         return not len(self.buffer) or self.updates_since_round >= self.params.rollout_refresh_interval
 
     def imagine(self, algorithm: MBPO, states: Tensor, horizon: float) -> None:
-        """One round: the current policy through the model from real states [N, O]; a row that ends is dropped."""
+        """Roll out the current policy through the model from real states [N, O]; a row that terminates is dropped."""
         for obs in states.to(self.device, torch.float32).split(CHUNK if self.device == "cpu" else GPU_CHUNK):
             for _ in range(round(horizon)):
                 step = algorithm.imagine(obs, self.terminates)
                 self.buffer.add(step)
-                # counting what ended makes the host wait for a GPU
+                # counting terminated rows makes the host wait for a GPU
                 obs = step["next_obs"] if self.terminates is never else step["next_obs"][~step["terminated"]]
                 if not len(obs):
                     break
@@ -175,7 +175,7 @@ class ModelRollouts:
         return {name: torch.cat([real[name], imagined[name].to(self.device)]) for name in KEYS}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and metrics; the buffer is the source's to store."""
+        """Counters and metrics; the store saves the buffer."""
         return {"updates_since_round": self.updates_since_round, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ class ModelRollouts:
 
 
 class ModelReplayStore(ReplayStore):
-    """MBPO's: replay, a fit every `model_train_frequency` steps, and batches of which a share is imagined."""
+    """The store of MBPO: replay, a fit every `model_train_frequency` steps, and partly imagined batches."""
 
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
@@ -196,7 +196,7 @@ class ModelReplayStore(ReplayStore):
         self.steps_since_fit: int = self.params.model_train_frequency
 
     def describe(self) -> str:
-        """Both buffers, and where imagined ends come from."""
+        """Both buffers, and how imagined terminations are determined."""
         return f"{super().describe()}; {self.rollouts.describe()}"
 
     def add(self, experience: Experience, step: int) -> int:
@@ -211,7 +211,7 @@ class ModelReplayStore(ReplayStore):
         return len(self.buffer) >= max(1, least) and self.credit >= self.params.train_frequency
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """A fit when it is due, a round of rollouts when it is, and the policy's turns."""
+        """Fit the model and imagine rollouts when that is due, and yield the policy's batches."""
         assert isinstance(algorithm, MBPO)
         rollouts = self.rollouts
         if self.turn_due and rollouts.synthetic_batch_size:
@@ -238,7 +238,7 @@ class ModelReplayStore(ReplayStore):
         self.rollouts.feedback(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """As replay's; under `replay` the imagined transitions too."""
+        """The state of a replay store; `replay` includes the imagined transitions."""
         state = super().state_dict()
         state["replay"] |= {"synthetic": self.rollouts.buffer.state_dict()}
         return state | {"steps_since_fit": self.steps_since_fit, "rollouts": self.rollouts.state_dict()}
@@ -253,7 +253,7 @@ class ModelReplayStore(ReplayStore):
 
 
 class ModelDatasetStore:
-    """MOPO's: one fit to a dataset, then batches of which a share is imagined. One policy update counts as one step."""
+    """The store of MOPO: one fit to a dataset, then partly imagined batches. A policy update counts as one step."""
 
     def __init__(self, context: StoreContext) -> None:
         self.params, self.rng = context.params, context.rng
@@ -271,19 +271,19 @@ class ModelDatasetStore:
         self.fitted = False
 
     def describe(self) -> str:
-        """The data, the buffer, and where imagined ends come from."""
+        """The data, the buffer, and how imagined terminations are determined."""
         return f"dataset of {len(self.dataset):,} transitions from {self.origin}; {self.rollouts.describe()}"
 
     def request(self, step: int) -> Request:
-        """Nothing."""
+        """Request nothing."""
         return Request()
 
     def add(self, experience: Experience, step: int) -> int:
-        """The step that counts is the policy update to come."""
+        """Count one step for the policy update that follows."""
         return 1
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """The fit, once; a round of rollouts when it is due; one policy batch."""
+        """Fit the model once, imagine rollouts when that is due, and yield one policy batch."""
         assert isinstance(algorithm, MBPO)
         rollouts = self.rollouts
         if rollouts.synthetic_batch_size:
@@ -314,7 +314,7 @@ class ModelDatasetStore:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`; other data is refused, imagined transitions that are missing are made again."""
+        """The inverse of `state_dict`; other data is refused, and missing imagined transitions are imagined again."""
         check_same_data(state["dataset_sha256"], self.dataset, "dataset")
         self.rng.bit_generator.state = state["rng"]
         self.fitted = bool(state["fitted"])

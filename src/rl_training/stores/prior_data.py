@@ -1,4 +1,4 @@
-"""Recorded data in a run: how a dataset is found, and replay that mixes it into every batch (RLPD)."""
+"""Recorded data in a run: finding a dataset, and replay that mixes it into every batch (RLPD)."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class PriorDataParams(ReplayParams, DatasetParams):
 def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces, *, prefix: str = "") -> TransitionDataset:
     """The recorded data as a policy sees it: encoded observations, actions in [-1, 1] or as choices.
 
-    `prefix` is put before the names of the fields in an error.
+    Error messages put `prefix` before the names of fields.
     """
     refuse_unread(params, READERS, "dataset_kind")
     path = params.dataset_path
-    if params.dataset_kind == "checkpoint":  # as a policy saw it already; the other kinds are the environment's own
+    if params.dataset_kind == "checkpoint":  # already as a policy sees it, unlike the other kinds
         return read_replay(path, spaces, params.dataset_size)
     if params.dataset_kind == "npz" and path is not None:
         refuse_missing(f"{prefix}dataset_path", find_npz(path), "an npz file, or the name of a packaged one")
@@ -76,9 +76,9 @@ def find_dataset(params: DatasetParams, recipe: EnvRecipe, spaces: EnvSpaces, *,
 
 
 def refuse_unread(params: StrictModel, readers: Mapping[str, Sequence[str]], kind_field: str) -> None:
-    """Refuse a field that names data which the kind does not read, because the run would use other data.
+    """Refuse a field that names data that the kind does not read, because the run would use other data.
 
-    Not a validator, because a finished run whose config has such a field still predicts.
+    This is not a validator, because a finished run whose config has such a field can still predict.
     """
     kind = getattr(params, kind_field)
     for name, kinds in readers.items():
@@ -113,7 +113,7 @@ def note_other_env(dataset: TransitionDataset, env_id: str) -> str:
 
 
 def fit_dataset(dataset: TransitionDataset, spaces: EnvSpaces) -> TransitionDataset:
-    """Data with the environment's own observations and actions as a policy sees it; refused where it does not fit."""
+    """Convert the environment's own observations and actions to what a policy sees; refuse data that does not fit."""
     dataset = replace(dataset, truncated=dataset.truncated & ~dataset.terminated)  # at once: termination wins
     report = dataset.check(observation_space=spaces.row_space, action_space=spaces.action_space)
     if report["problems"]:
@@ -122,7 +122,7 @@ def fit_dataset(dataset: TransitionDataset, spaces: EnvSpaces) -> TransitionData
 
 
 def read_replay(path: str | None, spaces: EnvSpaces, size: int | None) -> TransitionDataset:
-    """The replay buffer inside a checkpoint of ours; the newest `size` rows when there are more."""
+    """The replay buffer inside a checkpoint, or its newest `size` rows if it has more."""
     if path is None:
         raise UserError("dataset_kind is 'checkpoint', which needs dataset_path.")
     refuse_missing("dataset_path", path, "a checkpoint of a replay algorithm")
@@ -158,7 +158,7 @@ class PriorReplayStore(ReplayStore):
         self.pretrain_updates_done = 0
 
     def describe(self) -> str:
-        """As replay's, with the prior data."""
+        """The replay buffer and the prior data."""
         if self.dataset is None:
             return super().describe()
         origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
@@ -178,7 +178,7 @@ class PriorReplayStore(ReplayStore):
         return Request() if self._pretrains else super().request(step)
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """Pretraining on prior data alone, a turn's worth at a time; then mixed batches."""
+        """Yield batches of prior data alone while pretraining, one turn at a time; then mixed batches."""
         if not self._pretrains:
             yield from super().batches(algorithm, step)
             return
@@ -205,7 +205,7 @@ class PriorReplayStore(ReplayStore):
         return {name: torch.cat([offline[name], online[name]]) for name in offline}
 
     def state_dict(self) -> dict[str, Any]:
-        """As replay's, with the hash of the prior data."""
+        """The state of a replay store, with the hash of the prior data."""
         digest = None if self.dataset is None else self.dataset.sha256
         return super().state_dict() | {"pretrain_updates_done": self.pretrain_updates_done, "dataset_sha256": digest}
 

@@ -1,4 +1,4 @@
-"""Recorded data from what a run left: steps of a trained policy, or the replay buffer inside a checkpoint."""
+"""Make recorded data from a checkpoint: steps of its policy, or its replay buffer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECORDING_STREAM = 2**31 + 1  # an environment index that neither training nor e
 
 
 def record_random(env_id: str, num_steps: int, seed: int) -> TransitionDataset:
-    """Steps at random, the same ones that `dataset_kind: random` makes from this size and seed."""
+    """Random steps, the same ones that `dataset_kind: random` generates for this size and seed."""
     recipe = read_recipe(env_id, {}, env_id)
     check_room(num_steps, probe_spaces(recipe))
     return load_transition_dataset(
@@ -46,7 +46,7 @@ def record_policy(
     path: PathLike, num_steps: int, *, seed: int | None = None, deterministic: bool = True,
     env: UserEnv | None = None,
 ) -> TransitionDataset:  # fmt: skip
-    """Steps of a checkpoint's policy in an environment as it trained in; the same seed (the run's) records the same."""
+    """Steps of a checkpoint's policy in its training environment; the same seed (the run's) records the same steps."""
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path), env if isinstance(env, tuple) else None)
     dataset = play_policy(algorithm, spaces, config, num_steps, seed=seed, deterministic=deterministic, env=env)
     return replace(dataset, metadata=origin(config, path) | dataset.metadata)
@@ -56,7 +56,7 @@ def play_policy(
     algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig, num_steps: int, *, seed: int | None,
     deterministic: bool, env: UserEnv | None = None,
 ) -> TransitionDataset:  # fmt: skip
-    """What `record_policy` records, by the learner, spaces and config that `load_algorithm` gives."""
+    """Record as `record_policy`, with the learner, spaces and config that `load_algorithm` returns."""
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     check_same_spaces(spaces, probe_spaces(recipe))
     check_room(num_steps, spaces)
@@ -75,7 +75,7 @@ def play_policy(
 
 
 def empty_arrays(num_steps: int, spaces: EnvSpaces) -> dict[str, Array]:
-    """Room for every row, so that nothing is held twice."""
+    """Allocate arrays for all rows in advance, so that nothing is copied later."""
     seen, done = spaces.row_space, spaces.action_space
     return {
         "obs": np.empty((num_steps, *seen.shape), seen.dtype),
@@ -88,7 +88,7 @@ def empty_arrays(num_steps: int, spaces: EnvSpaces) -> dict[str, Array]:
 
 
 def check_room(num_steps: int, spaces: EnvSpaces) -> None:
-    """Refuse, with the arithmetic, what cannot be held in memory."""
+    """Refuse data that does not fit into memory; the error shows the arithmetic."""
     obs = ArraySpec((num_steps, *spaces.row_space.shape), np.dtype(spaces.row_space.dtype))
     actions = ArraySpec((num_steps, *spaces.action_shape), np.dtype(np.float32))
     specs = {"obs": obs, "next_obs": obs, "actions": actions}
@@ -100,13 +100,13 @@ def check_room(num_steps: int, spaces: EnvSpaces) -> None:
 
 
 def read_replay_buffer(path: PathLike) -> TransitionDataset:
-    """The replay buffer inside a checkpoint, its observations and actions as the environment's own."""
+    """The replay buffer inside a checkpoint, with the environment's own observations and actions."""
     dataset, spaces = read_policy_replay(path)
     return dataset.map(obs=spaces.decode, actions=spaces.map_actions)
 
 
 def read_policy_replay(path: PathLike) -> tuple[TransitionDataset, EnvSpaces]:
-    """The replay buffer inside a checkpoint as its policy sees it, and the spaces in which it was made."""
+    """The replay buffer inside a checkpoint as its policy sees it, and the spaces of its environment."""
     tree = read_checkpoint(path)
     if "replay" not in tree["source"]:
         raise UserError(
@@ -125,7 +125,7 @@ def read_policy_replay(path: PathLike) -> tuple[TransitionDataset, EnvSpaces]:
         dataset = TransitionDataset.from_replay(buffer, **origin(config, path))
     except UserError:
         raise
-    except Exception as error:  # what an edited file holds can fail in any way
+    except Exception as error:  # an edited file can fail in any way
         raise UserError(f"{path}: its replay buffer cannot be read ({describe_error(error)}).") from None
     return dataset, spaces
 
@@ -138,7 +138,7 @@ def origin(config: TrainConfig, path: PathLike) -> dict[str, Any]:
 
 
 def recipe_of(dataset: TransitionDataset, env_id: str | None) -> EnvRecipe | None:
-    """The environment of that id, or the one that the data names, made as it was where the data says how."""
+    """The environment with that id, or the one that the data names, with its arguments if the data has them."""
     own, kwargs = dataset.metadata.get("env_id"), dataset.metadata.get("env_kwargs")
     name = env_id or own
     if not isinstance(name, str):
@@ -147,6 +147,6 @@ def recipe_of(dataset: TransitionDataset, env_id: str | None) -> EnvRecipe | Non
 
 
 def spaces_of(recipe: EnvRecipe) -> dict[str, Any]:
-    """The spaces that rows of this environment lie in: observations flattened where they are no Box."""
+    """The spaces of this environment's rows; observations that are not a Box are flattened."""
     spaces = probe_spaces(recipe)
     return {"observation_space": spaces.row_space, "action_space": spaces.action_space}

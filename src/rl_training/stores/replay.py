@@ -1,4 +1,4 @@
-"""The replay lane: steps into a buffer, then samples from it (the DQN family, DDPG, TD3, SAC, NAF, D4PG, RLPD)."""
+"""The replay store: steps go into a buffer, batches are samples (the DQN family, DDPG, TD3, SAC, NAF, D4PG, RLPD)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
 from rl_training.validation import StrictModel
 
 LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
-WIDE_BATCH = 500_000  # bytes of observations from which on a GPU gathers batches faster than the host sends them
+WIDE_BATCH = 500_000  # bytes of observations from which a GPU gathers a batch faster than the host sends it
 # Why a number cannot be scheduled: the end of a sentence.
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 ReplayMemory = Annotated[
@@ -46,9 +46,9 @@ class OffPolicyParams(Params):
 
 
 class ReplayParams(OffPolicyParams):
-    """Hyper-parameters of the replay lane."""
+    """Hyper-parameters of algorithms with a replay buffer."""
 
-    one_step_with: ClassVar[str] = ""  # what needs plain rows: neither returns of several steps nor priorities
+    one_step_with: ClassVar[str] = ""  # the part that needs plain rows, without n-step returns and priorities
 
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
@@ -78,7 +78,7 @@ class ReplayParams(OffPolicyParams):
         return self
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also what the stored rows depend on, and the ends of a built-in schedule."""
+        """As the base class, plus numbers that stored rows depend on and the ends of a built-in schedule."""
         stored = dict.fromkeys(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it")
         ends = ("prioritized_beta_start", "prioritized_beta_end")
         built_in = dict.fromkeys(ends, "it is a part of prioritized_beta's own schedule")
@@ -100,7 +100,7 @@ class ActorCriticParams(ReplayParams):
     actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the actor; null: learning_rate.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also the common rate, if nothing uses it."""
+        """As the base class, plus the common rate if nothing uses it."""
         both = self.critic_learning_rate is not None and self.actor_learning_rate is not None
         unread = {"learning_rate": "critic_learning_rate and actor_learning_rate are given and replace it"}
         return super().fixed_numbers() | (unread if both and getattr(self, "alpha", None) != "auto" else {})
@@ -124,7 +124,7 @@ class TemperatureParams(StrictModel):
     )
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also the temperature if it is tuned, otherwise the settings of the tuning."""
+        """As the base class, plus the temperature if it is tuned, otherwise the settings of the tuning."""
         fixed = {"target_entropy": f"alpha is {self.alpha}, and only 'auto' reads it"}
         if self.alpha == "auto":
             fixed = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
@@ -136,7 +136,7 @@ def continuous_spec(
     learner: type[Algorithm], network: type[nn.Module], *, store: Callable[[StoreContext], Store] | None = None,
     **entry: Any,
 ) -> AlgorithmSpec:  # fmt: skip
-    """The registry entry of a learner of continuous actions from replay, whose `model` is such a network."""
+    """The registry entry of a replay learner for continuous actions; `network` is the class of its `model`."""
     return AlgorithmSpec(
         lane="replay", learner=learner, build=partial(build_on_model, learner, network), store=store or ReplayStore,
         action_kinds=("continuous",),
@@ -145,9 +145,9 @@ def continuous_spec(
 
 
 class BufferStore:
-    """What the stores with a buffer share: generator, `credit` for updates, and both with the buffer as a state.
+    """Shared by the stores with a buffer: the generator, the `credit` for updates, and the saved state.
 
-    A subclass makes the `buffer` and says what its credit counts.
+    A subclass makes the `buffer` and defines the unit of its credit.
     """
 
     buffer: Any
@@ -158,11 +158,11 @@ class BufferStore:
         self.metrics: dict[str, float] = {}
 
     def random_steps(self, step: int) -> int:
-        """Transitions from `step` on that are taken at random."""
+        """The number of transitions from `step` on that use random actions."""
         return max(0, self.params.learning_starts - step)
 
     def keep(self, experience: Experience, step: int) -> int:
-        """Put it into the buffer; returns how many of its transitions are to be learned from."""
+        """Put experience into the buffer; return how many of its transitions count toward updates."""
         for row in experience.rows():
             self.buffer.add(**row)
         return max(0, min(experience.transitions, step + experience.transitions - self.params.learning_starts))
@@ -186,9 +186,9 @@ class BufferStore:
 
 
 class ReplayStore(BufferStore):
-    """Keeps transitions, and samples `gradient_updates_per_step` batches a turn.
+    """Keeps transitions, and samples `gradient_updates_per_step` batches per training turn.
 
-    A turn is due per `train_frequency` environment steps, so more environments mean more turns, not fewer updates.
+    One training turn is due per `train_frequency` environment steps, so more environments do not mean fewer updates.
     """
 
     buffer: ReplayBuffer
@@ -225,9 +225,9 @@ class ReplayStore(BufferStore):
         return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}"
 
     def request(self, step: int) -> Request:
-        """About `train_frequency` environment steps, at random until `learning_starts`.
+        """Request about `train_frequency` environment steps, with random actions until `learning_starts`.
 
-        From here on nobody changes stored rows but the step, so the batch after it is drawn while a GPU is still busy.
+        From here on only the step changes stored rows, so the batch after it is drawn now, while a GPU is still busy.
         """
         params = self.params
         if self.draws_ahead and self._has_sampled and self.buffer.ahead is None:
@@ -240,7 +240,7 @@ class ReplayStore(BufferStore):
         return experience.transitions
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """The training turns due, `gradient_updates_per_step` samples each."""
+        """Yield `gradient_updates_per_step` samples for each training turn that is due."""
         if len(self.buffer) < min(self.params.learning_starts, self.buffer.capacity):
             self.credit = 0  # resumed without its buffer: fill it again first
         while self.credit >= self.params.train_frequency and len(self.buffer):
@@ -250,7 +250,7 @@ class ReplayStore(BufferStore):
             self._has_sampled = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state before a draw for the next turn."""
+        """The state before the batch of the next turn was drawn."""
         ahead = self.buffer.ahead
         return super().state_dict() | ({} if ahead is None else {"rng": ahead.before})
 
@@ -261,7 +261,7 @@ class ReplayStore(BufferStore):
         return self.buffer.sample(self.params.batch_size, self.rng)
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
-        """Errors become priorities."""
+        """Update priorities from the errors of an update."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
         if "clipped_targets" in result.metrics:

@@ -1,4 +1,4 @@
-"""The rollout lane: T steps of N environments, then one batch [T, N] (A2C, PPO, TRPO, IMPALA, APPO)."""
+"""The rollout store: T steps of N environments become one batch [T, N] (A2C, PPO, TRPO, IMPALA, APPO)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rl_training.runtime.spec import AlgorithmSpec, StoreContext
 ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
 NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": True}}  # env_kwargs, by default
 COLUMNS = ("actions", "rewards", "terminated", "truncated", "logprobs")
-MOST_IMAGES = 1024  # valued at a time
+MOST_IMAGES = 1024  # whose values are computed at a time
 
 
 class RolloutParams(Params):
-    """Hyper-parameters of the rollout lane."""
+    """Hyper-parameters of algorithms that learn from rollouts."""
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps per environment and rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
@@ -40,7 +40,7 @@ class RolloutParams(Params):
 
 
 def rollout_spec(learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:
-    """The registry entry of a learner from rollouts, which takes every kind of action and observation."""
+    """The registry entry of a rollout learner that supports every kind of action and observation."""
     return AlgorithmSpec(
         lane="rollout", learner=learner, build=partial(build_on_policy, learner), store=RolloutStore,
         action_kinds=ACTION_KINDS, normalizes_rewards=True, **entry,
@@ -68,17 +68,17 @@ class RolloutStore:
         return f"rollouts of {self.layout.max_steps} x {self.layout.num_envs} steps"
 
     def request(self, step: int) -> Request:
-        """`num_steps` of every environment."""
+        """Request `num_steps` steps of every environment."""
         return Request(steps=self.params.num_steps)
 
     def add(self, experience: Experience, step: int) -> int:
-        """Keep it until the next one."""
+        """Keep a rollout until the next one."""
         self.experience = experience
         return experience.transitions
 
     @torch.no_grad()
     def _evaluate(self, algorithm: Algorithm) -> None:
-        """Values of all observations by the learner's critic, unless they were computed while acting."""
+        """Compute the values of all observations with the learner's critic, unless acting has computed them."""
         experience, device = self.experience, self.device
         policy: Any = algorithm.acting()
 
@@ -98,13 +98,13 @@ class RolloutStore:
                 self.truncation_values[rows] = evaluate(experience.final_obs[rows])
 
     def _value(self, policy: Any, rows: Tensor) -> Tensor:
-        """Values [B] of observations [B, ...], of images so many at a time that their features fit into memory."""
+        """Values [B] of observations [B, ...]; images are evaluated in chunks, whose features fit into memory."""
         if self.spaces.obs_kind == "vector":
             return policy.values(rows)
         return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)])
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """The rollout, once; nothing if a short one has only reset rows."""
+        """Yield the rollout once, or nothing if a short one has only reset rows."""
         experience, device = self.experience, self.device
         reads_values = getattr(algorithm, "reads_values", True)
         if isinstance(experience.obs, Tensor):
@@ -115,7 +115,7 @@ class RolloutStore:
         if reads_values:
             self._evaluate(algorithm)
         known = self._batches.get(experience)
-        if known is None or device.type != "cpu":  # on the CPU once: its tensors are the experience's memory
+        if known is None or device.type != "cpu":  # once on the CPU: its tensors share the experience's memory
             arrays = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
             if experience.masks is not None:
                 arrays["action_masks"] = experience.masks[:-1]
@@ -136,7 +136,7 @@ class RolloutStore:
 
     @torch.no_grad()
     def _hand_over(self, algorithm: Algorithm, reads_values: bool) -> dict[str, Tensor]:
-        """The batch of experience in tensors; the host reads nothing, so final observations of every row are in it."""
+        """The batch of experience in tensors; the host reads nothing, so it has final observations of all rows."""
         experience, count = self.experience, self.layout.num_envs
         policy: Any = algorithm.acting()
         batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}

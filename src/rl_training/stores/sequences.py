@@ -1,4 +1,4 @@
-"""The sequences lane: steps into a sequence buffer, windows out of it, for learners that act with memory (Dreamer)."""
+"""The sequence store: steps go into a buffer, batches are windows; for learners that act with memory (Dreamer)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_training.stores.replay import BufferStore, ReplayMemory, goes_to_device
 
 
 class SequenceParams(Params):
-    """Hyper-parameters of the sequences lane."""
+    """Hyper-parameters of algorithms that learn from sequences."""
 
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Rows kept, summed over environments.")
     batch_size: int = Field(16, ge=1, le=10**5, description="Windows per update.")
@@ -39,8 +39,8 @@ class SequenceParams(Params):
 class SequenceStore(BufferStore):
     """Keeps steps, and samples windows [B, L].
 
-    An update replays `batch_size * sequence_length` steps; one is due for every that many of `train_ratio` times the
-    steps taken since `learning_starts`.
+    Every environment step since `learning_starts` makes `train_ratio` replayed steps due. An update replays
+    `batch_size * sequence_length` steps, and runs when that many are due.
     """
 
     def __init__(self, context: StoreContext) -> None:
@@ -61,7 +61,7 @@ class SequenceStore(BufferStore):
         return f"sequence replay of {self.buffer.capacity:,} steps: {self.buffer.describe_size()}"
 
     def request(self, step: int) -> Request:
-        """One step of every environment, at random until `learning_starts`."""
+        """Request one step of every environment, with random actions until `learning_starts`."""
         return Request(steps=1, random=self.random_steps(step))
 
     def add(self, experience: Experience, step: int) -> int:
@@ -70,7 +70,7 @@ class SequenceStore(BufferStore):
         return experience.transitions
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
-        """The updates due."""
+        """Yield a batch for each update that is due."""
         replayed = self.params.batch_size * self.params.sequence_length
         filled = len(self.buffer) >= min(self.params.learning_starts, self.buffer.capacity)
         if not filled or not self.buffer.num_windows():

@@ -16,8 +16,8 @@ from rl_training.runtime.random_play import play_at_random
 from rl_training.validation import StrictModel
 
 FIXED_ATOMS = "the atoms are placed once, when the learner is built"
-EPISODES, STEPS = 10, 5_000  # most of random play
-UNKNOWN = (-10.0, 10.0)  # where random play earns nothing: the support of Bellemare et al. 2017
+EPISODES, STEPS = 10, 5_000  # limits of random play
+UNKNOWN = (-10.0, 10.0)  # if random play earns no reward: the support of Bellemare et al. 2017
 ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may gain, or lose
 EDGE = 0.05  # of the support, on both sides
 
@@ -36,13 +36,13 @@ class SupportParams(StrictModel):
         return self
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
-        """The arguments as usual; before `settle`, ends of the support that are not given are those of `UNKNOWN`."""
+        """The arguments as usual; before `settle`, missing ends of the support are those of `UNKNOWN`."""
         arguments: dict[str, Any] = super().arguments_of(owner)  # type: ignore[misc]  # of the Params, as below
         ends = dict(zip(("v_min", "v_max"), UNKNOWN, strict=True))
         return {name: ends.get(name) if value is None else value for name, value in arguments.items()}
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also the ends of the support."""
+        """As the base class, plus the ends of the support."""
         inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
         return inherited | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
 
@@ -63,12 +63,12 @@ class SupportParams(StrictModel):
 def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int) -> tuple[float, float]:
     """Ends that returns will rarely exceed, from the environment's `reward_range` or a few random episodes.
 
-    No return exceeds the largest reward at every step of the longest episode; where rewards are rare that is far too
-    much, so a learner is also not expected to gain more than `ROOM_ABOVE` times the range of random returns.
+    The largest reward at every step of the longest episode is an upper bound. If rewards are rare, that bound is far
+    too high, so the support also allows at most `ROOM_ABOVE` times the range of random returns above them.
     """
     env = make_env(recipe)
     declared, limit = getattr(env.unwrapped, "reward_range", None), getattr(env.spec, "max_episode_steps", None)
-    with suppress(Exception, SystemExit):  # it was made only for this
+    with suppress(Exception, SystemExit):  # the environment was made only for this
         env.close()
     steps = limit or recipe.max_episode_steps or math.inf
     weight = min(steps, (1.0 - gamma**steps) / (1.0 - gamma) if gamma < 1.0 else STEPS)  # of a reward at every step

@@ -1,4 +1,4 @@
-"""Differentiating by autograd, without what `torch.autograd.grad` does around it."""
+"""Call autograd's engine directly, without the checks of `torch.autograd.grad`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.autograd.graph import _engine_run_backward
 
 
 def differentiate(outputs: Sequence[Tensor], slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Gradients of a loss at the inputs from its slopes at the outputs; None for an input that does not matter.
+    """Gradients of a loss at the inputs, from its slopes at the outputs; None for an input that has no effect.
 
-    The checks of `torch.autograd.grad` take as long as a small loss's own backward pass, and import sympy at the first
-    call, which takes up to three seconds.
+    The checks of `torch.autograd.grad` take as long as the backward pass of a small loss. They also import sympy at the
+    first call, which takes up to three seconds.
     """
     return _engine_run_backward(
         tuple(outputs), tuple(slopes), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False

@@ -17,7 +17,7 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
     equally spaced. Each atom's mass is split between its two neighbors by distance, so that none is lost, even when
     an atom falls exactly on a support point.
     """
-    if atoms.is_cuda:  # where scatter_add_ sums in an arbitrary order: two runs with one seed would differ
+    if atoms.is_cuda:  # there scatter_add_ sums in an arbitrary order, so two runs with one seed would differ
         return project_by_ramps(atoms, probs, support)
     upper, upper_weights = _bracket(atoms, support)
     upper_mass = probs * upper_weights
@@ -26,7 +26,7 @@ def project_categorical(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor
 
 
 def project_by_ramps(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
-    """`project_categorical` without scattering: an atom's place in an interval, from 0 to 1, is its mass beyond it."""
+    """`project_categorical` without a scatter: an atom's position in an interval (0 to 1) is its mass beyond it."""
     low = support[:-1]
     ramps = (atoms.unsqueeze(-1) - low).div_(support[1:] - low).clamp_(0.0, 1.0)  # [B, M, K - 1]
     beyond = (probs.unsqueeze(-2) @ ramps).squeeze(-2)
@@ -66,8 +66,8 @@ def quantile_huber_loss(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa:
 def quantile_huber(quantiles: Tensor, targets: Tensor, taus: Tensor, kappa: float) -> tuple[Tensor, Tensor]:
     """`quantile_huber_loss` [B] with its slopes [B, N], in a third of autograd's passes over the [B, N, M] pairs.
 
-    In bounded memory: with c+ = clip(u, 0, kappa) and c- = clip(u, -kappa, 0), Huber(u) = c (u - c / 2) on each side,
-    and the slope in a quantile is -mean_j (tau c+ + (1 - tau) c-) / kappa. Both need sums of c only.
+    Memory is bounded: with c+ = clip(u, 0, kappa) and c- = clip(u, -kappa, 0), Huber(u) = c (u - c / 2) on each side,
+    and the slope in a quantile is -mean_j (tau c+ + (1 - tau) c-) / kappa. Both need only sums of c.
     """
     batch, pairs = len(quantiles), (quantiles.shape[1], targets.shape[1])
     taus = taus.expand_as(quantiles)

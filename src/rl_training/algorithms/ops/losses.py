@@ -1,8 +1,8 @@
 """Losses with their slopes: each function here returns value and derivative together; tests check them by autograd.
 
-Autograd takes longer to differentiate a loss of a few small tensors than the passes of a small network take. Where that
-counts, a learner takes the slopes at the network's outputs from here and passes them to the network's own backward
-pass (`Optimizer.trace`). Values are differentiable by autograd too; slopes never carry a graph.
+For a few small tensors, autograd takes longer to differentiate the loss than a small network's passes take. Where that
+matters, a learner takes the slopes at the network's outputs from here and passes them to the network's own backward
+pass (`Optimizer.trace`). Autograd can differentiate the values too; slopes never have an autograd graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def actor_critic_losses(
     gain: tuple[Tensor, Tensor], error: tuple[Tensor, Tensor], entropy: Tensor, ent_coef: float, vf_coef: float,
     weights: Tensor | None = None, statistics: Mapping[str, Tensor] | None = None,
 ) -> Losses:  # fmt: skip
-    """What the rollout family minimizes: -mean gain + c_v mean error - c_e mean entropy; slopes in that order.
+    """The loss of the rollout family: -mean gain + c_v mean error - c_e mean entropy; slopes in that order.
 
     `gain` comes with its slope in the log-probabilities, `error` with its slope in the values. All [...]; rows of
     weight 0 do not count. The means of `statistics` are added.
@@ -41,7 +41,7 @@ def actor_critic_losses(
         "loss": policy_loss + vf_coef * value_loss + ent_coef * entropy_loss,
         "policy_loss": policy_loss, "value_loss": value_loss, "entropy_loss": entropy_loss,
     }  # fmt: skip
-    is_used = isinstance(ent_coef, Tensor) or ent_coef  # a captured step does not look at a tensor
+    is_used = isinstance(ent_coef, Tensor) or ent_coef  # a captured step cannot read a tensor
     on_entropy = torch.empty_like(entropy).fill_(-ent_coef) * share if is_used else None
     slopes = gain[1] * -share, error[1] * (vf_coef * share), on_entropy
     return Losses(losses | dict(zip(statistics, others, strict=True)), slopes)
@@ -82,7 +82,7 @@ def value_error(
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi(a|s) A per sample, to be maximized, and its slope in log pi; A is taken as given."""
+    """log pi(a|s) A per sample, to be maximized, and its slope in log pi; A is a constant."""
     return logprobs * advantages.detach(), advantages.detach()
 
 

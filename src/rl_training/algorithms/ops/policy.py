@@ -21,9 +21,9 @@ def conjugate_gradient(
 ) -> Tensor:
     """Solve A x = b for a symmetric positive definite A given by `matvec`: [P] -> [P], stop-gradient.
 
-    Once the squared norm of the residual is below `tolerance` (or the curvature is not positive) the remaining
-    iterations leave x as it is: a mask instead of a branch, which would make a GPU wait for the host. On the CPU that
-    wait is free and a product is not, so there the loop ends; the result is the same.
+    Once the squared norm of the residual is below `tolerance` (or the curvature is not positive), the remaining
+    iterations do not change x: a mask does this, because a branch would make a GPU wait for the host. On a CPU a branch
+    is free and a product is not, so there the loop ends early; the result is the same.
     """
     residual = b.detach().clone()
     direction = residual.clone()
@@ -92,5 +92,5 @@ def approx_kl(logratio: Tensor) -> Tensor:
 
 
 def _finite(log_probs: Tensor) -> Tensor:
-    """-inf to the lowest number: 0 * -inf is NaN, and masking that NaN afterwards would leave it in the gradient."""
+    """Replace -inf by the lowest number: 0 * -inf is NaN, and masking that NaN later would leave it in the gradient."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)

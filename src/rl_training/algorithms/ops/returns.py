@@ -1,12 +1,12 @@
 """Advantages and returns of rollouts: GAE, V-trace and lambda-returns.
 
 All tensors are [T, N] (more trailing dimensions are fine) and all results are stop-gradient. Three tensors describe how
-a row ends, so that terminations and truncations stay apart:
+a row ends, so that terminations and truncations stay separate:
 
 - `discounts`: gamma * (1 - terminated). Zero only where there is no future value.
 - `next_values`: value of the true successor: of the final observation at a truncation, of the bootstrap observation in
-  the last row, and `values[t + 1]` everywhere else. (What a terminated row holds is multiplied by a zero discount.)
-- `cuts`: bool, true where an episode ended either way. The recursion does not look past such a row.
+  the last row, and `values[t + 1]` everywhere else. (The entry of a terminated row is multiplied by a zero discount.)
+- `cuts`: bool, true where an episode terminated or was truncated. The recursion does not look past such a row.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _accumulate_by_doubling(terms: Tensor, decays: Tensor) -> Tensor:
     """The same recursion in log2(T) passes over whole arrays instead of T steps: 5 times faster at T = 128.
 
     Before a pass, row t holds its sum over `reach` rows and `decays[t]` the product of their decays. Products of decays
-    above 1 (V-trace with c_clip > 1) can overflow, where the recursion itself is already far out of range.
+    above 1 (V-trace with c_clip > 1) can overflow, but only where the recursion itself is already far out of range.
     """
     num_rows, reach = terms.shape[0], 1
     decays = decays[:-1]

@@ -1,4 +1,4 @@
-"""One-step targets of learners that bootstrap from a replayed batch."""
+"""One-step targets for learners that bootstrap from a replayed batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bellman_target(rewards: Tensor, discounts: Tensor, next_values: Tensor) -> T
 
 
 def double_q_values(q_selector: Tensor, q_value: Tensor) -> Tensor:
-    """Value under one network of the action that another prefers: [B, A], [B, A] -> [B] (van Hasselt et al. 2016)."""
+    """One network's value of the action that another prefers: [B, A], [B, A] -> [B] (van Hasselt et al. 2016)."""
     return q_value.gather(-1, q_selector.argmax(-1, keepdim=True)).squeeze(-1)
 
 
