@@ -16,10 +16,10 @@ from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.recipe import read_recipe
 from rl_training.experiment import logging
+from rl_training.runtime import clock as clock_module
 from rl_training.runtime import evaluation
-from rl_training.runtime import run as run_module
 from rl_training.runtime.callback import Callback
-from rl_training.runtime.progress import RecentSpeeds
+from rl_training.runtime.clock import RecentSpeeds
 from rl_training.runtime.run import Run
 from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, train
 
@@ -141,7 +141,7 @@ def paces(path: Path, monkeypatch: pytest.MonkeyPatch, algo: str, **changes: Any
 
     config = tiny(algo, path, eval_episodes=0, num_envs=1, total_timesteps=200, **changes)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
+        patch.setattr(clock_module, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
         patch.setattr(Run, "count_update", count_slowly)
         train(config, env=Slow, callbacks=[Watch()], console=False)
     return seen

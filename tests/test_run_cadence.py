@@ -18,6 +18,7 @@ from rl_training.data import PrioritizedReplayBuffer
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import load_config
+from rl_training.runtime import clock as clock_module
 from rl_training.runtime import run as run_module
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import Evaluator
@@ -56,7 +57,7 @@ def test_the_first_checkpoint_does_not_count_in_the_rate(tmp_path: Path) -> None
 
     class Rates(Callback):
         def on_update(self, run: Run) -> None:
-            rates.append(run.steps_per_second())
+            rates.append(run.clock.steps_per_second(run.step))
 
     result = train(tiny("a2c", tmp_path, eval_episodes=0), console=False, callbacks=[Rates()])
     assert max(rates) < 1e6  # a negative time was once taken for the shortest possible
@@ -235,7 +236,7 @@ def test_max_updates_counts_across_resumes(tmp_path: Path) -> None:
 
 
 def test_max_seconds_ends_a_run_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "time", Clock())
+    monkeypatch.setattr(clock_module, "time", Clock())
     result = train(tiny("a2c", tmp_path, max_seconds=60.0, total_timesteps=100_000, eval_episodes=0), console=False)
     assert result.metrics["stop_reason"] == "max_seconds"
     assert 0 < result.metrics["updates"] < 60
@@ -245,7 +246,7 @@ def test_max_seconds_counts_training_across_resumes_and_evaluations_take_none_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(run_module, "time", clock)
+    monkeypatch.setattr(clock_module, "time", clock)
 
     original = Evaluator.evaluate
 
@@ -267,7 +268,7 @@ def test_max_seconds_counts_training_across_resumes_and_evaluations_take_none_of
 def test_a_run_whose_seconds_are_spent_goes_on_with_more_of_them_or_without_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "time", Clock())
+    monkeypatch.setattr(clock_module, "time", Clock())
     spent = train(tiny("a2c", tmp_path, max_seconds=30.0, total_timesteps=400, eval_episodes=0), console=False)
 
     def resume(**changes: Any) -> Any:

@@ -6,8 +6,8 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from rl_training.errors import EnvironmentFailure, TrainingFailure, did_you_mean
 from rl_training.experiment.checkpointing import CheckpointFolder
 from rl_training.experiment.logging import RunLogger, SilentLogger
 from rl_training.runtime.callback import Callback
+from rl_training.runtime.clock import TrainingClock
 from rl_training.runtime.evaluation import EvaluationResult, Evaluator
-from rl_training.runtime.interruption import Interruption, can_save_after
+from rl_training.runtime.interruption import Interruption
 from rl_training.runtime.params import Schedule
-from rl_training.runtime.progress import RecentSpeeds, describe_workers
+from rl_training.runtime.progress import describe_workers
 from rl_training.runtime.run_folder import write_run_files
-from rl_training.runtime.run_state import SCHEMA, RunState
+from rl_training.runtime.run_state import RunState, checkpoint_tree
 from rl_training.runtime.session import Session, describe_machine
 
 CHECKPOINT_SECONDS = 60.0
@@ -52,7 +53,6 @@ class Run:
         self.callbacks, self.messages = list(callbacks), list(messages)
         self.step = 0
         self.updates = 0
-        self.train_seconds = 0.0
         self.stop_reason: str | None = None
         self.episodes: deque[tuple[float, int]] = deque(maxlen=100)
         self.latest: dict[str, Any] = {}
@@ -68,6 +68,7 @@ class Run:
         self.next_checkpoint = self.config.checkpoint_interval
         if restored is not None:
             self._restore(restored)
+        self.clock = TrainingClock(0.0 if restored is None else restored.train_seconds, self.step, self.updates)
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints", keep=self.config.checkpoint_keep)
         self.logger = SilentLogger() if self.ranks.rank else RunLogger(
             run_dir, console=console, total_steps=self.config.total_timesteps, append=restored is not None,
@@ -77,17 +78,14 @@ class Run:
             session.recipe, session.spaces, self.config.seed, max_steps=self.config.eval_max_steps,
             check=self._look_up, warn=self.logger.message,
         )  # fmt: skip
-        self._machine = describe_machine(self.config)
+        self.machine = describe_machine(self.config)
         self._checks_every_update = self.config.device == "cpu"
         self.stop_signal: int | None = None
         self.interruption: Interruption | None = None  # of the current turn
         self.in_turn = self.is_evaluating = self.is_closing = self.stops_at_once = False
         self.saved: tuple[float, ...] | None = None
-        self._resumed_at = self._last_save = time.perf_counter()
-        self._save_seconds = 0.0
-        self._at_start = self.step, self.train_seconds
+        self._last_save, self._save_seconds = time.perf_counter(), 0.0
         self._logged_update = self._evaluated_step = -1
-        self._begin_speeds()
 
     # the loop's questions ----------------------------------------------------------------------------------------
 
@@ -99,24 +97,30 @@ class Run:
         self.save_checkpoint()
         self._tell("on_start")
         self._evaluate_when_due()  # a signal ended the run in this evaluation
-        self._resumed_at, self._at_start = time.perf_counter(), (self.step, self.train_seconds)
-        self._begin_speeds()
+        self.clock.start(self.step, self.updates)
 
     def finished(self) -> bool:
         """Whether a budget is used up or a stop was requested."""
         if self.stop_reason is None:
-            if self.step >= self.config.total_timesteps:
+            steps, updates, seconds = self.budgets()
+            if self.step >= steps:
                 self.stop_reason = "total_timesteps"
-            elif self.params.max_updates is not None and self.updates >= self.params.max_updates:
+            elif self.updates >= updates:
                 self.stop_reason = "max_updates"
             elif self.stop_signal is not None:
                 self.stop_reason = signal.Signals(self.stop_signal).name
-            elif self.config.max_seconds is not None and self._trained_seconds() >= self.config.max_seconds:
+            elif self.clock.seconds >= seconds:
                 self.stop_reason = "max_seconds"
         if self.ranks.count > 1:
             known = self.stop_reason if self.stop_reason in REASONS else "callback"  # a callback may return anything
             self.stop_reason = REASONS[int(self.ranks.largest(REASONS.index(known)))]
         return self.stop_reason is not None
+
+    def budgets(self) -> tuple[float, float, float]:
+        """How many steps, updates and seconds of training the run may take."""
+        limits = self.config.total_timesteps, self.params.max_updates, self.config.max_seconds
+        steps, updates, seconds = (math.inf if limit is None else limit for limit in limits)
+        return steps, updates, seconds
 
     @property
     def own_step(self) -> int:
@@ -159,10 +163,7 @@ class Run:
     def tick(self) -> None:
         """Log, evaluate, checkpoint and stop early, each when it is due."""
         self.in_turn = self.abandoned = False
-        if self.updates == self._updates_at_start:
-            self._warms_up = True
-        elif self._warms_up:
-            self._begin_speeds()
+        self.clock.tick(self.step, self.updates)
         if self.updates >= self.next_log:
             self.next_log = self.updates - self.updates % self.config.log_interval + self.config.log_interval
             self.log_row()
@@ -201,7 +202,7 @@ class Run:
                 self._fail(name)
         collected = self.collected_metrics | self.session.collector.metrics(last=last)
         row = self.progress_metrics() | collected | metrics | self.scheduled_values()
-        self.logger.log(self.step, row | {"steps_per_second": self.steps_per_second()}, last=last)
+        self.logger.log(self.step, row | {"steps_per_second": self.clock.steps_per_second(self.step)}, last=last)
         self._logged_update = self.updates
         if self.logger.progress_due:
             self._show_progress(metrics)
@@ -216,47 +217,12 @@ class Run:
         mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
         workers = describe_workers(collected)
-        doing = "evaluating" if self.is_evaluating else "not learning yet" if self._warms_up else ""
+        doing = "evaluating" if self.is_evaluating else "not learning yet" if self.clock.before_learning else ""
         self.logger.progress(self.step, *self.pace(), mean, losses, workers, doing)
 
     def pace(self) -> tuple[float, float]:
-        """Steps per second over the last half minute of training, and seconds to the first budget that is used up.
-
-        The seconds are infinite if they are not known: steps before the first update say nothing of those that follow,
-        which learn too. So the speed begins anew there.
-        """
-        seconds = self.train_seconds if self.is_evaluating else self._trained_seconds()
-        speeds = self._recent.update(seconds, self.step, self.updates)
-        budgets = (self.config.total_timesteps - self.step, speeds[0]), (self._updates_left(), speeds[1])
-        left = [] if self._warms_up else [amount / speed for amount, speed in budgets if speed > 0]
-        left += [] if self.config.max_seconds is None else [self.config.max_seconds - seconds]
-        return speeds[0], max(0.0, min(left, default=math.inf))
-
-    def _updates_left(self) -> float:
-        return math.inf if self.params.max_updates is None else self.params.max_updates - self.updates
-
-    def _begin_speeds(self) -> None:
-        """Measure the speed from here on."""
-        self._recent = RecentSpeeds(self._trained_seconds(), self.step, self.updates)
-        self._updates_at_start, self._warms_up = self.updates, False
-
-    def steps_per_second(self) -> float:
-        """Steps of this process over its training time."""
-        first_step, first_second = self._at_start
-        return (self.step - first_step) / max(self._trained_seconds() - first_second, 1e-9)
-
-    def _trained_seconds(self) -> float:
-        """`train_seconds` up to now, without pauses, summed over resumes."""
-        return self.train_seconds + time.perf_counter() - self._resumed_at
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Exclude this time from the training time."""
-        self.train_seconds = self._trained_seconds()
-        try:
-            yield
-        finally:
-            self._resumed_at = time.perf_counter()
+        """Recent steps per second, and the seconds left until the first budget is spent."""
+        return self.clock.pace(self.step, self.updates, self.budgets())
 
     def _evaluate_when_due(self) -> None:
         """Evaluate every `eval_interval` steps; an evaluation that was not completed stays due."""
@@ -279,13 +245,13 @@ class Run:
             return {}
         self.is_evaluating = True
         try:
-            with self.pause():
+            with self.clock.pause():
                 result = self.ranks.first(partial(self._play_evaluation, last=last))
         except Interruption:
             return {}
         finally:
             self.is_evaluating = False
-        with self.pause():
+        with self.clock.pause():
             self.last_evaluation = metrics = result.metrics()
             self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
             self._evaluated_step = self.step
@@ -347,7 +313,7 @@ class Run:
             self.next_checkpoint += interval * (1 + (self.step - self.next_checkpoint) // interval)
         begun = time.perf_counter()
         try:
-            with self.pause():
+            with self.clock.pause():
                 self._check_parameters()
                 self._write_checkpoint("latest", replay=self.config.replay_in_checkpoint)
                 self.saved = self.counts()
@@ -358,11 +324,11 @@ class Run:
             where = f"{self.checkpoints.folder} ({error.strerror or error})"
             raise NotSaved(f"a checkpoint of step {self.step} cannot be written to {where}; {newest}") from error
         finally:
-            self._last_save = self._resumed_at
+            self._last_save = time.perf_counter()
             self._save_seconds = self._last_save - begun
 
     def _write_checkpoint(self, name: str, *, replay: bool = False) -> None:
-        tree = self.checkpoint_tree(replay=replay)
+        tree = checkpoint_tree(self, replay=replay)
 
         def write() -> None:
             if not (self.run_dir / "config.yaml").is_file():  # somebody deleted the folder
@@ -375,39 +341,8 @@ class Run:
         """Values of which at least one differs from the last checkpoint if a new one is worth writing."""
         return self.step, self.updates, self.best_return
 
-    def checkpoint_tree(self, *, replay: bool) -> dict[str, Any]:
-        """Everything needed to resume, evaluate and predict; complete on rank 0."""
-        session = self.session
-        try:
-            source = session.source_state()
-        except Exception as error:  # because an environment is gone, for example
-            if self.abandoned or not session.collector.started or not can_save_after(error):
-                raise
-            self.logger.message(f"warning: {error}")
-            self.abandon_turn()
-            source = session.source_state()
-        if not replay:
-            source.pop("replay", None)
-        self.abandoned = bool(self.ranks.largest(self.abandoned))
-        algorithm = dict(session.algorithm.state_dict())
-        others = self.ranks.gather(algorithm, source)
-        return {
-            "schema": SCHEMA,
-            "config": self.config.model_dump(mode="json"),
-            "spaces": session.spaces.to_dict(),
-            "algorithm": algorithm,
-            "source": source,
-            "run": self._state(),
-            "machine": self._machine,
-            **({"ranks": others} if others else {}),
-        }
-
-    def _state(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in RunState.model_fields}
-        return state | {"episodes": [list(e) for e in self.episodes], "latest": self.read_latest()}
-
     def _restore(self, state: RunState) -> None:
-        for name in RunState.model_fields:
+        for name in RunState.model_fields.keys() - {"train_seconds"}:  # which the clock has
             setattr(self, name, getattr(state, name))
         self.episodes = deque(state.episodes, maxlen=100)
         if self.eval_interval:  # it may have changed with the budget
@@ -455,8 +390,7 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Write the last checkpoint, evaluate, save the result, and return the run's metrics."""
-        with self.pause():
-            pass
+        self.clock.stop()
         if self.latest and self._logged_update != self.updates:
             self.log_row(last=True)
         self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
@@ -475,7 +409,7 @@ class Run:
             **self.session.collector.metrics(last=True),
             **self.read_latest(),
             **self.scheduled_values(),  # over what the last update says of one, such as SAC's alpha
-            "train_seconds": self.train_seconds,
+            "train_seconds": self.clock.seconds,
             "stop_reason": self.stop_reason,
         }
 
