@@ -159,7 +159,7 @@ def open_session(
         auto = " auto is" if asked.accelerate == "auto" else ""
         notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
     if times:
-        took = ", ".join(f"{1000 * seconds:.3g} ms with {count}" for count, seconds in times.items())
+        took = ", ".join(f"{float(f'{1000 * seconds:.3g}'):,g} ms with {count}" for count, seconds in times.items())
         notes.append(f"threads auto is {config.threads}: an update here takes {took}")
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
