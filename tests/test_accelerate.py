@@ -324,7 +324,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch
             choose_acceleration(config, SPECS[algo].params(**kwargs), device)
         return str(refused.value)
 
-    assert refusal("graph") == "accelerate is 'graph', but device is 'cpu'; there it must be auto, none or compile."
+    wanted = "it must be auto, none or compile."
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refusal("graph") == f"accelerate is 'graph', but torch sees no GPU here; {wanted}"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert refusal("graph") == f"accelerate is 'graph', but device is 'cpu'; {wanted}"
     wanted = "accelerate is 'compile', but its C++ compiler {} is not found; install it, name another in CXX, or "
     monkeypatch.setattr("sys.platform", "linux")
     assert refusal("compile").startswith(wanted.format("'g++'"))  # torch tries no other, whatever else is there

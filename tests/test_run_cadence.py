@@ -31,6 +31,27 @@ def steps_of(rows: list[dict[str, Any]], kind: str) -> list[int]:
     return [row["step"] for row in rows if row["kind"] == kind]
 
 
+# ---- settings that do nothing ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_will_learn_nothing_says_so(tmp_path: Path) -> None:
+    said = "^learning_starts is 128, but the run ends after 128 steps: it learns nothing$"
+    with pytest.warns(UserWarning, match=said):
+        result = train(tiny("dqn", tmp_path, kwargs={"learning_starts": 128}, eval_episodes=0), console=False)
+    assert result.metrics["updates"] == 0
+
+
+def test_workers_where_there_are_none_are_named(tmp_path: Path) -> None:
+    said = "^num_workers is 2, but execution_backend is 'local_sync', which has no workers$"
+    with pytest.warns(UserWarning, match=said):
+        train(tiny("a2c", tmp_path, num_envs=2, num_workers=2, eval_episodes=0), console=False)
+
+
+@pytest.mark.filterwarnings("error")
+def test_settings_that_do_something_are_not_named(tmp_path: Path) -> None:
+    train(tiny("dqn", tmp_path, eval_episodes=0), console=False)
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 

@@ -140,6 +140,13 @@ def test_what_cannot_move_is_refused_in_a_sentence(
     assert "\n" not in str(refused.value)
 
 
+def test_what_is_no_schedule_is_refused_with_an_example(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        train(tiny("ppo", tmp_path, kwargs={"learning_rate_schedule": "linear"}), console=False)
+    wanted = "it should be such as {type: linear, start: 0.1, end: 0}."
+    assert str(refused.value) == f"algo_kwargs: learning_rate_schedule is 'linear'; {wanted}"
+
+
 def test_a_schedule_of_no_length_is_at_its_end_from_the_start(tmp_path: Path) -> None:
     result = train(tiny("dqn", tmp_path, kwargs={"exploration_fraction": 0, "epsilon_end": 0.125}), console=False)
     assert result.metrics["epsilon"] == 0.125

@@ -82,6 +82,10 @@ WRONG = {
         f"mine:Mine returned 4 values from step (mine.py, line {STEP}), but it must return observation, reward, "
         "terminated, truncated and info; fix",
     ),
+    "several rewards": (
+        "float32), 1.0, self.t", "float32), np.ones(2), self.t",
+        f"mine:Mine returned several numbers as a reward from step (mine.py, line {STEP}), but it must be one",
+    ),
     "step that raises": (
         "self.t += 1", "self.t += 1 / 0", "raised ZeroDivisionError: division by zero (mine.py, line 15); fix",
     ),
@@ -101,6 +105,38 @@ def test_a_failure_in_a_process_has_its_line_too() -> None:
     write("self.t += 1", "self.t += 1 / 0")
     with pytest.raises(EnvironmentFailure, match=r"division by zero \(mine.py, line 15\)"):
         run(vectorization="async")
+
+
+def test_several_rewards_of_a_process_are_named_too() -> None:
+    write("float32), 1.0, self.t", "float32), np.ones(2), self.t")
+    with pytest.raises(EnvironmentFailure, match="returned several numbers as a reward from step, but it must be one"):
+        run(vectorization="async")
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"), [("[1, 0, 1]", "has 3 entries; its action space needs 2."), ("[0, 0]", "forbids every action;")]
+)
+def test_a_first_mask_that_is_wrong_leaves_no_folder(mask: str, said: str) -> None:
+    write("float32), {}", f"float32), {{'action_mask': {mask}}}")
+    with pytest.raises(UserError, match=said):
+        run()
+    assert not Path("runs").exists()
+
+
+def test_a_reset_without_options_is_named_and_ends_only_a_run_that_gives_them(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write("*, seed=None, options=None", "seed=None")
+    said = f"reset (mine.py, line {RESET}) takes no options"
+    run()
+    assert f"warning: {said}, so that wrappers and time limits fail; write reset(self, *," in capfd.readouterr().err
+    with pytest.raises(UserError) as failed:
+        run(env_kwargs={"max_episode_steps": 5})
+    assert str(failed.value) == f"mine:Mine: {said}; write reset(self, *, seed=None, options=None)."
+    shown = CliRunner().invoke(app, ["doctor", "--env", "mine:Mine"]).stdout
+    assert f"! reset {' ' * 10} {said}" in shown
+    assert "reset: Write reset(self, *, seed=None, options=None)." in shown
+    assert "TypeError" not in shown
 
 
 def problems(env: gym.Env[Any, Any], info: Any = None) -> dict[str, str]:
@@ -184,6 +220,23 @@ def test_doctor_names_the_line_of_a_step_that_returns_four_values() -> None:
     assert result.exit_code == 1
     assert "returned 4 values from step" in result.stdout
     assert f"Fix this first (mine.py, line {STEP})" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said", "fix"),
+    [
+        ("np.float32), 1.0", "np.float64), 1.0", ": they are float64", "of the space's dtype, float32"),
+        ("np.zeros(2, np.float32), 1.0", "np.array([0, -3], np.float32), 1.0",
+         ": the value -3 at [1] lies outside [-1, 1]", "Widen the bounds of the space, or clip"),
+        ("1.0, self.t", "float(self.t) if self.t < 3 else np.nan, self.t", "reward 1..2, but nan at step 3",
+         "Return finite rewards only"),
+    ],
+)  # fmt: skip
+def test_doctor_says_what_is_wrong_with_a_value(old: str, new: str, said: str, fix: str) -> None:
+    write(old, new)
+    shown = CliRunner().invoke(app, ["doctor", "--env", "mine:Mine"]).stdout
+    assert said in shown
+    assert fix in shown
 
 
 def test_doctor_names_a_replay_that_does_not_fit() -> None:

@@ -15,6 +15,9 @@ from rl_training.stable_baselines3 import translate
 
 LONGEST = 380  # characters of a sentence
 FOUR_VALUES = "not enough values to unpack (expected 5, got 4)"  # Python's message for an old `step`
+MISSING = re.compile(r"\breset\(\) got an unexpected keyword argument '(seed|options)'")
+SEVERAL = re.compile(r"setting an array element|only .* arrays can be converted")  # numpy's, where one is wanted
+RESET = "reset(self, *, seed=None, options=None)"
 NAMES_LENGTH = 250  # characters of the names that are listed when none is near
 ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
 
@@ -54,22 +57,30 @@ class EnvironmentFailure(RuntimeError):
         return cls(f"the environment {env_id} {what}; {look}")
 
     @classmethod
-    def raised(cls, env_id: str, kind: str, message: str, place: str = "") -> EnvironmentFailure:
-        """The environment raised an exception of that kind, at a place from `user_line`."""
+    def raised(cls, env_id: str, kind: str, message: str, line: str = "", step: str = "") -> EnvironmentFailure:
+        """The environment raised an exception of that kind.
+
+        `line` is the user's line from `user_line`; without one, what the environment's `step` returned is at fault.
+        """
         reason = (message.strip().splitlines() or ["no message"])[0].rstrip(".")
+        place = line or step
         if kind == "ValueError" and FOUR_VALUES in reason:
             wanted = "it must return observation, reward, terminated, truncated and info"
             return cls.of(env_id, f"returned 4 values from step{place}, but {wanted}")
+        if kind == "TypeError" and (missing := MISSING.search(reason)):
+            return cls.of(env_id, f"has a reset that takes no {missing[1]}, but it must be {RESET}")
+        if not line and (given := re.fullmatch(r".* for \+=: 'float' and '(\w+)'", reason)):  # our sum of rewards
+            return cls.of(env_id, f"returned a reward of type {given[1]} from step{place}, but it must be a number")
+        if not line and SEVERAL.match(reason):
+            return cls.of(env_id, f"returned several numbers as a reward from step{place}, but it must be one number")
         what = f"called sys.exit({reason})" if kind == "SystemExit" else f"raised {kind}: {reason}"
         return cls.of(env_id, f"{what}{place}")
 
     @classmethod
-    def from_error(cls, env_id: str, error: BaseException, place: str = "") -> EnvironmentFailure:
-        """The environment raised this error; `place` is used if no line of the user's code is in the traceback."""
+    def from_error(cls, env_id: str, error: BaseException, step: str = "") -> EnvironmentFailure:
+        """The environment raised this error; `step` is where the user defines it."""
         line = user_line(traceback.format_exception(error))
-        if not line and (given := re.fullmatch(r".* for \+=: 'float' and '(\w+)'", str(error))):  # our sum of rewards
-            return cls.of(env_id, f"returned a reward of type {given[1]} from step{place}, but it must be a number")
-        return cls.raised(env_id, type(error).__name__, str(error), line or place)
+        return cls.raised(env_id, type(error).__name__, str(error), line, step)
 
     @classmethod
     def not_finite(cls, env_id: str, what: str) -> EnvironmentFailure:

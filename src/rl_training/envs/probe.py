@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces as gs
 
+from rl_training.envs.action_masks import stack_masks
 from rl_training.envs.factory import make_env, make_unwrapped
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.setup_problems import Problem, definition, find_problems
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import Env, device_kinds
-from rl_training.errors import UserError, first_line, user_line
+from rl_training.errors import MISSING, RESET, UserError, first_line, user_line
 
 
 class Probe(NamedTuple):
@@ -49,6 +50,8 @@ def probe(recipe: EnvRecipe, vectorization: str = "auto") -> Probe:
             normalize_observations=_has_measurements(env.observation_space) if normalize == "auto" else normalize,
             normalize_rewards=options.normalize_reward,
         )
+        if spaces.has_action_mask:
+            stack_masks([info], spaces)
         problems = list(find_problems(env, info))
         reset, step = (definition(env.unwrapped, method) for method in ("reset", "step"))
     finally:
@@ -91,9 +94,8 @@ def _first_reset(env: Env, env_id: str) -> tuple[Any, dict[str, Any]]:
     try:
         given = env.reset(seed=0)
     except (Exception, SystemExit) as error:
-        if "unexpected keyword argument 'seed'" in str(error):
-            wanted = "write reset(self, *, seed=None, options=None)"
-            raise UserError(f"{env_id}: reset{place} takes no seed; {wanted}.") from error
+        if missing := MISSING.search(str(error)):
+            raise UserError(f"{env_id}: reset{place} takes no {missing[1]}; write {RESET}.") from error
         line = user_line(traceback.format_exception(error))
         raise UserError(f"the environment {env_id} fails in reset: {first_line(error)}{line}.") from error
     if not isinstance(given, tuple) or len(given) != 2:

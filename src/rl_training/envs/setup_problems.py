@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import spaces as gs
 
 from rl_training.envs.gym_spaces import leaf_spaces
-from rl_training.errors import is_users_file, show_line
+from rl_training.errors import RESET, is_users_file, show_line
 
 IMAGE_SIDE = 8  # pixels; a smaller array is rather a board or a table
 MOST_CHANNELS = 16
@@ -47,6 +47,15 @@ def find_problems(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
             fix = f"return uint8 from 0 to 255, with the space Box(0, 255, {part.shape}, np.uint8)"
             yield Problem("float image", f"{what} looks like an image, but a vector is read", fix)
     yield from find_unread_masks(env, info)
+    if not takes_options(env.unwrapped.reset):
+        detail = f"reset{definition(env.unwrapped, 'reset')} takes no options, so that wrappers and time limits fail"
+        yield Problem("reset", detail, f"write {RESET}")
+
+
+def takes_options(reset: Callable[..., Any]) -> bool:
+    """Whether a `reset` takes `options`, as Gymnasium's wrappers give them."""
+    known = inspect.signature(reset).parameters
+    return "options" in known or any(part.kind is part.VAR_KEYWORD for part in known.values())
 
 
 def find_unread_masks(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:

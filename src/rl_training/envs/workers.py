@@ -130,8 +130,8 @@ class WorkerPool(ABC):
             kind = UserError if error["kind"] == UserError.__name__ else EnvironmentFailure
             failure: Exception = kind(self._in_worker(index, error["message"]))
         else:
-            place = user_line(error["trace"])
-            sentence = str(EnvironmentFailure.raised(self.name, error["kind"], error["message"], place))
+            line = user_line(error["trace"])
+            sentence = str(EnvironmentFailure.raised(self.name, error["kind"], error["message"], line))
             failure = EnvironmentFailure(self._in_worker(index, sentence))
         failure.__cause__ = RuntimeError(error["trace"])
         return failure

@@ -82,7 +82,8 @@ def choose_acceleration(config: TrainConfig, params: Params, device: str) -> str
     if not has_steps:
         raise UserError(f"accelerate is {asked!r}, but {config.algo} has no steps for it; it must be auto or none.")
     if asked == "graph" and not captures:
-        raise UserError(f"accelerate is 'graph', but device is {device!r}; there it must be auto, none or compile.")
+        where = f"device is {device!r}" if torch.cuda.is_available() else "torch sees no GPU here"
+        raise UserError(f"accelerate is 'graph', but {where}; it must be auto, none or compile.")
     compiler = os.environ.get("CXX") or COMPILERS.get(sys.platform, "g++")  # as torch chooses it
     if asked == "compile" and shutil.which(compiler) is None:
         how = "install it, name another in CXX, or use auto or none"

@@ -229,9 +229,12 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
 def _read_schedule(value: Any, key: str) -> Schedule:
     if callable(value):
         return FunctionSchedule.of(value, key)
-    stored = isinstance(value, Mapping) and value.get("type") == "function"
-    model = FunctionSchedule if stored else Schedule
-    return value if isinstance(value, Schedule) else validate(model, value, f"algo_kwargs.{key}")
+    if isinstance(value, Schedule):
+        return value
+    if not isinstance(value, Mapping):
+        raise UserError(f"algo_kwargs: {key} is {value!r}; it should be such as {{type: linear, start: 0.1, end: 0}}.")
+    model = FunctionSchedule if value.get("type") == "function" else Schedule
+    return validate(model, value, f"algo_kwargs.{key}")
 
 
 def parameter_names(model: type[Params]) -> list[str]:

@@ -56,8 +56,9 @@ class Player:
 
     def play(self, steps: int, seconds: float) -> int:
         """Play from the first reset; returns the number of steps, fewer than asked for when the time is up."""
+        spaces = probe_spaces(self.recipe)
         taken, end = 0, time.perf_counter() + seconds
-        for _ in play_at_random(self.recipe, probe_spaces(self.recipe), self.seed, steps):
+        for _ in play_at_random(self.recipe, spaces, self.seed, steps):
             taken += 1
             if time.perf_counter() > end:
                 break

@@ -159,13 +159,23 @@ def open_session(
         auto = " auto is" if asked.accelerate == "auto" else ""
         notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
     if times:
-        took = ", ".join(f"{1000 * seconds:.3g} ms with {count}" for count, seconds in times.items())
+        took = ", ".join(f"{float(f'{1000 * seconds:.3g}'):,g} ms with {count}" for count, seconds in times.items())
         notes.append(f"threads auto is {config.threads}: an update here takes {took}")
     if stepper is not None and not stepper.engine.state_format:
         notes.append(UNSAVED.format(config.env_id))
     if config.has_workers and config.worker_order == FIRST:
         notes.append(ANY_ORDER)
+    notes += [f"warning: {text}" for text in find_idle_settings(config, params)]
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
+
+
+def find_idle_settings(config: TrainConfig, params: Params) -> Iterator[str]:
+    """What was asked for and will not happen."""
+    starts = getattr(params, "learning_starts", 0)
+    if starts >= config.total_timesteps:
+        yield f"learning_starts is {starts}, but the run ends after {config.total_timesteps} steps: it learns nothing"
+    if config.num_workers != "auto" and not config.has_workers:
+        yield f"num_workers is {config.num_workers}, but execution_backend is 'local_sync', which has no workers"
 
 
 def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -97,7 +98,8 @@ def _guarded(name: str, check: Callable[[], Check | Iterator[Check]], place: str
         what, _, advice = str(error).partition("; ")
         yield Check(name, FAIL, what, f"{advice[:1].upper()}{advice[1:]}" or f"Fix this first{place}.")
     except EnvironmentFailure as error:
-        yield Check(name, FAIL, _without_advice(error), f"Fix this first{place}.")
+        what = _without_advice(error)
+        yield Check(name, FAIL, what, f"Fix this first{'' if 'reset' in what else place}.")
     except (Exception, SystemExit) as error:
         reason = (str(error).splitlines() or [""])[0]
         what = f"the environment raised {type(error).__name__}: {reason}"
@@ -118,15 +120,30 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
         yield Check("observations", FAIL, f"{detail}: a NaN or infinity within {STEPS} steps",
                     "Return finite observations only.")  # fmt: skip
         return
-    inside = all(spaces.row_space.contains(row) for row in rows)
-    fix = "Return observations of the space's dtype, shape and bounds." if not inside else ""
-    yield Check("observations", OK if inside else WARN, detail + ("" if inside else ": some lie outside it"), fix)
+    outside, fix = _find_outside(spaces, rows)
+    yield Check("observations", WARN if outside else OK, f"{detail}: {outside}" if outside else detail, fix)
     largest = float(np.abs(floats).max(initial=0.0)) if spaces.obs_kind != "image" else 0.0
     if largest > LARGE and not spaces.normalize_observations:
         yield Check("observation size", WARN, f"values up to {largest:.3g} in random play",
                     "--set env_kwargs.wrappers.normalize_observation=true")  # fmt: skip
     yield Check("actions", OK, f"{_shorten(spaces.action_space)}, {spaces.action_kind}"
                 + (", with action masks" if spaces.has_action_mask else ""))  # fmt: skip
+
+
+def _find_outside(spaces: EnvSpaces, rows: list[np.ndarray[Any, Any]]) -> tuple[str, str]:
+    """What is wrong with the first of these observations that is not in their space, and what to do; empty if none."""
+    space = spaces.row_space
+    for row in rows:
+        if not np.can_cast(row.dtype, space.dtype):
+            return f"they are {row.dtype}", f"Return observations of the space's dtype, {space.dtype}."
+        if row.shape != space.shape:
+            return f"one has the shape {row.shape}", f"Return observations of the space's shape, {space.shape}."
+        if (odd := np.argwhere((row < space.low) | (row > space.high))).size:
+            at = tuple(odd[0])
+            where = f" at {[int(i) for i in at]}" if isinstance(spaces.observation_space, gs.Box) else ""
+            bounds = f"[{space.low[at]:g}, {space.high[at]:g}]"
+            return f"the value {row[at]:.4g}{where} lies outside {bounds}", "Widen the bounds of the space, or clip."
+    return "", ""
 
 
 def _shorten(space: Any) -> str:
@@ -203,10 +220,12 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: Algori
     env = make_env(recipe)
     limit = episode_limit(env)
     env.close()
-    sizes = f"time limit {limit or 'none'}, reward {min(rewards):.3g}..{max(rewards):.3g}"
+    finite = [reward for reward in rewards if math.isfinite(reward)]
+    sizes = f"time limit {limit or 'none'}, reward {min(finite, default=0):.3g}..{max(finite, default=0):.3g}"
     detail = f"{ends} terminated, {cuts} truncated in {counted(len(rewards), 'step')}, {sizes}"
-    if not np.isfinite(rewards).all():
-        return Check("episodes", FAIL, detail, "Return finite rewards only.")
+    if (odd := np.flatnonzero(~np.isfinite(rewards))).size:
+        what = f"{detail}, but {rewards[odd[0]]} at step {odd[0] + 1:,}"
+        return Check("episodes", FAIL, what, "Return finite rewards only.")
     if not ends and not cuts and limit is None:
         return Check("episodes", WARN, detail, "An episode may never end: --set env_kwargs.max_episode_steps=1000")
     if max(map(abs, rewards)) > 100 and not spaces.normalize_rewards:
