@@ -32,7 +32,7 @@ class APPOParams(RolloutParams):
     kl_target: float = Field(0.01, gt=0, description="KL at which that weight stays as it is.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """The KL weight, which adapts; without a target policy, whatever only that one reads."""
+        """The KL weight, which adapts; without a target policy, the numbers that only the target policy uses."""
         if self.target_policy:
             adapts = {"kl_coef": "it is where a weight starts that then adapts to kl_target"}
             return super().fixed_numbers() | adapts

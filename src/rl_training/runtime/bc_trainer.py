@@ -20,13 +20,13 @@ class BCParams(DatasetLaneParams):
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """What is not read, or once."""
+        """Numbers that are read once or not at all."""
         once = {"heldout_fraction": "the data is divided once, when the run is built"}
         return super().fixed_numbers() | once | {"gamma": "it learns from recorded actions and discounts nothing"}
 
 
 def build(params: BCParams, spaces: EnvSpaces) -> BC:
-    """The learner with a fresh policy."""
+    """Build the learner with a new policy."""
     return BC(policy=make_policy(params, spaces), **params.arguments_of(BC))
 
 

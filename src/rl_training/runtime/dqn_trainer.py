@@ -55,12 +55,12 @@ class DQNParams(ReplayParams):
         return self.epsilon_ladder
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also what epsilon's own schedule is made of."""
+        """As the base class, plus the numbers that define epsilon's own schedule."""
         parts = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
         return super().fixed_numbers() | dict.fromkeys(parts, "it is a part of epsilon's own schedule")
 
     def built_in_schedules(self) -> dict[str, Schedule]:
-        """Epsilon falls, unless noise explores; the importance weights as in every replay lane."""
+        """Epsilon falls, unless noisy layers explore; importance weights follow the replay store's schedule."""
         schedules = super().built_in_schedules()
         if not self.noisy:
             start, end = self.epsilon_start, self.epsilon_end
@@ -105,9 +105,9 @@ HEADS: dict[type[QLearning], tuple[type[DQNParams], type[nn.Module], str]] = {
 
 
 def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLearning:
-    """A head with a fresh network of hidden layers, on images behind convolutions.
+    """Build a head with a new network of hidden layers, after convolutions for images.
 
-    The layer behind the convolutions is the head's, which makes it noisy, or one per stream, as the papers do.
+    The layer after the convolutions belongs to the head, so it is noisy, or one per stream, as in the papers.
     """
     _, network, outputs = HEADS[learner]
     others: dict[str, Any] = {"num_outputs": getattr(params, outputs)} if outputs else {}

@@ -50,7 +50,7 @@ class DreamerParams(SequenceParams):
     capture: bool = Field(True, description="Whether `accelerate` may capture or compile the update.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """The common rate where nobody follows it."""
+        """The common learning rate, if no part uses it."""
         rates = [name for name in type(self).model_fields if name.endswith("_learning_rate")]
         if all(name in self.schedules or getattr(self, name) is not None for name in rates):
             return super().fixed_numbers() | {"learning_rate": f"{', '.join(rates)} are given and replace it"}
@@ -64,7 +64,7 @@ class DreamerParams(SequenceParams):
 
 
 def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
-    """The learner with fresh networks."""
+    """Build the learner with new networks."""
     if spaces.has_action_mask:
         raise UserError(f"dreamer does not support the action masks of {spaces.env_id}; ppo and dqn do.")
     if params.network is not None:
@@ -88,7 +88,7 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
         observation_input=make_input(spaces),
     )  # fmt: skip
     kind = GaussianActor if spaces.action_kind == "continuous" else CategoricalActor
-    # A rate with a schedule of its own is not the common one's to move.
+    # The schedule of the common rate does not apply to a rate with its own schedule.
     own_rates = {name: s.start for name, s in params.schedules.items() if name.endswith("_learning_rate")}
     return Dreamer(
         world_model=world_model, actor=kind(action_dim=spaces.action_dim, **layers),

@@ -54,7 +54,7 @@ class GAILParams(PPOParams, ExpertParams):
 
 
 def build(params: GAILParams, spaces: EnvSpaces) -> GAIL:
-    """The learner with a fresh PPO and a fresh discriminator."""
+    """Build the learner with a new PPO and a new discriminator."""
     discriminator = make_network(
         MLPGAILDiscriminator, params, spaces, hidden_sizes=params.discriminator_hidden_sizes, **any_kind(spaces),
         observation_input=make_input(spaces, params.normalize_inputs),

@@ -1,4 +1,4 @@
-"""The numbers of the progress line: a speed that follows the last half minute, and what workers do."""
+"""The numbers of the progress line: the speed over the last half minute, and the state of workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ RECENT_SECONDS = 30.0
 
 
 class RecentSpeed:
-    """Steps per second of training over the last half minute, from where it was begun at the earliest."""
+    """Steps per second of training over the last half minute, or since it was created."""
 
     def __init__(self, step: int, seconds: float) -> None:
         self._seen = deque([(step, seconds)])
 
     def update(self, step: int, seconds: float) -> float:
-        """The speed now that `step` is reached after these seconds of training."""
+        """The speed when `step` is reached after this many seconds of training."""
         while len(self._seen) > 1 and seconds - self._seen[1][1] >= RECENT_SECONDS:
             self._seen.popleft()
         first_step, first_second = self._seen[0]
@@ -24,7 +24,7 @@ class RecentSpeed:
 
 
 def describe_workers(metrics: Mapping[str, float]) -> list[str]:
-    """Such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and what went wrong; nothing without workers."""
+    """Descriptions such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and problems; empty without workers."""
     if "policy_lag" not in metrics:
         return []
     least, mean, most = (metrics[f"policy_lag{end}"] for end in ("_min", "", "_max"))

@@ -38,12 +38,12 @@ class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):
         return self
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also how a batch is divided, and where the temperature starts."""
+        """As the base class, plus the settings that divide a batch and the initial temperature."""
         start = {"initial_alpha": "it is where the tuned temperature starts"}
         return super().fixed_numbers() | start | {"offline_batch_ratio": DIVIDED_ONCE}
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
-        """With the actor's interval, which may be left to the training turns."""
+        """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""
         interval = self.actor_update_interval or self.gradient_updates_per_step
         return super().arguments_of(owner) | ({"actor_update_interval": interval} if owner is RLPD else {})
 

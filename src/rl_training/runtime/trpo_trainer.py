@@ -30,11 +30,11 @@ class TRPOParams(RolloutParams):
     @model_validator(mode="before")
     @classmethod
     def _accept_learning_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """`learning_rate` is the critic's, since there is no other."""
+        """Accept `learning_rate` as the critic's, which is the only one."""
         return {"value_learning_rate": data["learning_rate"], **data} if "learning_rate" in data else data
 
     def fixed_numbers(self) -> dict[str, str]:
-        """What is not read: policy and critic have a step each instead of one sum of losses."""
+        """Numbers that are not read, because policy and critic have separate steps instead of one sum of losses."""
         unread = dict.fromkeys(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it")
         if "value_learning_rate" in self.schedules:
             unread["learning_rate"] = f"value_learning_rate{SCHEDULE} moves the same number"
