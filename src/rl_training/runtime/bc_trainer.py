@@ -16,7 +16,7 @@ from rl_training.stores.rollouts import ACTION_KINDS
 class BCParams(DatasetLaneParams):
     """Hyper-parameters of BC."""
 
-    learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the optimizer.")
+    learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the optimizer.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
     def fixed_numbers(self) -> dict[str, str]:

@@ -54,7 +54,7 @@ def draw_svg(
     series: Sequence[Series], title: str, x_label: str, y_label: str, *, width: int = 720, height: int = 340,
     standalone: bool = False,
 ) -> str:  # fmt: skip
-    """The chart as an `<svg>` element, or a whole file if `standalone`; its description says where each line ends."""
+    """The chart as an `<svg>` element, or a whole file if `standalone`; its description gives each line's ends."""
     told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
     name = "".join(letter if letter.isalnum() else "-" for letter in title)
     legend = place_legend([line.name for line in series], width) if len(series) > 1 else []

@@ -43,7 +43,7 @@ MOST_APART = 0.01  # share of the observations that may differ: if two actions a
 
 
 class ExportedPolicy(nn.Module):
-    """Maps inputs in the order of `input_names`, each [N, ...], to actions [N, ...] (and, with memory, a next state)."""
+    """Maps inputs in the order of `input_names`, each [N, ...], to actions [N, ...] (and, with memory, the state)."""
 
     def __init__(self, policy: TrainedPolicy) -> None:
         super().__init__()
