@@ -1,1 +1,1 @@
-"""Environments: their spaces as plain data, how one and many are made, and the one place that steps them."""
+"""Environments: their spaces as plain data, how one or many are made, and the only code that steps them in training."""

@@ -12,7 +12,7 @@ from rl_training.errors import UserError
 
 
 def read_action_mask(info: Any, spaces: EnvSpaces) -> Array:
-    """The mask of legal actions `[action_dim]` in an environment's info; all legal where it gives none, or no info."""
+    """The mask of legal actions `[action_dim]` in an environment's info; all are legal if it has no mask or info."""
     mask = info.get("action_mask") if isinstance(info, Mapping) else None
     if mask is None:
         return np.ones(spaces.action_dim, dtype=bool)
@@ -20,7 +20,7 @@ def read_action_mask(info: Any, spaces: EnvSpaces) -> Array:
 
 
 def read_masks(infos: Iterable[Any], spaces: EnvSpaces) -> Array | None:
-    """The masks `[N, action_dim]` of several environments; None where they have none."""
+    """The masks `[N, action_dim]` of several environments, or None if they have none."""
     return np.stack([read_action_mask(info, spaces) for info in infos]) if spaces.has_action_mask else None
 
 
@@ -32,7 +32,7 @@ def stack_masks(infos: Iterable[Any], spaces: EnvSpaces) -> Array:
 
 
 def flatten_mask(mask: Any, spaces: EnvSpaces, where: str) -> Array:
-    """A mask, whole or a part for each factor of the action, as `[action_dim]` numbers."""
+    """A mask, given whole or as one part per factor of the action, as `[action_dim]` numbers."""
     flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, (list, tuple)) else np.ravel(mask)
     if flat.size != spaces.action_dim:
         raise UserError(
@@ -42,7 +42,7 @@ def flatten_mask(mask: Any, spaces: EnvSpaces, where: str) -> Array:
 
 
 def check_masks(masks: Array, spaces: EnvSpaces, where: str) -> None:
-    """Refuse masks [N, action_dim] that leave nothing to choose, for a part of the action too."""
+    """Refuse masks [N, action_dim] that leave no legal choice for the action or for one of its factors."""
     legal = np.logical_or.reduceat(masks, spaces.factor_starts, axis=1)
     if not legal.all():
         part = f" in part {legal.all(axis=0).argmin()}" if spaces.action_shape else ""

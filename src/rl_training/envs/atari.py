@@ -1,4 +1,4 @@
-"""ALE's own vector environment as an engine: Atari emulators stepped by threads in C++, and brought back by replay."""
+"""ALE's own vector environment as an engine: C++ threads step Atari emulators, and a resume replays their games."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 
-MOST_RESETS = 100  # since an emulator was seeded: seeding takes as long as 200 steps, a reset as long as 20
-MOST_STEPS = 10_000  # since then, with sticky actions: a resume replays all of them
+MOST_RESETS = 100  # between two seedings: seeding takes as long as 200 steps, a reset as long as 20
+MOST_STEPS = 10_000  # between two seedings with sticky actions: a resume replays all of them
 KNOWN = ("frameskip", "obs_type", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
 
 
 class AtariEngine:
     """Same-step autoreset; observations are those of `wrappers.atari` in the other engines.
 
-    The emulators cannot be asked for their state. It is a function of the seed, the number of resets since, and the
-    actions since the last one. With sticky actions, which draw from the emulator's generator, it is a function of the
-    seed and all actions since. So each is seeded again, which loads its game again, at the end of a game now and then.
+    The emulators do not expose their state. It is a function of the seed, the number of resets since seeding, and the
+    actions since the last reset. With sticky actions, which draw from the emulator's generator, it is a function of the
+    seed and all actions since seeding. So, to limit the replay, each emulator is seeded again (which reloads its game)
+    at the end of a game from time to time.
     """
 
     resets_next_step = False
@@ -36,13 +37,13 @@ class AtariEngine:
         self.env, self.spaces, self.seed = env, spaces, seed
         self.clip, self.by_life, self.sticky = clip, by_life, sticky
         count = env.num_envs
-        self._newest = env.single_observation_space.shape[0] - 1  # the place of the newest frame
+        self._newest = env.single_observation_space.shape[0] - 1  # the index of the newest frame
         self._ages = np.zeros(count, dtype=np.int64)  # steps since the episode began
         self._lives = np.zeros(count, dtype=np.int32)
-        self._seedings = np.full(count, -1)  # how often each emulator was seeded, less one
-        self._resets = np.zeros(count, dtype=np.int64)  # how often each was reset since; 0 with sticky actions
-        self._since = np.zeros(count, dtype=np.int64)  # the row of `_played` with which its replay begins
-        self._played = bytearray()  # the actions of all of them, one row per step
+        self._seedings = np.full(count, -1)  # how often each emulator was seeded, minus one
+        self._resets = np.zeros(count, dtype=np.int64)  # how often each was reset since seeding; 0 with sticky actions
+        self._since = np.zeros(count, dtype=np.int64)  # the row of `_played` where its replay begins
+        self._played = bytearray()  # the actions of all emulators, one row per step
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations; every game is loaded again."""
@@ -76,7 +77,7 @@ class AtariEngine:
         return Step(obs, rewards, terminated, truncated, final_obs)
 
     def _count_resets(self, over: Array) -> Array:
-        """Note that these games were reset; returns the rows that are to be seeded."""
+        """Count the resets of these games; return the rows that must be seeded again."""
         if self.sticky:
             return np.flatnonzero(over & (self._steps() - self._since >= MOST_STEPS))
         self._resets[over] += 1
@@ -87,13 +88,13 @@ class AtariEngine:
         return len(self._played) // len(self._ages)
 
     def _seed(self, rows: Array) -> Array:
-        """Seed and reset these rows; returns the observations of all."""
+        """Seed and reset these rows; return the observations of all."""
         self._seedings[rows] += 1
         self._resets[rows] = 0
         return self._start(rows)
 
     def _start(self, rows: Array) -> Array:
-        """Seed these rows with their seeds and reset each as often as it was since; the observations of all."""
+        """Seed these rows and repeat their resets since seeding; return the observations of all."""
         seeds = [episode_seed(self.seed, int(row), int(self._seedings[row])) >> 1 for row in rows]  # of 31 bits
         obs, info = self.env.reset(seed=np.array(seeds), options=self._only(rows))
         for count in range(self._resets[rows].max()):
@@ -105,14 +106,14 @@ class AtariEngine:
         return {"reset_mask": np.isin(np.arange(len(self._ages)), rows)}
 
     def _see(self, obs: Array) -> Array:
-        """Frames from before an episode are copies of its first, as in Gymnasium's FrameStackObservation, not black."""
+        """Replace frames from before an episode with its first frame, as in Gymnasium's FrameStackObservation."""
         for row in np.flatnonzero(self._ages < self._newest):
             first = self._newest - self._ages[row]
             obs[row, :first] = obs[row, first]
         return self.spaces.encode(obs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which seeding each emulator had, the resets since, and the actions since the last or the seeding."""
+        """The last seeding of each emulator, its resets since then, and the actions that a resume replays."""
         played = np.frombuffer(bytes(self._played), dtype=np.uint8).reshape(-1, len(self._ages))
         counts = {"seedings": self._seedings, "resets": self._resets, "since": self._since}
         return {name: array.copy() for name, array in counts.items()} | {"played": played}
@@ -120,7 +121,7 @@ class AtariEngine:
     brief_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Play again what was played; an emulator that starts later than another plays anything until then."""
+        """Replay the stored actions; an emulator whose replay starts later than another's first takes any actions."""
         played = np.array(state["played"], dtype=np.int64)
         seedings, resets, since = (np.array(state[name]) for name in ("seedings", "resets", "since"))
         known = played.max(initial=0) < self.env.single_action_space.n and 0 <= resets.min() <= resets.max()
@@ -144,7 +145,7 @@ class AtariEngine:
 
 
 def find_obstacle(recipe: EnvRecipe) -> str | None:
-    """Why ALE's vector environment cannot step this, as half a sentence; None: it can."""
+    """Why ALE's vector environment cannot step this environment, as half a sentence; None if it can."""
     options = recipe.wrappers
     if not options.atari or options.pixels or options.frame_stack > 1:
         return "ALE's vector code needs env_kwargs.wrappers.atari, and its only other wrapper is clip_reward"
@@ -168,7 +169,7 @@ def make_native_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed
         given["game"], num_envs, max_num_frames_per_episode=min(limits, default=2**30),
         repeat_action_probability=given["repeat_action_probability"], full_action_space=given["full_action_space"],
         autoreset_mode="SameStep", img_height=options.screen_size, img_width=options.screen_size,
-        stack_num=options.frame_stack, frameskip=options.frame_skip, noop_max=options.noop_max + 1,  # it leaves out max
+        stack_num=options.frame_stack, frameskip=options.frame_skip, noop_max=options.noop_max + 1,  # exclusive
         episodic_life=False, reward_clipping=False, use_fire_reset=False,
     )  # fmt: skip
     sticky = given["repeat_action_probability"] > 0.0

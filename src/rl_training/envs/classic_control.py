@@ -1,4 +1,4 @@
-"""Gymnasium's classic control as functions of tensors, each with the numbers of the environment that it stands for."""
+"""Gymnasium's classic control environments as functions of tensors, with the constants of Gymnasium's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_training.envs.device import DeviceEnvironment
 
 
 class ClassicControl(DeviceEnvironment):
-    """A state [N, ...] of which `reset_noise` numbers begin uniformly between `low` and `high`."""
+    """A state [N, ...] with `reset_noise` numbers that start uniformly between `low` and `high`."""
 
     low: float
     high: float
@@ -23,7 +23,7 @@ class ClassicControl(DeviceEnvironment):
         self.observation_space, self.action_space = env.observation_space, env.action_space
 
     def reset(self, noise: Tensor) -> Tensor:
-        """As numpy's `uniform` does it."""
+        """Uniform between `low` and `high`, computed as numpy's `uniform` does."""
         return noise * (self.high - self.low) + self.low
 
     def observe(self, state: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class MountainCar(ClassicControl):
 
 
 class MountainCarContinuous(MountainCar):
-    """The same with a force in [-1, 1], which costs."""
+    """MountainCar with a force in [-1, 1], which reduces the reward."""
 
     def step(self, state: Tensor, actions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The car is pushed, and the hill pulls."""
@@ -88,7 +88,7 @@ class MountainCarContinuous(MountainCar):
 
 
 class Pendulum(ClassicControl):
-    """Angle and spin; a torque, which costs, as do spin and distance from upright."""
+    """Angle and spin; one torque. Torque, spin and distance from upright reduce the reward."""
 
     low, high, reset_noise = -1.0, 1.0, 2
 
@@ -98,7 +98,7 @@ class Pendulum(ClassicControl):
         return torch.stack([angle * pi, spin], -1)
 
     def step(self, state: Tensor, actions: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """No end but the time limit."""
+        """Never terminates; only the time limit ends an episode."""
         env = self.env
         angle, spin = state.unbind(-1)
         torque = actions[:, 0].clamp(-env.max_torque, env.max_torque)
@@ -109,7 +109,7 @@ class Pendulum(ClassicControl):
         return torch.stack([angle + spin * env.dt, spin], -1), rewards, torch.zeros_like(spin, dtype=torch.bool)
 
     def observe(self, state: Tensor) -> Tensor:
-        """Where the tip is, and the spin."""
+        """The position of the tip, and the spin."""
         angle, spin = state.unbind(-1)
         return torch.stack([angle.cos(), angle.sin(), spin], -1)
 
@@ -135,7 +135,7 @@ class Acrobot(ClassicControl):
         return state, done.to(state.dtype) - 1.0, done
 
     def _slope(self, state: Tensor, torque: Tensor) -> Tensor:
-        """The state's derivative [N, 4], by the equations of the book."""
+        """The state's derivative [N, 4], by the equations of Sutton and Barto's book."""
         env, gravity = self.env, 9.8
         m1, m2, l1 = env.LINK_MASS_1, env.LINK_MASS_2, env.LINK_LENGTH_1
         c1, c2, inertia = env.LINK_COM_POS_1, env.LINK_COM_POS_2, env.LINK_MOI

@@ -1,4 +1,4 @@
-"""Environments as functions of tensors: many of them at once, on a CPU or a GPU, and the engine that steps them."""
+"""Environments as functions of tensors, many at once on a CPU or a GPU, and the engine that steps them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Advance(NamedTuple):
 def advance(
     env: DeviceEnvironment, limit: int, state: State, ages: Tensor, actions: Tensor, noise: Tensor, begun: State
 ) -> Advance:
-    """Step every row and count it in `ages` [N]; a row that ends, by itself or by the limit, restarts at `begun`."""
+    """Step every row and count it in `ages` [N]; a row that terminates or reaches the limit restarts at `begun`."""
     moved, rewards, terminated = env.step(state, actions, noise)
     ages = ages + 1
     truncated = ages >= limit
@@ -135,7 +135,7 @@ class DeviceEngine:
         return next(drawn), next(drawn)
 
     def place(self, state: State, ages: Tensor) -> None:
-        """Copy a state into the memory of the last one, which a captured graph reads and writes."""
+        """Copy a state into the memory that a captured graph reads and writes."""
         if self.state is None:
             self.state = tree_map(torch.clone, state)
         else:
@@ -174,7 +174,7 @@ class DeviceEngine:
     brief_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Restore them; the generator is not restored on another kind of device."""
+        """Restore the state; the generator is not restored on another kind of device."""
         self.reset()
         parts, tree = tree_flatten(self.state)
         stored = state["state"]

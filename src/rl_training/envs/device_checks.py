@@ -1,4 +1,4 @@
-"""Finding an environment on the device, and testing that it follows the rules of docs/device_environments.md."""
+"""Find the tensor functions of an environment, and check the rules of docs/device_environments.md."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, user_line
 
-ROWS = 17  # of a test, a size that few others have
-PLAIN_WRAPPERS = (  # the time limit and the flattening are done here
+ROWS = 17  # of a test; a number that is unlikely to be another dimension
+PLAIN_WRAPPERS = (  # the engine handles the time limit and the flattening itself
     gym.wrappers.TimeLimit, gym.wrappers.FlattenObservation, gym.wrappers.OrderEnforcing,
     gym.wrappers.PassiveEnvChecker,
 )  # fmt: skip
@@ -66,7 +66,7 @@ def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int |
 
 
 def check_attributes(env: DeviceEnvironment, env_id: str) -> None:
-    """A UserError if a space or a number of an environment is missing or wrong."""
+    """Raise a UserError if a space or a number of an environment is missing or wrong."""
     check_spaces(env, env_id)
     for name, least in (("reset_noise", 0), ("step_noise", 0), ("max_episode_steps", 1)):
         value = getattr(env, name)
@@ -78,7 +78,7 @@ def check_attributes(env: DeviceEnvironment, env_id: str) -> None:
 
 
 def check_used_functions(env: gym.Env[Any, Any], recipe: EnvRecipe, vectorization: str) -> None:
-    """Test the functions that a run will call: those of the user's own class always, others on the device only."""
+    """Test the functions that a run will call: the user's own class always, others only on the device."""
     if vectorization == "device":
         check_functions(find_device_environment(recipe)[0], recipe.env_id)
     elif isinstance(env.unwrapped, OneEnvironment):
@@ -94,7 +94,7 @@ def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") ->
 
 
 class Trial(NamedTuple):
-    """What the functions of an environment returned for `ROWS` rows."""
+    """The results of an environment's functions for `ROWS` rows."""
 
     env: DeviceEnvironment
     device: str
@@ -104,7 +104,7 @@ class Trial(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Each by the name that a message gives it."""
+        """The tensors by the names that error messages use."""
         return {f"state{keystr(at)}": part for at, part in tree_flatten_with_path(self.state)[0]} | self.rows
 
 
@@ -113,7 +113,7 @@ def _try_out(env: DeviceEnvironment, env_id: str, device: str) -> Trial:
     space.seed(0)
     actions = torch.from_numpy(np.stack([space.sample() for _ in range(ROWS)])).to(device)
     drawn = torch.rand(ROWS, env.reset_noise + env.step_noise, generator=torch.Generator().manual_seed(0))
-    drawn[0], drawn[1] = 0.0, 1.0 - 2.0**-24  # the ends, where `noise < 0.01` differs
+    drawn[0], drawn[1] = 0.0, 1.0 - 2.0**-24  # both ends, so that conditions such as `noise < 0.01` occur
     reset_noise, step_noise = drawn.to(device).split([env.reset_noise, env.step_noise], -1)
     first = _call(env, env_id, "reset", reset_noise)
     given = _call(env, env_id, "step", first, actions, step_noise)
@@ -125,7 +125,7 @@ def _try_out(env: DeviceEnvironment, env_id: str, device: str) -> Trial:
     return Trial(env, device, first, state, {"rewards": rewards, "terminated": terminated, "observe": obs})
 
 
-# The rules: each yields what is wrong.
+# The rules: each yields a description of every violation.
 
 
 def _keeps_state(trial: Trial) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _uses_noise(trial: Trial) -> Iterator[str]:
 
 
 def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:
-    """Call a function twice; on a CPU, say if it is not a function of what it is given."""
+    """Call a function twice; on a CPU, report if its result does not depend on its arguments alone."""
     if getattr(type(env), name) is getattr(DeviceEnvironment, name):
         raise UserError(f"{env_id} has no {name}; a DeviceEnvironment must define reset, step and observe.")
     copies = tree_map(torch.clone, given)
@@ -209,7 +209,7 @@ def _is_same(one: State, two: State) -> bool:
 
 
 def _marks(env: DeviceEnvironment) -> dict[str, Any]:
-    """What shows that an attribute is another one, or was changed in place."""
+    """Marks by which a replaced attribute, or one that was changed in place, can be recognized."""
     return {
         name: (id(value), value._version) if isinstance(value, Tensor) else checksum(value)
         for name, value in vars(env).items()

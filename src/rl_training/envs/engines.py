@@ -23,16 +23,16 @@ from rl_training.envs.workers import Workers
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import close_all
 
-REPLAY_SECONDS = 1.0  # for each step of an episode that a worker replays, in addition to worker_timeout
+REPLAY_SECONDS = 1.0  # allowed per step of an episode that a worker replays, in addition to worker_timeout
 STEP = pickle.dumps(("step", ()))
 
 
 class Step(NamedTuple):
     """One step of N environments, rows in order.
 
-    `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and anything in the others,
-    and is None when no row ended; `final_masks` are the legal actions there. `valid` is None, or false in the rows in
-    which an engine with next-step autoreset only reset.
+    `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and arbitrary values in the
+    others; it is None if no row ended. `final_masks` are the legal actions there. `valid` is None, or false in the rows
+    in which an engine with next-step autoreset only reset.
     """
 
     obs: Array
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 class Engine(Protocol):
-    """Steps N environments with actions of the environment's own kind."""
+    """Steps N environments with actions in the environment's own form."""
 
     resets_next_step: bool  # the row after an end holds the final observation, and its step only resets
     state_format: str  # engines with the same format read each other's states; empty: it cannot be saved
@@ -58,10 +58,10 @@ class Engine(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def brief_state(self) -> dict[str, Any]:
-        """The state without what grows with an episode, for a caller that records the actions."""
+        """The state without the parts that grow with an episode, for a caller that records the actions."""
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Restore the environments; returns their current observations and masks."""
+        """Restore the environments; return their current observations and masks."""
 
     def close(self) -> None: ...
 
@@ -144,7 +144,7 @@ class SyncEngine:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Close every environment and raise what goes wrong, unless a failure was already raised."""
+        """Close every environment and raise any error in closing, unless a failure was already raised."""
         envs, self.envs = self.envs, []
         error = close_all(envs)
         if error is not None and not self._broken:
@@ -214,7 +214,7 @@ class AsyncEngine:
 
 
 class _Anything(gym.Space[Any]):
-    """A space that holds everything."""
+    """A space that contains everything."""
 
     def contains(self, x: Any) -> bool:
         """Always true."""
@@ -242,7 +242,7 @@ class CartPoleEngine:
         return Step(obs, rewards, terminated, truncated, valid=~resets if np.count_nonzero(resets) else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The arrays and the generator that are the whole state."""
+        """The arrays and the generator, which are the whole state."""
         env = self.env
         generator = env.np_random.bit_generator.state
         return {"state": env.state, "steps": env.steps.copy(), "prev_done": env.prev_done, "generator": generator}
@@ -250,7 +250,7 @@ class CartPoleEngine:
     brief_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """Put the arrays and the generator back."""
+        """Restore the arrays and the generator."""
         env = self.env
         env.reset(seed=self.seed)
         env.state, env.steps = np.array(state["state"]), np.array(state["steps"])
@@ -275,7 +275,7 @@ def is_cartpole(recipe: EnvRecipe) -> bool:
 
 
 def _vector_code(recipe: EnvRecipe) -> ModuleType:
-    """The module that says whether it can step an environment other than CartPole, and makes the engine."""
+    """The module that makes the native engine for an environment other than CartPole, if it can step it."""
     from rl_training.envs import atari, pool
 
     if recipe.maker is not None:
@@ -286,7 +286,7 @@ def _vector_code(recipe: EnvRecipe) -> ModuleType:
 
 
 def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """`auto` by rule: native for several CartPoles, else sync; every other kind on request."""
+    """Resolve `auto`: native for several CartPoles, otherwise sync; every other kind only on request."""
     obstacle = _vector_code(recipe).find_obstacle(recipe) if wanted == "native" and not is_cartpole(recipe) else None
     if obstacle:
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
@@ -299,13 +299,13 @@ def make_engine(
     recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int, vectorization: str, worker_timeout: float = 300.0,
     first: int = 0, device: str = "cpu",
 ) -> Engine:  # fmt: skip
-    """The engine of that kind over `num_envs` environments of a run, from `first` on."""
+    """Make the engine of that kind for `num_envs` environments of a run, starting with number `first`."""
     if vectorization == "device":
         from rl_training.envs.device import DeviceEngine  # needs torch, which async workers lack
         from rl_training.envs.device_checks import check_functions, find_device_environment
 
         found = find_device_environment(recipe)
-        if device != "cpu":  # there `probe` has tested it
+        if device != "cpu":  # on the CPU, `probe` has tested them
             check_functions(found[0], recipe.env_id, device)
         return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)
     if vectorization == "native":

@@ -1,7 +1,7 @@
-"""Names such as `module:Class`, in a config or on the command line, as the objects that they name.
+"""Import the objects behind names such as `module:Class` in a config or on the command line.
 
-A name may come from a file, and a file must not run code, so such a name is used only if it is a class of the wanted
-kind. A function is used only if the user named it (`named_by_user`).
+A name may come from a file, and a file must not run code. So a name from a file is used only if it is a class of the
+wanted kind. A function is used only if the user named it (`named_by_user`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_training.errors import UserError, did_you_mean
 
 
 def looks_like_entry_point(env_id: str) -> bool:
-    """`module:Class`, but not Gymnasium's own `module:RegisteredName-v0`."""
+    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0`."""
     module, _, name = env_id.partition(":")
     return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
 
@@ -25,7 +25,7 @@ def looks_like_entry_point(env_id: str) -> bool:
 def import_entry_point(
     field: str, value: str, kind: type, named_by_user: bool, option: str, argument: str | None = None
 ) -> Callable[..., Any]:
-    """The object that `module:name` in a field names; if the user did not name it, only a class of that kind."""
+    """Import the object that `module:name` in a field names; if the user did not name it, only a class of that kind."""
     module_name, _, name = value.partition(":")
     hint = "" if named_by_user else f"; to use a module in this folder, add --import {module_name}"
     if module_name.endswith(".py"):

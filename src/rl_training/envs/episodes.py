@@ -1,4 +1,4 @@
-"""Episodes that can be replayed: what a checkpoint stores of an environment, and how it is brought back."""
+"""Replayable episodes: what a checkpoint stores about an environment, and how a resume restores it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def episode_seed(run_seed: int, index: int, episode: int) -> int:
 
 
 class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
-    """Seeds every reset from the run's own sequence and remembers the actions since.
+    """Seeds every reset from the run's own sequence and remembers the actions since the reset.
 
-    The environment's state is then a function of (episode seed, actions), which is all that a checkpoint holds. An
-    Atari emulator reloads its game at a seeded reset (100 ms), so there only the first reset is seeded and the state
-    of the emulator and of its generator just before each later reset stands in for the seed. Episodes that end with a
-    life are brought back from the start of their game.
+    The environment's state is then a function of (episode seed, actions), which is all that a checkpoint stores. An
+    Atari emulator reloads its game at a seeded reset (100 ms), so there only the first reset is seeded, and the state
+    of the emulator and of its generator just before each later reset replaces the seed. Episodes that end with a lost
+    life are replayed from the start of their game.
 
-    What the episode came to (its return, its action mask, checksums of the attributes that moved) is stored with it, so
-    that a replay that comes to something else is found out (`differences`).
+    The episode's return, its action mask and checksums of the attributes that changed are stored too, so that
+    `differences` can detect a replay with another result.
     """
 
     def __init__(self, env: gym.Env[Any, Any], run_seed: int, index: int) -> None:
@@ -63,11 +63,11 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
     @property
     def _game_goes_on(self) -> bool:
-        """Whether a life was lost, so that the next reset goes on with the same game."""
+        """Whether a life was lost, so that the next reset continues the same game."""
         return self._lives is not None and self._lives.goes_on
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step; remember the action, and add up the rewards as the environment gave them."""
+        """Step, remember the action, and sum the environment's own rewards."""
         recent = self._recent
         recent.append(action)
         if len(recent) == PACK_EVERY:
@@ -86,7 +86,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return np.concatenate([*self._packed, *recent])
 
     def episode_state(self) -> dict[str, Any]:
-        """What is needed to bring this episode back, and what it has come to."""
+        """The data needed to replay this episode, and its results so far."""
         hidden = hidden_state(self.env)
         return {
             "episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset,
@@ -95,7 +95,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         }  # fmt: skip
 
     def brief_state(self) -> dict[str, Any]:
-        """`episode_state` without a look at the attributes, and with the number of actions in their place."""
+        """`episode_state` without checksums of attributes, and with the number of actions instead of the actions."""
         return {
             "episode": self.episode, "before_reset": self.before_reset, "return": float(np.sum(self._return)),
             "steps": PACK_EVERY * len(self._packed) + len(self._recent),
@@ -105,9 +105,9 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return self._info.get("action_mask") if isinstance(self._info, Mapping) else None
 
     def restore_episode(self, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Replay an episode; returns the observation and info that it ends at.
+        """Replay an episode; return the observation and info at its end.
 
-        The user's own environment, used again, may begin where the stored one ended: that has moved all the same.
+        The user's own environment, used again, may begin where the stored one ended; its attributes count as changed.
         """
         moved = state.get("hidden", {})
         self._at_first = {name: value for name, value in self._at_first.items() if moved.get(name) != value}
@@ -122,7 +122,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
             if terminated or truncated:
                 goes_on = self._game_goes_on
                 observation, info = self.reset()
-                if not goes_on:  # it did not end here before: not replayable, and nothing left to go on with
+                if not goes_on:  # the stored episode did not end here, so it cannot be replayed
                     break
         return observation, info
 
@@ -141,9 +141,9 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def differences(stored: dict[str, Any], replayed: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What a replayed episode's state has otherwise than the stored one: what a learner sees, and attributes.
+    """The differences of a replayed episode from the stored one: in what a learner sees, and in attributes.
 
-    A checkpoint from before these were stored has nothing to compare.
+    An older checkpoint does not store these and has nothing to compare.
     """
     if stored["episode"] != replayed["episode"]:
         return ["length of the episode"], []
@@ -154,5 +154,5 @@ def differences(stored: dict[str, Any], replayed: dict[str, Any]) -> tuple[list[
 
 
 def _as_given(actions: NDArray[Any]) -> Any:
-    """Discrete actions as plain ints again; floats stay of their own width, or the replay would round differently."""
+    """Discrete actions as plain ints again; floats keep their width, otherwise the replay would round differently."""
     return actions.tolist() if actions.ndim == 1 and actions.dtype.kind in "iu" else actions

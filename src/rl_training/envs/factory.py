@@ -1,4 +1,4 @@
-"""Making one environment: by id, by `module:Class`, or by a callable, in its wrappers."""
+"""Make one environment with its wrappers, from an id, `module:Class` or a callable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
             register_on_demand(recipe.env_id)
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
             if not isinstance(spec, str):
-                spec.order_enforce = False  # a layer around every step, for an order that is kept here anyway
+                spec.order_enforce = False  # saves a wrapper call per step; this package calls reset before step anyway
             return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
         env: Any = maker(**kwargs)
     except UserError:
@@ -79,7 +79,7 @@ def episode_limit(env: Env) -> int | None:
 
 
 def register_on_demand(env_id: str) -> None:
-    """Atari and MinAtar are registered by importing their packages, which Gymnasium does not do by itself."""
+    """Register Atari and MinAtar by importing their packages, which Gymnasium does not do by itself."""
     extra = "results" if env_id.startswith("MinAtar/") else "atari"
     if env_id in gym.registry or not (env_id.startswith(("MinAtar/", "ALE/")) or "NoFrameskip" in env_id):
         return

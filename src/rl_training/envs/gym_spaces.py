@@ -1,4 +1,4 @@
-"""Gymnasium's spaces: as plain data, in words and part by part, and what an algorithm sees of them."""
+"""Gymnasium's spaces as plain data, in words and part by part, and how an algorithm sees them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gymnasium import spaces as gs
 
 from rl_training.errors import UserError
 
-MOST_FACTORS = 2**20  # of an action; a MultiBinary of a few bytes can claim any number
-SMALLEST_SIDE = 3  # of an image; what is smaller has nothing for a convolution and is read as a vector
+MOST_FACTORS = 2**20  # of an action; a few bytes can describe a MultiBinary of any size
+SMALLEST_SIDE = 3  # of an image; anything smaller is too small for a convolution and is read as a vector
 
 
 def describe_space(space: gs.Space[Any]) -> dict[str, Any]:
@@ -52,13 +52,13 @@ def build_space(data: Mapping[str, Any]) -> gs.Space[Any]:
 
 
 def in_words(space: gs.Space[Any]) -> str:
-    """A space for a message: one short line."""
+    """A short description of a space, for a message."""
     text = " ".join(str(space).split())
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
 def leaf_spaces(space: gs.Space[Any], name: str = "") -> Iterator[tuple[str, gs.Space[Any]]]:
-    """The spaces inside a Dict or Tuple, at any depth, each with the names that lead to it; any other space itself."""
+    """The spaces inside a Dict or Tuple, at any depth, each with the path to it; any other space itself."""
     if isinstance(space, (gs.Dict, gs.Tuple)):
         parts = space.spaces.items() if isinstance(space, gs.Dict) else enumerate(space.spaces)
         for key, part in parts:
@@ -68,9 +68,10 @@ def leaf_spaces(space: gs.Space[Any], name: str = "") -> Iterator[tuple[str, gs.
 
 
 def image_layout(space: gs.Space[Any]) -> str | None:
-    """How an image lies: "plane", "channels_first" or "channels_last"; None where the space holds no image.
+    """The layout of an image: "plane", "channels_first" or "channels_last"; None if the space is not an image.
 
-    Two equal sides are height and width; where that does not tell, the channels are the smallest and rather last.
+    Two equal sides are height and width. Otherwise the channels are the first side if that is the smallest, else the
+    last one.
     """
     if not isinstance(space, gs.Box) or space.dtype not in (np.uint8, np.bool_) or len(space.shape) not in (2, 3):
         return None
@@ -88,7 +89,7 @@ def image_layout(space: gs.Space[Any]) -> str | None:
 
 
 def read_image(space: gs.Box, layout: str) -> tuple[tuple[int, ...], float]:
-    """Its shape with channels first, and its largest value."""
+    """The shape of an image with channels first, and its largest value."""
     scale = 255.0 if space.dtype == np.uint8 and np.max(space.high) > 1 else 1.0
     if layout == "plane":
         return (1, *space.shape), scale

@@ -1,4 +1,4 @@
-"""Checksums of what an environment holds in its attributes: they show state that no observation shows."""
+"""Checksums of an environment's attributes: they detect state that no observation shows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DEEPEST = 4  # attributes of attributes
 MOST_PARTS = 500  # of one attribute
 MOST_BYTES = 1 << 20  # of one array
 REPORTERS = (gym.wrappers.RecordEpisodeStatistics, gym.wrappers.PassiveEnvChecker)  # wrappers that change nothing
-UNREAD = ("env", "spec", "_cached_spec", "render_mode")  # other layers, and what no step changes
+UNREAD = ("env", "spec", "_cached_spec", "render_mode")  # other wrappers, and attributes that no step changes
 
 
 def hidden_state(env: gym.Env[Any, Any]) -> dict[str, int]:
     """A checksum per attribute of the environment and of each wrapper, by name (`NormalizeReward.return_rms`).
 
-    Numbers, text, numpy arrays and random generators count, in lists, dicts and plain objects too. What is made in C
-    (a simulator), torch's tensors, and attributes of classes are not looked at.
+    Numbers, text, numpy arrays and random generators count, also inside lists, dicts and plain objects. Objects
+    implemented in C (a simulator), torch tensors, and class attributes are ignored.
     """
     sums: dict[str, int] = {}
     layer: Any = env
@@ -40,7 +40,7 @@ def hidden_state(env: gym.Env[Any, Any]) -> dict[str, int]:
 
 
 def checksum(value: Any) -> int:
-    """CRC32 of a value's plain parts; equal for equal values, whatever process made them."""
+    """CRC32 of a value's plain parts; equal for equal values, in any process."""
     total = 0
     for number, part in enumerate(_parts(value, DEEPEST)):
         total = zlib.crc32(part, total)

@@ -1,4 +1,4 @@
-"""Atari episodes that end with a life, in a game that goes on."""
+"""Atari episodes that end with a lost life while the game continues."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import gymnasium as gym
 
 
 def lost(before: Any, after: Any) -> Any:
-    """Whether a life was lost; not the last one, with which the game ends (some games show none left before that)."""
+    """Whether a life was lost, but not the last one, which ends the game (some games show 0 lives before that)."""
     return (after > 0) & (after < before)
 
 
 class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
-    """Ends the episode when a life is lost; the next reset goes on with the game, and starts a new one after its end.
+    """Ends the episode when a life is lost; the next reset continues the game, or starts a new one if it is over.
 
-    `terminal_on_life_loss` of Gymnasium's AtariPreprocessing starts a new game for every life, so that a learner never
-    sees what comes later in a game.
+    `terminal_on_life_loss` of Gymnasium's AtariPreprocessing starts a new game for every life, so a learner never
+    sees the later part of a game.
     """
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         super().__init__(env)
-        self.goes_on = False  # the game, in the next reset
+        self.goes_on = False  # whether the next reset continues the game
         self._lives = 0
         self._last: tuple[Any, dict[str, Any]] | None = None
 
@@ -35,7 +35,7 @@ class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return self._last
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """One step, which terminates the episode if it costs a life and does not end the game."""
+        """Take one step; it terminates the episode if a life is lost and the game is not over."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.goes_on = lost(self._lives, info["lives"]) and not (terminated or truncated)
         self._lives, self._last = info["lives"], (observation, info)
@@ -43,7 +43,7 @@ class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def find_lives(env: gym.Env[Any, Any]) -> LifeEpisodes | None:
-    """The wrapper of this kind around an environment."""
+    """The `LifeEpisodes` wrapper around an environment, if there is one."""
     while isinstance(env, gym.Wrapper):
         if isinstance(env, LifeEpisodes):
             return env

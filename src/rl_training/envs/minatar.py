@@ -1,4 +1,4 @@
-"""MinAtar's games as `MinAtar/<Game>-v1`; the package is GPL, so this module is imported only when one is asked for."""
+"""MinAtar's games as `MinAtar/<Game>-v1`. MinAtar is GPL, so this module is imported only if a game is requested."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 
-logging.disable(logging.WARNING)  # importing it warns of plotting packages that only its windows need
+logging.disable(logging.WARNING)  # the import warns about plotting packages that only its windows need
 try:
     from minatar.gym import BaseEnv
 finally:
@@ -17,13 +17,13 @@ GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 
 
 class MinAtarGame(BaseEnv):
-    """One game with its minimal set of actions, whose episodes depend on their seed and actions alone."""
+    """One game with its minimal set of actions, whose episodes depend only on their seed and actions."""
 
     def __init__(self, game: str, **options: Any) -> None:
         super().__init__(game, use_minimal_action_set=True, **options)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Forget the last action too, which a sticky first step would repeat from the episode before."""
+        """Also forget the last action, which a sticky first step would repeat from the previous episode."""
         self.game.last_action = 0
         return super().reset(seed, options)
 

@@ -1,4 +1,4 @@
-"""EnvPool as an engine: environments in C++ threads, with next-step autoreset, whose state nobody can save."""
+"""EnvPool as an engine: environments in C++ threads, with next-step autoreset; their state cannot be saved."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class PoolEngine:
         return Step(self.spaces.encode(obs), rewards.astype(np.float32), terminated, truncated, valid=valid)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: see `Engine.state_format`."""
+        """No state: see `Engine.state_format`."""
         return {}
 
     brief_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
-        """New episodes."""
+        """Start new episodes."""
         return self.reset()
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class PoolEngine:
 
 
 def find_obstacle(recipe: EnvRecipe) -> str | None:
-    """Why EnvPool cannot step this, as half a sentence; None: it can."""
+    """Why EnvPool cannot step this environment, as half a sentence; None if it can."""
     try:
         import envpool
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a caller of `predict` gives: raw observations and action masks, as the algorithm reads them."""
+"""Convert the arguments of `predict`, raw observations and action masks, to what the algorithm reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _split(spaces: EnvSpaces, observation: Any) -> tuple[list[Any], bool]:
     space = spaces.observation_space
     if isinstance(space, gs.Dict):
         is_batch = isinstance(observation, (list, tuple, np.ndarray))
-    elif isinstance(space, gs.Tuple):  # JSON has lists only, so that one observation and a batch look alike
+    elif isinstance(space, gs.Tuple):  # JSON has only lists, so one observation and a batch look alike
         try:
             return [read_element(space, observation, spaces.env_id)], False
         except UserError:
@@ -80,7 +80,7 @@ def read_numbers(value: Any, env_id: str, where: str = "obs") -> Array:
 
 
 def masks_for_prediction(spaces: EnvSpaces, action_mask: Any, count: int, *, is_batch: bool) -> Array | None:
-    """What a caller allows, one mask or for a batch one per row, as `[count, action_dim]`; None allows all."""
+    """The caller's mask (one, or one per row of a batch) as `[count, action_dim]`; None allows all actions."""
     if action_mask is None:
         return None
     if not spaces.has_action_mask:

@@ -1,4 +1,4 @@
-"""Looking at an environment before it is used: its spaces, its first observation, and what will fail."""
+"""Examine an environment before it is used: its spaces, its first observation, and likely problems."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def probe(recipe: EnvRecipe, vectorization: str = "auto") -> Probe:
     normalize = options.normalize_observation
     if options.pixels or options.atari or options.frame_stack > 1:
         env = make_env(recipe)
-    else:  # as it is, so that prediction reads raw observations (a dict stays a dict)
+    else:  # unwrapped, so that prediction reads raw observations (a dict stays a dict)
         env = make_unwrapped(recipe)
     try:
         check_spaces(env, recipe.env_id)
@@ -55,7 +55,7 @@ def probe(recipe: EnvRecipe, vectorization: str = "auto") -> Probe:
         problems = list(find_problems(env, info))
         reset, step = (definition(env.unwrapped, method) for method in ("reset", "step"))
     finally:
-        with suppress(Exception, SystemExit):  # a run that closes it says so
+        with suppress(Exception, SystemExit):  # the run will report a failing close itself
             env.close()
     if spaces.normalize_observations and len(spaces.vector_columns) == 0:
         raise UserError(
@@ -76,7 +76,7 @@ def probe_spaces(recipe: EnvRecipe) -> EnvSpaces:
 
 
 def check_spaces(env: Any, env_id: str) -> None:
-    """A UserError if an environment has no observation space or no action space."""
+    """Raise a UserError if an environment has no observation space or no action space."""
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(env, name, None), gs.Space):
             wanted = f"set self.{name} to a gymnasium space in __init__"

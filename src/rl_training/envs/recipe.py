@@ -1,4 +1,4 @@
-"""`EnvRecipe`: everything needed to make an environment, read from a config and from what the user gave."""
+"""`EnvRecipe`: everything needed to make an environment, from a config and from the user's `env=`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class EnvRecipe:
     max_episode_steps: int | None = None
     wrappers: WrapperOptions = field(default_factory=WrapperOptions)
     maker: Callable[..., Env] | None = None
-    named_by_user: bool = False  # else `env_id` may come from a file
+    named_by_user: bool = False  # if not, `env_id` may come from a file
 
     @property
     def user_env(self) -> UserEnv:
-        """What the user gave for this environment, for another recipe of it."""
+        """The user's `env=` for this environment, to make another recipe from it."""
         return self.maker or ((self.env_id,) if self.named_by_user else ())
 
     @property
@@ -51,7 +51,7 @@ class EnvRecipe:
 
 
 def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None = None) -> EnvRecipe:
-    """The recipe from a config's `env_id` and `env_kwargs`, and from what the user gave."""
+    """Make the recipe from a config's `env_id` and `env_kwargs`, and from the user's `env=`."""
     env = read_env(env)
     maker = env if callable(env) else None
     env_id, names = (env, (env,)) if isinstance(env, str) else (env_id, env if isinstance(env, tuple) else ())
@@ -66,7 +66,7 @@ def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None 
 
 
 def _with_version(env_id: str) -> str:
-    """`CartPole` as the newest `CartPole-v<n>`, which Gymnasium would take too, but with a warning."""
+    """Replace `CartPole` with the newest `CartPole-v<n>`, as Gymnasium does, but without its warning."""
     if env_id in gym.registry:
         return env_id
     versions = [name.rpartition("-v") for name in gym.registry]

@@ -1,4 +1,4 @@
-"""One environment in a worker process: it reads its action and leaves what happened in memory that the run sees too."""
+"""One environment in a worker process: it reads its action from shared memory and writes its results there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIGNMENT = 64
 
 
 class SharedRows:
-    """Arrays `[N, ...]` of N environments, in memory without a name: nothing of it is left when the processes are."""
+    """Arrays `[N, ...]` of N environments in unnamed shared memory, which disappears with the processes."""
 
     def __init__(self, spaces: EnvSpaces, count: int, descriptor: int | None = None) -> None:
         row, action = spaces.row_space, spaces.action_space
@@ -41,7 +41,7 @@ class SharedRows:
 def share_arrays(
     layout: Sequence[tuple[tuple[int, ...], Any]], descriptor: int | None = None
 ) -> tuple[list[Array], int]:
-    """Arrays of these shapes and types in memory without a name, and its descriptor; a given one is opened again."""
+    """Arrays of these shapes and types in unnamed shared memory, and its descriptor; or open a given descriptor."""
     sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout]
     starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
     descriptor = _open_memory(starts[-1]) if descriptor is None else descriptor
@@ -61,7 +61,7 @@ def _open_memory(size: int) -> int:
 
 
 class RemoteEnvironment:
-    """An environment of a worker process, whose row is `index`; only failures and states travel as messages."""
+    """An environment in a worker process, with row `index`; only failures and states are sent as messages."""
 
     def __init__(
         self, make: Callable[[], ReplayableEpisodes], index: int, registrations: Mapping[str, bytes],
@@ -79,7 +79,7 @@ class RemoteEnvironment:
         self._keep(*self.env.reset())
 
     def step(self) -> None:
-        """One step; at an end the last observation is kept and the next episode starts."""
+        """Take one step; at the end of an episode, keep the last observation and start the next episode."""
         rows, index = self.rows, self.index
         action = rows.actions[index]
         obs, rows.rewards[index], terminated, truncated, info = self.env.step(
@@ -99,7 +99,7 @@ class RemoteEnvironment:
             self.rows.masks[self.index] = stack_masks([info], self.spaces)[0]
 
     def episode_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the episode."""
+        """The state of the episode for a checkpoint."""
         return self.env.episode_state()
 
     def restore_episode(self, states: list[dict[str, Any]]) -> None:
@@ -112,18 +112,18 @@ class RemoteEnvironment:
 
 
 def pickle_registrations() -> dict[str, bytes]:
-    """What was registered with Gymnasium by others: a fresh interpreter does not know it."""
+    """The environments that other code registered with Gymnasium, which a new interpreter does not know."""
     found = {}
     for name, spec in gym.registry.items():
         if str(spec.entry_point).startswith("gymnasium.envs."):
             continue
-        with suppress(Exception):  # what cannot be sent is missed when it is asked for
+        with suppress(Exception):  # an environment that cannot be pickled is an error only if it is used
             found[name] = cloudpickle.dumps(spec)
     return found
 
 
 def register_missing(registrations: Mapping[str, bytes]) -> None:
-    """Register with Gymnasium here what is not, as `pickle_registrations` found it elsewhere."""
+    """Register with Gymnasium what `pickle_registrations` found and this process does not have yet."""
     # a module that registers its environments when it is imported finds them there
     warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry")
     for name, pickled in registrations.items():

@@ -1,4 +1,4 @@
-"""Set-ups that run but fail in practice: what is found where an environment is looked at, and what to change."""
+"""Setups that run but do not learn in practice: how to recognize them, and what to change."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gymnasium import spaces as gs
 from rl_training.envs.gym_spaces import leaf_spaces
 from rl_training.errors import RESET, is_users_file, show_line
 
-IMAGE_SIDE = 8  # pixels; a smaller array is rather a board or a table
+IMAGE_SIDE = 8  # pixels; a smaller array is more likely a board or a table
 MOST_CHANNELS = 16
-RAW_SIDE = 160  # of an Atari screen as the emulator gives it
+RAW_SIDE = 160  # of an unprocessed Atari screen
 MASK_METHODS = ("action_masks", "action_mask", "valid_action_mask", "get_action_mask", "legal_actions")
 PREPROCESSING = (
     "--set env_kwargs.frameskip=1 --set 'env_kwargs.wrappers.atari={}', "
@@ -31,12 +31,12 @@ class Problem(NamedTuple):
     fix: str
 
     def sentence(self) -> str:
-        """For the start of a run."""
+        """The problem as one sentence, printed when a run starts."""
         return f"{self.detail}; {self.fix}"
 
 
 def find_problems(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
-    """Everything that is known to fail, of an environment that was just reset."""
+    """Yield the known problems of an environment that was just reset."""
     space = env.observation_space
     if hasattr(env.unwrapped, "ale") and isinstance(space, gs.Box) and max(space.shape, default=0) >= RAW_SIDE:
         detail = f"raw Atari frames {list(space.shape)} learn badly: they show no motion, and every frame is a step"
@@ -59,7 +59,7 @@ def takes_options(reset: Callable[..., Any]) -> bool:
 
 
 def find_unread_masks(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
-    """Masks that an environment offers in another way than the one that is read."""
+    """Yield a problem if an environment provides action masks in a way that this package does not read."""
     keys = info if isinstance(info, Mapping) else {}
     if "action_mask" in keys or isinstance(env.action_space, gs.Box):
         return
@@ -88,6 +88,6 @@ def is_float_image(space: gs.Space[Any]) -> bool:
 
 
 def definition(env: Any, method: str) -> str:
-    """Such as ` (my_envs.py, line 12)`: where the user's own class defines a method; empty where it is not theirs."""
+    """Where the user's own class defines a method, such as ` (my_envs.py, line 12)`; empty for other classes."""
     code = getattr(inspect.unwrap(getattr(type(env), method, len)), "__code__", None)
     return show_line(code.co_filename, code.co_firstlineno) if code and is_users_file(code.co_filename) else ""

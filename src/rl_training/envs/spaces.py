@@ -28,7 +28,7 @@ Array = NDArray[Any]
 
 
 class ImagePart(NamedTuple):
-    """An image inside a Dict or Tuple: its columns in the flattened observation, and how it lies there."""
+    """An image inside a Dict or Tuple: its columns in the flattened observation, and its layout there."""
 
     columns: slice
     space: gs.Box
@@ -41,19 +41,19 @@ class ImagePart(NamedTuple):
 class EnvSpaces:
     """Observations and actions of one environment.
 
-    Observations reach an algorithm as `[N, *obs_shape]` of `obs_dtype`: a float32 vector, a uint8 image with channels
-    first whose largest value is `image_scale`, or, of a Dict or Tuple with images, bytes: those of every image
-    (`image_parts`), then the four of every float of the vector that the other parts make. Pixels stay one byte each
-    wherever rows are stored, and a store needs only one array. Actions leave it as whole numbers `[N]`
-    (discrete) or `[N, K]` (multi_discrete, multi_binary), or as floats in [-1, 1] `[N, D]` (continuous); `map_actions`
-    makes them the environment's.
+    Observations reach an algorithm as `[N, *obs_shape]` of `obs_dtype`: a float32 vector, or a uint8 image with
+    channels first whose largest value is `image_scale`. For a Dict or Tuple with images they are bytes: the pixels of
+    every image (`image_parts`), then four bytes per float of the vector that the other parts form. So stored pixels
+    take one byte each, and a store needs only one array. An algorithm returns actions as integers `[N]` (discrete) or
+    `[N, K]` (multi_discrete, multi_binary), or as floats in [-1, 1] `[N, D]` (continuous); `map_actions` converts them
+    to the environment's actions.
     """
 
     env_id: str
     obs_kind: str  # "vector", "image" or "mixed"
     obs_shape: tuple[int, ...]
     obs_dtype: str
-    image_layout: str  # "none", "channels_first", "channels_last" or "plane": how the raw image lies
+    image_layout: str  # "none", "channels_first", "channels_last" or "plane": layout of the raw image
     image_scale: float
     action_kind: str  # "discrete", "continuous", "multi_discrete" or "multi_binary"
     action_sizes: tuple[int, ...]  # choices per factor; for continuous actions one 1 per dimension
@@ -106,7 +106,7 @@ class EnvSpaces:
 
     @cached_property
     def vector_columns(self) -> Array:
-        """Where the flattened observation is no image."""
+        """The columns of the flattened observation that belong to no image."""
         is_pixel = np.zeros(self.obs_dim, dtype=bool)
         for part in self.image_parts:
             is_pixel[part.columns] = True
@@ -133,12 +133,12 @@ class EnvSpaces:
         return build_space(self.raw_action)
 
     def map_actions(self, actions: Array) -> Array:
-        """Actions of a policy `[N, ...]` as actions of the environment; the only place where they are scaled."""
+        """Convert a policy's actions `[N, ...]` to actions of the environment; the only place where they are scaled."""
         return self._map(actions)
 
     @cached_property
     def _map(self) -> Callable[[Array], Array]:
-        """Chosen once, not per step: the usual Discrete action needs no work at all."""
+        """The mapping, chosen once instead of per step: a usual Discrete action needs no conversion."""
         space = self.action_space
         shape = space.shape or ()
         if isinstance(space, gs.Box):
@@ -152,7 +152,7 @@ class EnvSpaces:
         return lambda actions: actions.reshape(-1, *shape).astype(space.dtype)
 
     def as_given(self, actions: Array) -> Sequence[Any]:
-        """Actions of a policy `[N, ...]` as `step` of each environment takes them: a discrete one is an int."""
+        """Convert a policy's actions `[N, ...]` to arguments of each environment's `step`: a discrete one is an int."""
         mapped = self.map_actions(actions)
         return mapped.tolist() if self.action_kind == "discrete" else mapped  # type: ignore[return-value]
 
@@ -162,7 +162,7 @@ class EnvSpaces:
         if isinstance(space, gs.Box):
             low, high = self._action_bounds
             flat = actions.reshape(len(actions), -1).astype(np.float32)
-            span = np.where(high > low, high - low, 1.0).astype(np.float32)  # a dimension without room has one action
+            span = np.where(high > low, high - low, 1.0).astype(np.float32)  # if low == high, there is one action
             return np.clip(2.0 * (flat - low) / span - 1.0, -1.0, 1.0)
         if isinstance(space, gs.Discrete):
             return np.asarray(actions, dtype=np.int64).reshape(len(actions)) - int(space.start)
@@ -174,24 +174,24 @@ class EnvSpaces:
         space = self.action_space
         assert isinstance(space, gs.Box)
         low, high = space.low.ravel().astype(np.float32), space.high.ravel().astype(np.float32)
-        # rounded inwards, so that no float32 action lies outside the bounds of a float64 space
+        # rounded inwards, so that no float32 action is outside the bounds of a float64 space
         low = np.where(low < space.low.ravel(), np.nextafter(low, np.float32(np.inf)), low)
         return low, np.where(high > space.high.ravel(), np.nextafter(high, np.float32(-np.inf)), high)
 
     def random_actions(self, rng: np.random.Generator, count: int, masks: Array | None = None) -> Array:
-        """Uniform actions of a policy [count, ...], legal ones where masks say so."""
+        """Uniform random actions [count, ...] in the policy's form; only legal ones if there are masks."""
         return random_actions(rng, count, self.action_sizes, masks, self.action_kind)
 
     @cached_property
     def row_space(self) -> gs.Box:
-        """The space of the observations that `make_env`'s environment gives: its own, or that flattened."""
+        """The space of observations from `make_env`'s environment: its own observation space, or that flattened."""
         space = self.observation_space
         row = space if isinstance(space, gs.Box) else gs.flatten_space(space)
         assert isinstance(row, gs.Box)
         return row
 
     def read_row(self, row: Any) -> Array:
-        """One observation as an array of the space's shape, or an EnvironmentFailure that says what it is instead."""
+        """Convert one observation to an array of the space's shape, or raise an EnvironmentFailure with the reason."""
         try:
             array = np.asarray(row)
         except ValueError:  # rows of different lengths
@@ -209,12 +209,12 @@ class EnvSpaces:
         raise EnvironmentFailure.of(self.env_id, what)
 
     def _reads(self, dtype: np.dtype[Any]) -> bool:
-        """Whether such numbers can be used for the space: another width, or integers for floats."""
+        """Whether numbers of this dtype are accepted for the space: another width, or integers for floats."""
         own = self.row_space.dtype
         return dtype == own or np.can_cast(dtype, own, "same_kind") or (dtype.kind in "biu" and own.kind in "biu")
 
     def encode_rows(self, rows: Sequence[Any]) -> Array:
-        """`encode`, for observations that come from environments and are looked at first."""
+        """`encode` for observations straight from environments, which are checked first."""
         try:
             stacked = np.array(rows)  # a quarter of the time of np.stack
             fits = stacked.shape[1:] == self.row_space.shape and self._reads(stacked.dtype)
@@ -239,14 +239,14 @@ class EnvSpaces:
         return np.concatenate([*(image.reshape(len(rows), -1) for image in images), floats.view(np.uint8)], axis=1)
 
     def floats_of(self, encoded: Array) -> Array:
-        """What of encoded observations may be a NaN: the vector of mixed ones `[N, V]`, else all of them."""
+        """The part of encoded observations that may contain NaN: the vector of mixed ones `[N, V]`, else everything."""
         if self.obs_kind != "mixed":
             return encoded
         pixels = self.obs_shape[0] - 4 * len(self.vector_columns)
         return np.ascontiguousarray(encoded[:, pixels:]).view(np.float32)
 
     def decode(self, encoded: Array) -> Array:
-        """The inverse of `encode`; what was flattened from a Dict stays flat, as `make_env` has it."""
+        """The inverse of `encode`; observations that `make_env` flattened stay flat."""
         if self.obs_kind == "image":
             return _channels_back(encoded, self.image_layout)
         if self.obs_kind == "vector":
@@ -263,7 +263,7 @@ class EnvSpaces:
 
     @cached_property
     def factor_starts(self) -> Array:
-        """Where the choices of each factor of an action start."""
+        """The index at which the choices of each factor of an action start."""
         return np.cumsum([0, *self.action_sizes[:-1]])
 
 
@@ -282,7 +282,7 @@ def _channels_back(images: Array, layout: str) -> Array:
 
 
 def _scale(actions: Array, low: Array, high: Array, half: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """[-1, 1] to [low, high]; clipped after scaling, so that rounding cannot leave the environment's bounds."""
+    """Scale [-1, 1] to [low, high], then clip, so that rounding cannot exceed the environment's bounds."""
     scaled = actions + 1.0
     scaled *= half
     scaled += low

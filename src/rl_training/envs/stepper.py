@@ -45,14 +45,14 @@ class Stepper:
         return self.engine.resets_next_step
 
     def start(self) -> None:
-        """Reset the environments, once; a restored stepper is started already."""
+        """Reset the environments once; a restored stepper is already started."""
         if not self.started:
             self.obs, self.masks = self.engine.reset()
             self._check_finite(self.obs, NO_REWARDS, None)
             self.started = True
 
     def step(self, actions: Array) -> tuple[Step, list[Episode]]:
-        """Apply a policy's actions `[N, ...]`; returns what happened and the episodes that ended."""
+        """Apply a policy's actions `[N, ...]`; return the step and the episodes that ended."""
         if self.interruption is not None:
             raise self.interruption
         step = self.engine.step(self._map(actions))
@@ -75,10 +75,10 @@ class Stepper:
         return step, episodes
 
     def _check_finite(self, obs: Array, rewards: Array, final_obs: Array | None) -> None:
-        """Refuse a NaN or an infinity here, where the environment can be named, before it reaches the loss."""
+        """Raise an error that names the environment if it returned a NaN or infinity, before that reaches the loss."""
         if self._is_mixed:
             obs, final_obs = self.spaces.floats_of(obs), None if final_obs is None else self.spaces.floats_of(final_obs)
-        squares: Any = np.vdot(rewards, rewards)  # half the time of isfinite; an overflow is looked at again
+        squares: Any = np.vdot(rewards, rewards)  # half the time of isfinite; an overflow is checked again
         if self._sees_floats:
             squares = squares + np.vdot(obs, obs) + (0.0 if final_obs is None else np.vdot(final_obs, final_obs))
         if math.isfinite(squares):
@@ -90,7 +90,7 @@ class Stepper:
     def state_dict(self, engine: dict[str, Any] | None = None) -> dict[str, Any]:
         """Everything needed to continue exactly from here, with the engine's state or the given one.
 
-        Empty before the start, and if nothing can be saved.
+        It is empty before the start, and if the engine's state cannot be saved.
         """
         if not self.started or not self.engine.state_format:
             return {}
@@ -101,7 +101,7 @@ class Stepper:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore the environments; returns a sentence for everything that differs."""
+        """Restore the environments; return one sentence for each difference."""
         if not state:
             return []
         if state["format"] != self.engine.state_format or len(state["obs"]) != self.num_envs:
@@ -118,7 +118,7 @@ class Stepper:
         return [f"{self.spaces.env_id} did not replay to the stored {what}, so this resume {sure} exact."]
 
     def find_differences(self, stored: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """The differences from `stored`: what a learner sees, and attributes of environments."""
+        """The differences from `stored`: in what a learner sees, and in attributes of environments."""
         seen = [] if np.array_equal(self.obs, stored["obs"]) else ["observation"]
         hidden: list[str] = []
         states = stored["engine"], self.engine.state_dict()

@@ -1,4 +1,4 @@
-"""Environments whose ends are a known function of the next observation, for rollouts through a learned model."""
+"""Environments whose termination is a known function of the next observation, for rollouts through a learned model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inverted_pendulum(obs: Any) -> Any:
 
 
 def hopper(obs: Any) -> Any:
-    """The torso is low or leans, or a part of the state has left its range; not a number ends too."""
+    """The torso is low or leans, or a part of the state has left its range or is NaN."""
     return ~((obs[:, 0] > 0.7) & (abs(obs[:, 1]) < 0.2) & (abs(obs[:, 1:]) < 100.0).all(-1))
 
 
@@ -48,5 +48,5 @@ KNOWN: dict[str, Ends] = {
 
 
 def known_termination(recipe: EnvRecipe) -> Ends | None:
-    """How the environment ends, where it is registered here and made as it is; options and wrappers may change it."""
+    """The termination function, if it is known and no option or wrapper of the recipe may change it."""
     return KNOWN.get(recipe.env_id) if recipe.is_plain and not recipe.kwargs else None

@@ -1,4 +1,4 @@
-"""What the user gives as an environment: an id, a callable, an instance, or names that a config may call."""
+"""The user's `env=`: an id, a callable, an instance, or names that a config may call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIVE_ONE = "give a function that makes environments, such as env=lambda: make_mi
 
 
 class MadeEnvironment:
-    """An environment instance of the user: training uses it and leaves it open, everything else gets a copy."""
+    """An environment instance from the user: training uses it and leaves it open; everything else gets a copy."""
 
     def __init__(self, env: Env) -> None:
         spec = env.unwrapped.spec
@@ -34,11 +34,11 @@ class MadeEnvironment:
             raise UserError(f"{what}, and evaluation needs one of its own; {GIVE_ONE}.") from None
 
     def __call__(self, **kwargs: Any) -> Env:
-        """A copy of it as it was given."""
+        """A copy of the instance in its initial state."""
         return copy.deepcopy(self._unused) if not kwargs else self._refuse(kwargs)
 
     def lend(self, **kwargs: Any) -> Env:
-        """The environment itself."""
+        """The instance itself."""
         return _Lent(self.env) if not kwargs else self._refuse(kwargs)
 
     def _refuse(self, kwargs: dict[str, Any]) -> Env:
@@ -46,7 +46,7 @@ class MadeEnvironment:
 
 
 class _Lent(gym.Wrapper[Any, Any, Any, Any]):
-    """The user closes it."""
+    """A lent environment, which only the user closes."""
 
     def close(self) -> None:
         """Nothing."""
@@ -58,7 +58,7 @@ def read_env(env: Any) -> UserEnv | None:
         raise UserError(f"env is a vector environment; {GIVE_ONE}, and num_envs.")
     if isinstance(env, gym.Env):
         return MadeEnvironment(env)
-    if isinstance(env, device_kinds()):  # it holds no state, so all share it
+    if isinstance(env, device_kinds()):  # it has no state, so everything can share it
         maker: Any = partial(_itself, env)
         maker.__name__ = type(env).__name__
         return cast(UserEnv, maker)
@@ -69,7 +69,7 @@ def read_env(env: Any) -> UserEnv | None:
 
 
 def device_kinds() -> tuple[Any, ...]:
-    """`DeviceEnvironment`, if somebody has imported it: without that, nobody has one."""
+    """`DeviceEnvironment` if its module has been imported; otherwise no instance can exist."""
     device = sys.modules.get("rl_training.envs.device")
     return () if device is None else (device.DeviceEnvironment,)
 

@@ -1,7 +1,7 @@
-"""What runs in a worker process: one object, whose methods the parent calls by name over a socket.
+"""The code of a worker process: one object, whose methods the parent calls by name over a socket.
 
-The parent (`envs/workers.py`) starts this file with a fresh interpreter. Only the standard library is imported here:
-what else a worker needs comes with the object that it is asked to make.
+The parent (`envs/workers.py`) starts this file in a new interpreter. It imports only the standard library; the object
+that it is asked to make imports whatever else the worker needs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def send(line: socket.socket, message: bytes) -> None:
-    """One message, whole."""
+    """Send one whole message."""
     line.sendall(SIZE.pack(len(message)) + message)
 
 
 def receive(line: socket.socket) -> memoryview:
-    """One message, whole, the only one under way; EOFError when the other side is gone."""
+    """Receive one whole message, the only one in transit; raise EOFError if the other side is gone."""
     data, size = bytearray(), SIZE.size
     while len(data) < size:
         more = line.recv(max(4096, min(size - len(data), 1 << 20)))  # a large buffer costs more than a small message
@@ -40,10 +40,10 @@ def receive(line: socket.socket) -> memoryview:
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ctrl-C and a group's SIGTERM are the parent's to act on.
+    """Ignore Ctrl-C and a process group's SIGTERM, which the parent handles.
 
-    A handler that does nothing, rather than SIG_IGN, because a program that the environment starts would inherit the
-    latter and could not be terminated. The parent blocked both signals before it started this process.
+    This uses a handler that does nothing instead of SIG_IGN, because a program that the environment starts would
+    inherit SIG_IGN and could not be terminated. The parent blocked both signals before it started this process.
     """
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
@@ -53,15 +53,15 @@ def leave_signals_to_the_parent() -> None:
 
 
 def die_with_the_parent(parent: int) -> None:
-    """Let Linux kill this process when the parent's thread that started it ends; elsewhere the line's end does."""
+    """Make Linux kill this process when the parent's thread ends; elsewhere it ends when the socket closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An exception as text: pickled, it might not arrive."""
+    """An exception as text, because it might not survive pickling."""
     try:
         message = str(error)
     except Exception:
@@ -71,7 +71,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def attempt(action: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """What an action gives, or what it raises in words; sys.exit() in an environment does not end this process."""
+    """Run an action; return its result, or its exception as text. sys.exit() in it does not end this process."""
     try:
         return True, action(*arguments)
     except BaseException as error:
@@ -85,7 +85,7 @@ def reply(action: Callable[..., Any], *arguments: Any) -> bytes:
 
 
 def serve(line: socket.socket) -> None:
-    """Make what the first message asks for, then call its methods until nobody is left to ask; then close it."""
+    """Make the object that the first message names, call its methods until the parent is gone, then close it."""
     served: list[Any] = []
     sys.path[:], maker = pickle.loads(receive(line))
     send(line, reply(lambda: served.append(pickle.loads(maker)())))
@@ -100,7 +100,7 @@ def serve(line: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    os.setpgid(0, 0)  # what the environment starts can be ended with it
+    os.setpgid(0, 0)  # so that programs that the environment starts can be ended with it
     leave_signals_to_the_parent()
     if sys.argv[2] != "0":
         die_with_the_parent(int(sys.argv[2]))
@@ -109,4 +109,4 @@ if __name__ == "__main__":
     serve(socket.socket(fileno=int(sys.argv[1])))
     if sys.stdout is not None:
         sys.stdout.flush()
-    os._exit(0)  # a thread of the environment cannot keep the process
+    os._exit(0)  # even if a thread of the environment is still running

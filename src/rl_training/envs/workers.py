@@ -1,6 +1,7 @@
-"""Worker processes: new interpreters with one object each, called by name; none can hang or outlive a run.
+"""Worker processes: new interpreters with one object each, whose methods are called by name. None can hang or outlive
+a run.
 
-The object defines what they do: `envs/remote.py` steps one environment, `tools/doctor.py` plays one.
+The object defines what a worker does: `envs/remote.py` steps one environment, `tools/doctor.py` plays one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rl_training.envs.worker_process import receive, send
 from rl_training.errors import EnvironmentFailure, UserError, user_line
 
 ENTRY = Path(__file__).with_name("worker_process.py")
-LOOK_EVERY = 0.5  # seconds between checks of the processes; mostly, the line of one shows its end at once
+LOOK_EVERY = 0.5  # seconds between checks of the processes; usually a closed socket shows the end at once
 CLOSE_SECONDS = 10.0  # for `close` of the objects
 TIMEOUT = "worker_timeout"  # the setting that most limits come from
 LEAVE_SECONDS = 2.0  # for a process to end after `close`, or after a failure
@@ -37,14 +38,14 @@ class WorkerFailure(EnvironmentFailure):
 
 
 class Worker:
-    """One process and the line to it."""
+    """One process and the socket to it."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self.line, other = socket.socketpair()
         self.poll = select.poll()
         self.poll.register(self.line, select.POLLIN)
-        # Linux ends the process with the thread that starts it: right for the main thread, which lives as long as the
-        # run's process; started elsewhere, it ends when its line closes.
+        # Linux ends the process with the thread that starts it. That is right for the main thread, which lives as long
+        # as the run; a process started from another thread ends when its socket closes.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         command = [sys.executable, str(ENTRY), str(other.fileno()), str(parent)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -56,7 +57,7 @@ class Worker:
             other.close()
 
     def describe_end(self) -> str:
-        """How the process ended; waits a moment if only its line has closed."""
+        """How the process ended; waits a moment if only its socket has closed."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_SECONDS)
         code = self.process.returncode
@@ -69,7 +70,7 @@ class Worker:
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
     def end(self, deadline: float) -> None:
-        """Wait for the process until the deadline, then kill it and what it left running."""
+        """Wait for the process until the deadline, then kill it and the programs that it started."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError, PermissionError):
@@ -82,8 +83,8 @@ class Worker:
 class WorkerPool(ABC):
     """Objects in other processes, created there by their makers and called by name, one request in flight each.
 
-    Failures call the environment `name`. WorkerFailure is raised if a worker ended or gave no answer for `timeout`
-    seconds; what an object raised is raised here with its text.
+    Error messages call the environment `name`. WorkerFailure is raised if a worker ended or gave no answer for
+    `timeout` seconds; an exception in an object is raised here with its text.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], name: str, timeout: float) -> None:
@@ -100,11 +101,11 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
-        """Those that have answered, or ended, within that time."""
+        """The workers that have answered, or ended, within that time."""
 
     @abstractmethod
     def get(self, index: int, seconds: float | None = None) -> Any:
-        """The result that one owes; waits for it at most that long (None: `timeout`)."""
+        """Return the pending result of a worker; wait at most that long (None: `timeout`)."""
 
     @abstractmethod
     def has_ended(self, index: int) -> bool:
@@ -112,11 +113,11 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def restart(self, index: int) -> None:
-        """Replace a worker by a new one, whatever its state."""
+        """Replace a worker with a new one, whatever its state."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every worker, cleanly if all are idle, otherwise by force; may be called again."""
+        """End every worker: cleanly if all are idle, otherwise by force; may be called again."""
 
     @abstractmethod
     def _ended(self, index: int) -> WorkerFailure: ...
@@ -126,7 +127,7 @@ class WorkerPool(ABC):
         return self._ended(index) if self.has_ended(index) else self._silent(index, seconds)
 
     def _raised(self, index: int, error: dict[str, Any]) -> Exception:
-        if error["module"] == UserError.__module__:  # a sentence already
+        if error["module"] == UserError.__module__:  # already a sentence for users
             kind = UserError if error["kind"] == UserError.__name__ else EnvironmentFailure
             failure: Exception = kind(self._in_worker(index, error["message"]))
         else:
@@ -158,11 +159,11 @@ class Workers(WorkerPool):
         super().__init__(makers, name, timeout)
         self._workers: list[Worker] = []
         self._index_of: dict[int, int] = {}  # by the descriptor of a worker's line
-        self._busy: set[int] = set()  # those that owe an answer
+        self._busy: set[int] = set()  # workers with a pending answer
         self._poll = select.poll()  # of all lines
         self._descriptors = descriptors
         try:
-            for index in range(self.count):  # all start before the first is waited for
+            for index in range(self.count):  # start all of them before waiting for the first
                 self._workers.append(self._spawn(index))
             self._exchange(self._makers, timeout)
         except OSError as error:
@@ -189,14 +190,14 @@ class Workers(WorkerPool):
         self._on_line(index, send, pickle.dumps((method, arguments)))
 
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
-        """Those that have answered, or ended, within that time."""
+        """The workers that have answered, or ended, within that time."""
         poll = select.poll()
         for index in wanted:
             poll.register(self._workers[index].line, select.POLLIN)
         return [self._index_of[line] for line, _ in poll.poll(1e3 * seconds)]
 
     def get(self, index: int, seconds: float | None = None) -> Any:
-        """The result that one owes; waits for it at most that long (None: `timeout`)."""
+        """Return the pending result of a worker; wait at most that long (None: `timeout`)."""
         limit = self.timeout if seconds is None else seconds
         left, deadline = limit, time.monotonic() + limit
         if index not in self._busy:
@@ -214,9 +215,9 @@ class Workers(WorkerPool):
         return self._workers[index].process.poll() is not None
 
     def restart(self, index: int) -> None:
-        """Replace a process by a new one, whatever its state."""
+        """Replace a process with a new one, whatever its state."""
         old = self._workers[index]
-        if old.line.fileno() >= 0:  # else an earlier restart could not start one
+        if old.line.fileno() >= 0:  # otherwise an earlier restart failed
             self._poll.unregister(old.line)
             del self._index_of[old.line.fileno()]
             old.line.close()
@@ -232,7 +233,7 @@ class Workers(WorkerPool):
     # all at once: a failure in one ends all ---------------------------------------------------------------------
 
     def call(self, method: str, *arguments: Any, extra: float = 0.0) -> list[Any]:
-        """Call a method of every object, all at once, with `extra` seconds for it; the results in order."""
+        """Call a method of every object, all at once, with `extra` seconds of time; return the results in order."""
         return self.call_pickled(pickle.dumps((method, arguments)), extra)
 
     def call_pickled(self, request: bytes, extra: float = 0.0) -> list[Any]:
@@ -248,9 +249,9 @@ class Workers(WorkerPool):
             raise
 
     def _exchange(self, requests: list[bytes], timeout: float, limit: str = TIMEOUT) -> list[Any]:
-        """Send each worker its request, and wait for every answer, or for the first thing that goes wrong.
+        """Send each worker its request, and wait for every answer or for the first failure.
 
-        `limit` says where the timeout comes from.
+        `limit` names the setting that the timeout comes from.
         """
         deadline = time.monotonic() + timeout
         self._busy.update(range(self.count))
@@ -286,7 +287,7 @@ class Workers(WorkerPool):
             raise self._ended(index) from None
 
     def _look_at_processes(self, deadline: float, timeout: float, limit: str) -> None:
-        """Find a process that ended while something that it started holds its line open, or that takes too long."""
+        """Find a process that takes too long, or that ended while a program that it started keeps its socket open."""
         for index in sorted(self._busy):
             if self._workers[index].process.poll() is not None:
                 raise self._ended(index)

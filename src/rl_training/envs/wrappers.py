@@ -1,4 +1,4 @@
-"""The wrappers between an environment and an algorithm: their options, and Gymnasium's wrappers around it."""
+"""The wrappers between an environment and an algorithm: their options, and the code that applies them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WrapperOptions(StrictModel):
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """The lowest and the highest reward, or None: rewards stay as they are."""
+        """The lowest and the highest reward, or None if rewards are not clipped."""
         return (-1.0, 1.0) if self.clip_reward is True else self.clip_reward or None
 
 
@@ -94,7 +94,7 @@ def _wrap_pixels(env: Env, options: PixelOptions) -> Env:
 
 
 def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> Env:
-    """The newest `count` observations as one; images along their channels, which lie as before or as asked."""
+    """Stack the newest `count` observations; images along their channels, in their own layout or as requested."""
     space = env.observation_space
     layout = image_layout(space) if channel_first is None else "channels_last"
     stacked = gym.wrappers.FrameStackObservation(env, count)

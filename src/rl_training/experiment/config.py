@@ -63,15 +63,15 @@ class TrainConfig(StrictModel):
     )
     num_workers: int | Literal["auto"] = Field(
         "auto",
-        description="Workers of local_async and ray, which share the environments; auto is all cores but one.",
+        description="Number of workers of local_async and ray, which share the environments; auto: all cores but one.",
     )
     worker_order: Literal["fixed", "first"] = Field(
-        "fixed", description="Which results a turn uses: fixed, one from every worker; first, those that arrive first."
+        "fixed", description="Which answers a turn uses: fixed, one from every worker; first, those that arrive first."
     )
     max_policy_lag: int | None = Field(
-        None, ge=0, description="Drop workers' experience from weights more than this many updates old; null: never."
+        None, ge=0, description="Drop experience whose weights are more than this many updates old; null: never."
     )
-    max_worker_restarts: int = Field(100, ge=0, description="How often workers that died or stalled are restarted.")
+    max_worker_restarts: int = Field(100, ge=0, description="Maximum restarts of workers that died or stalled.")
     ray: RayResources = Field(default_factory=RayResources, description="Resources that each Ray worker reserves.")
     device: str = Field("auto", description="cpu, cuda, cuda:<index> or auto (a GPU if there is one and it is faster).")
     num_envs: int = Field(1, ge=1, le=65536, description="Environments stepped together.")
@@ -80,7 +80,7 @@ class TrainConfig(StrictModel):
         None, ge=1, description="Maximum steps of an evaluation episode; null: the environment's limit, or 10,000."
     )
     eval_deterministic: bool = Field(
-        True, description="Evaluate with the most likely actions; false: with sampled ones, as is usual on Atari."
+        True, description="Evaluate with the most likely actions; false: with sampled actions, as is usual on Atari."
     )
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
     checkpoint_interval: int = Field(
@@ -91,8 +91,8 @@ class TrainConfig(StrictModel):
     threads: int | Literal["auto"] = Field("auto", description="Number of torch threads, or auto.")
     vectorization: Literal["auto", "native", "sync", "async", "device"] = Field(
         "auto",
-        description="How environments are stepped: native by their own vector code, sync in turn, async in processes, "
-        "device as functions of tensors.",
+        description="How environments are stepped: native by their own vector code, sync one after another, async in "
+        "processes, device as functions of tensors.",
     )
     worker_timeout: float = Field(
         300.0, gt=0, le=1e6, description="Maximum seconds for a step, start or reset of an environment's process."
@@ -103,7 +103,7 @@ class TrainConfig(StrictModel):
         "(on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
     )
     matmul_precision: Literal["highest", "high"] = Field(
-        "highest", description="Of float32 products on a GPU: highest is float32, high is TF32, which is faster."
+        "highest", description="Precision of matrix products on a GPU: highest (float32), or high (TF32, faster)."
     )
     max_seconds: float | None = Field(
         None, gt=0, description="Stop after this many seconds of training, without evaluations, counted across resumes."

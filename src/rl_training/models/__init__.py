@@ -1,4 +1,4 @@
-"""Networks. Every class is importable from here; nothing is imported until it is asked for."""
+"""Networks. Every class is importable from here; modules are imported on first use."""
 
 from __future__ import annotations
 

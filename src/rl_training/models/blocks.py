@@ -47,7 +47,7 @@ class ImageEncoder(nn.Sequential):
     """Convolutions that fit the size of the image, then one linear layer: [B, C, H, W] -> [B, out_dim].
 
     From 36 pixels a side it has the three layers of the DQN paper; below that one 3x3 layer, as MinAtar's authors use.
-    `width` is the width of their linear layer. With `out_dim` 0 there is none, for a network whose head has it.
+    `width` is the width of the linear layer. With `out_dim` 0 there is no linear layer, for networks whose head has it.
     """
 
     def __init__(self, shape: Sequence[int], out_dim: int | None = None) -> None:
@@ -108,7 +108,7 @@ def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; changed only by `update`, so it is frozen outside learning."""
 
-    ranks: Any = None  # of learners whose rows count too (runtime/ranks.py)
+    ranks: Any = None  # the other learners of a distributed run, whose rows count too (runtime/ranks.py)
 
     def __init__(self, size: int, clip: float = 10.0) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class ObservationNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, obs: Tensor) -> None:
-        """Fold rows [B, D] into the statistics (Chan's parallel formula)."""
+        """Add rows [B, D] to the statistics (Chan's parallel formula)."""
         if len(obs) == 0:
             return
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
@@ -142,7 +142,7 @@ class ObservationNorm(nn.Module):
 
 
 class ObservationInput(nn.Module):
-    """Raw observations as the first layer needs them: floats, images divided by their scale, normalized on request."""
+    """Converts raw observations for the first layer: floats, images divided by their scale, normalized on request."""
 
     def __init__(self, *, image_scale: float | None = None, normalize_size: int | None = None) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class ObservationInput(nn.Module):
         return obs if self.norm is None else self.norm(obs)
 
     def update(self, obs: Tensor) -> None:
-        """Fold observations into the running statistics, where there are any."""
+        """Add observations to the running statistics, if there are any."""
         if self.norm is not None:
             self.norm.update(obs.float())
 
@@ -165,8 +165,8 @@ class ObservationInput(nn.Module):
 class MixedInput(ObservationInput):
     """Images and a vector, packed into bytes by `EnvSpaces.encode`, as one row of floats: [B, bytes] -> [B, D].
 
-    Pixels come first, divided by their image's scale, then the vector, normalized on request. Rows that are floats
-    already are only scaled: an exported policy has no bytes.
+    Pixels come first, divided by their image's scale, then the vector, normalized on request. Rows that are already
+    floats are only scaled, because an exported policy has no bytes.
     """
 
     def __init__(
@@ -190,6 +190,6 @@ class MixedInput(ObservationInput):
         return torch.cat([pixels / self.scales, vector if self.norm is None else self.norm(vector)], -1)
 
     def update(self, obs: Tensor) -> None:
-        """Fold the vectors into the running statistics, where there are any."""
+        """Add the vectors to the running statistics, if there are any."""
         if self.norm is not None:
             self.norm.update(self.split(obs)[1])

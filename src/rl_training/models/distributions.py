@@ -27,7 +27,7 @@ class Distribution(Protocol):
     """A batch of B action distributions."""
 
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
-        """Draw; `noise` drawn earlier, Gumbel's [B, A] or a Gaussian's [B, D], replaces the generator."""
+        """Draw actions; `noise` drawn earlier (Gumbel [B, A] or Gaussian [B, D]) replaces the generator."""
 
     def mode(self) -> Tensor: ...
 
@@ -44,7 +44,7 @@ class Distribution(Protocol):
 class Categorical:
     """One choice out of A: logits [B, A], actions [B]."""
 
-    _entropy: Tensor | None = None  # once it is known, since a loss and its gradient both need it
+    _entropy: Tensor | None = None  # cached, because a loss and its gradient both need it
 
     def __init__(self, logits: Tensor, masks: Tensor | None = None) -> None:
         if masks is not None:
@@ -73,7 +73,7 @@ class Categorical:
 
     def gradient(self, actions: Tensor, on_logprobs: Tensor, on_entropy: Tensor | None) -> Tensor:
         """Gradient [B, A] with respect to the logits, from those with respect to `log_prob` and `entropy` [B]."""
-        with torch.no_grad():  # not a decorator, at which a compiled step would be cut in two
+        with torch.no_grad():  # not a decorator, which would split a compiled step in two
             probs = self.log_probs.exp()
             weights = -on_logprobs.unsqueeze(-1)
             if on_entropy is not None:  # dH/dlogit = -p (log p + H)

@@ -19,7 +19,7 @@ from rl_training.algorithms.ops.distributional import categorical_cross_entropy,
 from rl_training.models.blocks import ObservationInput, activation_layer, linear
 
 NORM_EPS = 1e-3
-SMALL_IMAGE = 32  # pixels a side; below it one 3x3 layer sees everything that strides would throw away
+SMALL_IMAGE = 32  # pixels a side; smaller images get one 3x3 layer, because strides would lose details
 BIN_LIMIT = 20.0  # of the two-hot codes, on the symlog scale: returns up to exp(20)
 
 
@@ -271,8 +271,8 @@ class States(NamedTuple):
 class RSSM(nn.Module):
     """Recurrent state-space model: h' = GRU(h, z, a), prior p(z'|h'), posterior q(z'|h', observation).
 
-    What does not depend on the recurrent state is computed for all steps at once, outside the scan: the actions' and
-    the embeddings' share of their layers before it, the priors after it.
+    Everything that does not depend on the recurrent state is computed for all steps at once, outside the scan: before
+    it, the contributions of actions and embeddings to their layers; after it, the priors.
     """
 
     def __init__(
@@ -284,14 +284,14 @@ class RSSM(nn.Module):
         self.feature_dim = self.deter_dim + self.latent_dim
         self.activation = activation_layer(activation)
         self.action_input = linear(action_dim, size.hidden, 1.0)
-        self.latent_input = nn.Linear(self.latent_dim, size.hidden, bias=False)  # the bias is the action's
+        self.latent_input = nn.Linear(self.latent_dim, size.hidden, bias=False)  # the action's layer has the bias
         self.input_norm = nn.LayerNorm(size.hidden, eps=NORM_EPS)
         self.cell = linear(size.hidden + size.deter, 3 * size.deter, 1.0)
         self.cell_norm = nn.LayerNorm(3 * size.deter, eps=NORM_EPS)
         nn.init.constant_(self.cell_norm.bias[size.deter : 2 * size.deter], -1.0)  # the update gate starts nearly shut
         self.prior_network = norm_mlp(size.deter, [size.hidden], self.latent_dim, activation)
         self.embed_input = linear(embed_dim, size.hidden, 1.0)
-        self.deter_input = nn.Linear(size.deter, size.hidden, bias=False)  # the bias is the embedding's
+        self.deter_input = nn.Linear(size.deter, size.hidden, bias=False)  # the embedding's layer has the bias
         self.posterior_norm = nn.LayerNorm(size.hidden, eps=NORM_EPS)
         self.posterior_output = linear(size.hidden, self.latent_dim, 1.0)
         for layer in (self.latent_input, self.deter_input):
@@ -307,7 +307,7 @@ class RSSM(nn.Module):
         return self.probabilities(self.prior_network(deter))
 
     def recur(self, deter: Tensor, latent: Tensor, action_input: Tensor) -> Tensor:
-        """The next h [N, D] from h, z and the action's share of the input layer [N, hidden]."""
+        """The next h [N, D] from h, z and the action's contribution to the input layer [N, hidden]."""
         inputs = torch.addmm(action_input, latent, self.latent_input.weight.t())
         inputs = self.activation(self.input_norm(inputs))
         gates = self.cell_norm(self.cell(torch.cat([inputs, deter], -1))).float()

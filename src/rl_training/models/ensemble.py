@@ -39,7 +39,7 @@ class MLPEnsemble(nn.Module):
         self.num_members, self.outputs, self.layer_norm = num_members, outputs, layer_norm
         self.activation = activation_layer(activation)
         if isinstance(self.activation, nn.ReLU):
-            self.activation.inplace = True  # no layer's backward needs what the ReLU overwrites
+            self.activation.inplace = True  # no backward pass needs the values that the ReLU overwrites
         self._layers: list[_Layer] = []  # plain references to the parameters: reading a ParameterList is slow
         sizes = [inputs, *hidden_sizes, outputs]
         for i, (before, after) in enumerate(pairwise(sizes)):
@@ -56,7 +56,7 @@ class MLPEnsemble(nn.Module):
         self._split = self._write_out(self._layers)
 
     def _write_out(self, layers: Sequence[_Layer]) -> SplitMLP | None:
-        """The written-out passes of these layers, if they have such a form."""
+        """The hand-written passes of these layers, if they have any."""
         if self.layer_norm or not isinstance(self.activation, (nn.ReLU, nn.Tanh)):
             return None
         head = StackedPass if self.outputs > 1 else StackedHead
@@ -67,7 +67,7 @@ class MLPEnsemble(nn.Module):
         return [_Layer(*(_select(p, subset) for p in layer)) for layer in self._layers]  # type: ignore[arg-type]
 
     def run(self, x: Tensor, subset: Tensor | slice | None = None) -> Tensor:
-        """Outputs of every member, or only of those in `subset` (indices [M] or a slice), at their cost alone."""
+        """Outputs of every member, or only of those in `subset` (indices [M] or a slice); others are not computed."""
         layers, split = self._layers, self._split
         if subset is not None:
             layers = self._select_layers(subset)
@@ -106,7 +106,7 @@ class CriticEnsemble(MLPEnsemble):
         return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset)
 
     def trace(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and a function from its slopes to the gradients; None where autograd is needed."""
+        """`forward` without a graph, and a function that maps slopes to gradients; None if autograd is needed."""
         if self.encoder is not None:
             return None
         x, split = torch.cat([features, actions], -1), self._split

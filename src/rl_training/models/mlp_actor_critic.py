@@ -102,16 +102,16 @@ class MLPActorCritic(nn.Module):
     def trace(
         self, obs: Tensor, actions: Tensor, action_masks: Tensor | None = None
     ) -> tuple[Evaluation, Backward] | None:
-        """`evaluate_actions` without a graph, and a function from slopes of its three outputs (None for an entropy of
-        weight 0) to the gradients of `parameters()`; None where autograd is needed, as after an encoder."""
-        compiled = torch.compiler.is_compiling() and self.action_kind != "discrete"  # the others differentiate below
+        """`evaluate_actions` without a graph, and a function that maps slopes of its three outputs (None for an entropy
+        of weight 0) to gradients of `parameters()`; None if autograd is needed, as after an encoder."""
+        compiled = torch.compiler.is_compiling() and self.action_kind != "discrete"  # others use autograd below
         if self.encoder is not None or compiled:
             return None
         traced = self._both.trace(self.features(obs), self.actor, self.critic)
         if traced is None:
             return None
         (outputs, values), backward = traced
-        outputs.requires_grad_(self.action_kind != "discrete")  # a Categorical has its gradient written out
+        outputs.requires_grad_(self.action_kind != "discrete")  # a Categorical has a hand-written gradient
         leaves = [outputs] if self.log_std is None else [outputs, self.log_std]
         policy = self._distribution_of(outputs, action_masks)
         logprobs, entropy = policy.log_prob(actions), policy.entropy()
@@ -130,7 +130,7 @@ class MLPActorCritic(nn.Module):
         return Evaluation(logprobs.detach(), values.squeeze(-1), entropy.detach()), gradients
 
     def trace_values(self, features: Tensor) -> tuple[Tensor, Backward]:
-        """`values_of` without a graph, and a function from its slopes to the gradients of the critic's parameters."""
+        """`values_of` without a graph, and a function that maps its slopes to gradients of the critic's parameters."""
         traced = self._critic.trace(features, self.critic)
         if traced is not None:
             return traced[0][0].squeeze(-1), lambda slopes: traced[1](slopes.unsqueeze(-1))
@@ -138,7 +138,7 @@ class MLPActorCritic(nn.Module):
         return values.detach(), lambda slopes: differentiate([values], [slopes], parameters)
 
     def actor_parameters(self) -> list[nn.Parameter]:
-        """What the policy depends on, the encoder included."""
+        """The parameters that the policy depends on, including the encoder's."""
         critic = {id(p) for p in self.critic.parameters()}
         return [p for p in self.parameters() if id(p) not in critic]
 

@@ -17,7 +17,7 @@ from rl_training.models.passes import WrittenOut
 # obs [N, ...], masks (unused here), generator, deterministic -> actions [N, A]
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
 
-FIRST = slice(0, 1)  # of the critics: the one that the actor climbs
+FIRST = slice(0, 1)  # of the critics: the one that the actor maximizes
 
 
 class DeterministicActor(nn.Module):
@@ -63,9 +63,9 @@ class ActorAndCritics(nn.Module):
     """An `actor` of the given kind and `critics`, which share nothing but the observation's input layer.
 
     With an `encoder`, the actor has one and the critics share another, initially a copy, each trained by its own loss.
-    With one for both, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
-    arXiv:1910.01741). Leaving that gradient out, as they do, is cheaper, but ties actor and critics, which here have
-    their own optimizers and targets. `critic_options` are those of `CriticEnsemble`.
+    With a shared encoder, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
+    arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
+    have their own optimizers and targets. `critic_options` are those of `CriticEnsemble`.
     """
 
     def __init__(
@@ -102,5 +102,5 @@ class MLPDDPGModel(ActorAndCritics):
         )
 
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Values [B] of the critic that the actor climbs, the first; the others are not computed."""
+        """Values [B] of the first critic, which the actor maximizes; the others are not computed."""
         return self.critics(self.features(obs), actions, subset=FIRST)[0]

@@ -14,9 +14,9 @@ from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 class MLPGAILDiscriminator(nn.Module):
     """D(s, a) as a logit [B], positive where a pair looks like the expert's.
 
-    `encoder` reads images, and an `observation_input` with a size normalizes vectors. The last layer starts at 0: an
-    untrained discriminator gives every pair the same chance. With `absorbing_states` one more input marks the state
-    after an episode's end, which has no observation and no action.
+    `encoder` reads images, and an `observation_input` with a size normalizes vectors. The last layer starts at 0, so an
+    untrained discriminator gives every pair the same probability. With `absorbing_states` one more input marks the
+    state after an episode's end, which has no observation and no action.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class MLPGAILDiscriminator(nn.Module):
     def prepare(self, obs: Tensor, actions: Tensor, absorbing: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Both as floats that can be interpolated; choices are one-hot.
 
-        Actions are clipped as the environment clips them: the expert's are, so a Gaussian's tails would tell the two
-        apart even if they act the same.
+        Actions are clipped as the environment clips them. The expert's actions are clipped, so the tails of a Gaussian
+        would reveal the policy even if both act the same.
         """
         obs = self.observation_input(obs)
         if self.continuous:

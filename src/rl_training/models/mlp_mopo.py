@@ -87,9 +87,9 @@ class MLPMOPOEnsembleModel(nn.Module):
         """Take the statistics from rows of (obs, action) [B, O + A] and (reward, change of observation) [B, 1 + O]."""
         spread = inputs.std(0, correction=0)
         self.input_mean.copy_(inputs.mean(0))
-        self.input_std.copy_(spread.masked_fill(spread < 1e-6, 1.0))  # what never changed may change later
+        self.input_std.copy_(spread.masked_fill(spread < 1e-6, 1.0))  # a constant input may change later
         self.target_mean.copy_(targets.mean(0))
-        # What never changed is predicted not to; the floor is above the rounding of float32.
+        # A constant target is predicted to stay constant; the floor is above the rounding of float32.
         floor = 1e-6 + 1e-4 * self.target_mean.abs()
         self.target_std.copy_(targets.std(0, correction=0).maximum(floor))
 

@@ -1,6 +1,6 @@
-"""Small networks in numpy on the same memory, for acting: at 8 rows a numpy layer costs a third of a torch layer.
+"""Small networks in numpy on the same memory, for acting: with 8 rows a numpy layer costs a third of a torch layer.
 
-The arrays are views, so an update in place is seen at once. A form is None if there is none, or if it would not be
+The arrays are views, so they always show in-place updates. A form is None if there is none, or if it would not be
 faster: with an encoder, on a GPU, for wide layers. A module of another kind provides its own as `numpy_step()`.
 """
 

@@ -12,10 +12,12 @@ from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 class A2CParams(RolloutParams):
     """Hyper-parameters of A2C."""
 
-    learning_rate: float = Field(7e-4, ge=0, le=10, description="Step size of the optimizer.")
-    num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps per environment and rollout.")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages; 1 is n-step returns.")
-    normalize_advantages: bool = Field(False, description="Advantages to zero mean and unit deviation.")
+    learning_rate: float = Field(7e-4, ge=0, le=10, description="Learning rate of the optimizer.")
+    num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages; 1 gives n-step returns.")
+    normalize_advantages: bool = Field(
+        False, description="Normalize advantages to zero mean and unit standard deviation."
+    )
 
 
 SPECS = [

@@ -42,14 +42,14 @@ class ActingSession:
             out = algorithm.act(given["obs"], carry, is_first=first, deterministic=deterministic, action_masks=legal)
             return {"actions": out.actions}, out.carry
 
-        # not a method: a session in a cycle would hold its graphs until the garbage is collected
+        # not a method: a reference cycle would keep the session's graphs until garbage collection
         self._step = HostStep(decide, algorithm.numbers, self.generator, algorithm.device)
         self._numpy_policy = algorithm.numpy_policy()
         self._lock = acting_lock(algorithm)
         self.forget()
 
     def forget(self, num_envs: int | None = None) -> None:
-        """Clear the memory, for another number of environments if given; the generators continue: samples differ."""
+        """Clear the memory, for another number of environments if given; the generators continue, so samples differ."""
         self.num_envs = self.num_envs if num_envs is None else num_envs
         self.carry = self.algorithm.initial_carry(self.num_envs)
 
@@ -61,7 +61,7 @@ class ActingSession:
             return self._act_in_torch(obs, masks, is_first)
 
     def in_environments(self, spaces: EnvSpaces, check: Callable[[], None] | None = None) -> Act:
-        """A function that gives `play` the actions for environments of these spaces; it calls `check` first."""
+        """A function that returns actions for environments with these spaces, for `play`; it calls `check` first."""
 
         def act(rows: list[Any], infos: list[Any], is_first: Array) -> Sequence[Any]:
             if check is not None:

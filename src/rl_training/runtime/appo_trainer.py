@@ -12,27 +12,31 @@ from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 class APPOParams(RolloutParams):
     """Hyper-parameters of APPO."""
 
-    num_steps: int = Field(32, ge=1, le=1_000_000, description="Steps per environment and rollout.")
-    learning_rate: float = Field(5e-4, ge=0, le=10, description="Step size of the optimizer.")
+    num_steps: int = Field(32, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
+    learning_rate: float = Field(5e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     ent_coef: float = Field(0.01, ge=0, description="Weight of the entropy bonus.")
-    rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the temporal difference.")
-    c_clip: float = Field(1.0, gt=0, description="Largest ratio in the trace.")
-    pg_rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the policy gradient, with target_policy.")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; 1 is IMPALA's.")
-    importance_correction: bool = Field(True, description="Off forces V-trace's ratios to 1: a control.")
-    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may move from 1.")
+    rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the temporal difference.")
+    c_clip: float = Field(1.0, gt=0, description="Maximum ratio in the trace.")
+    pg_rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the policy gradient, with target_policy.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; IMPALA's paper uses 1.")
+    importance_correction: bool = Field(True, description="False sets V-trace's ratios to 1: a control.")
+    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may be from 1.")
     update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int | None = Field(
-        128, ge=1, description="Rows per gradient step, rounded to whole trajectories; null is the whole rollout."
+        128, ge=1, description="Rows per gradient step, rounded to whole trajectories; null: the whole rollout."
     )
-    normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation per minibatch.")
-    target_policy: bool = Field(False, description="The reading with a slowly copied target policy and a KL penalty.")
+    normalize_advantages: bool = Field(
+        True, description="Normalize advantages to zero mean and unit standard deviation per minibatch."
+    )
+    target_policy: bool = Field(
+        False, description="Use RLlib's variant, with a slowly copied target policy and a KL penalty."
+    )
     target_update_interval: int = Field(4, ge=1, description="Updates between copies of the target policy.")
-    kl_coef: float = Field(1.0, ge=0, description="First weight of KL(target || policy).")
-    kl_target: float = Field(0.01, gt=0, description="KL at which that weight stays as it is.")
+    kl_coef: float = Field(1.0, ge=0, description="Initial weight of KL(target || policy).")
+    kl_target: float = Field(0.01, gt=0, description="KL divergence to which kl_coef adapts.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """The KL weight, which adapts; without a target policy, whatever only that one reads."""
+        """The KL weight, which adapts; without a target policy, the numbers that only the target policy uses."""
         if self.target_policy:
             adapts = {"kl_coef": "it is where a weight starts that then adapts to kl_target"}
             return super().fixed_numbers() | adapts

@@ -16,17 +16,17 @@ from rl_training.stores.rollouts import ACTION_KINDS
 class BCParams(DatasetLaneParams):
     """Hyper-parameters of BC."""
 
-    learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of the optimizer.")
+    learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the optimizer.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """What is not read, or once."""
+        """Numbers that are read once or not at all."""
         once = {"heldout_fraction": "the data is divided once, when the run is built"}
         return super().fixed_numbers() | once | {"gamma": "it learns from recorded actions and discounts nothing"}
 
 
 def build(params: BCParams, spaces: EnvSpaces) -> BC:
-    """The learner with a fresh policy."""
+    """Build the learner with a new policy."""
     return BC(policy=make_policy(params, spaces), **params.arguments_of(BC))
 
 

@@ -1,4 +1,4 @@
-"""`Callback`: what a user's code is told during a run."""
+"""`Callback`: the base class for user code that a run calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Callback:
 
 
 def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
-    """The callbacks, each of which must have something to call."""
+    """Check the callbacks; each must have at least one method to call."""
     if callbacks is not None and not isinstance(callbacks, Iterable):
         raise UserError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks.")
     told = list(callbacks or ())

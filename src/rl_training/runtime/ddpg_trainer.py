@@ -13,7 +13,7 @@ from rl_training.stores.replay import DeterministicActorParams, continuous_spec
 class DDPGParams(DeterministicActorParams):
     """Hyper-parameters of DDPG."""
 
-    learning_rate: float = Field(1e-3, ge=0, le=10, description="Step size of actor and critic.")
+    learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of actor and critic.")
 
 
 SPECS = [

@@ -1,4 +1,4 @@
-"""`device: auto` and `accelerate: auto`: one table of what was measured to be faster on a GPU."""
+"""`device: auto` and `accelerate: auto`: one table of the cases in which a GPU measured faster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPILERS = {"darwin": "clang++", "win32": "cl"}
 
 
 class Rule(NamedTuple):
-    """Why a GPU is faster, whether it is so here, and the measurement: an H200 and the CPU of the same machine."""
+    """A reason why a GPU is faster, whether it applies, and the measurement (an H200 and the CPU of its host)."""
 
     reason: str
     holds: bool
@@ -41,8 +41,8 @@ class Rule(NamedTuple):
 def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[Rule]:
     """When a GPU is faster than a CPU, the clearest case first.
 
-    On a GPU a small network spends its time on launches, not arithmetic, and its actions travel. Captured updates
-    have no launches. Measured with `benchmarks/device.py --cpu` and `benchmarks/device_choice.py`.
+    On a GPU a small network spends its time on kernel launches, not arithmetic, and actions must be copied. Captured
+    updates avoid the launches. Measured with `benchmarks/device.py --cpu` and `benchmarks/device_choice.py`.
     """
     captures, lane = config.accelerate != "none", get_algorithm_spec(config.algo).lane
     rows, units = getattr(params, "batch_size", 0), params.widest_layer
@@ -60,7 +60,7 @@ def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[Ru
 
 
 def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tuple[str, str]:
-    """The device of a run, and a sentence on why if `auto` had a choice."""
+    """The device of a run, and a sentence with the reason if `auto` had a choice."""
     if config.device != "auto":
         return config.device, ""
     if not torch.cuda.is_available():
@@ -74,7 +74,7 @@ def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tup
 
 
 def choose_acceleration(config: TrainConfig, params: Params, device: str) -> str:
-    """Graphs on a GPU and plain calls on a CPU, unless the config says otherwise; refuses what is impossible."""
+    """Graphs on a GPU and plain calls on a CPU, unless the config says otherwise; refuse impossible settings."""
     asked, captures = config.accelerate, device.startswith("cuda")
     has_steps = bool(get_algorithm_spec(config.algo).learner.steps) and getattr(params, "capture", True)
     if asked in ("auto", "none"):

@@ -31,22 +31,26 @@ from rl_training.stores.support import SupportParams
 class DQNParams(ReplayParams):
     """Hyper-parameters of the DQN family."""
 
-    learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of the optimizer.")
-    max_grad_norm: float | None = Field(10.0, gt=0, description="Largest gradient norm; null does not clip.")
+    learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
+    max_grad_norm: float | None = Field(10.0, gt=0, description="Maximum gradient norm; null: no clipping.")
     batch_size: int = Field(128, ge=1, le=10**6, description="Transitions per update.")
-    target_update_interval: int = Field(1, ge=1, description="Updates between moves of the target network.")
-    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor: how far the target network moves; 1 copies.")
-    epsilon_start: float = Field(1.0, ge=0, le=1, description="First probability of a random action.")
-    epsilon_end: float = Field(0.05, ge=0, le=1, description="Last probability of a random action.")
-    exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget until epsilon_end.")
+    target_update_interval: int = Field(1, ge=1, description="Updates between updates of the target network.")
+    tau: float = Field(
+        0.005, gt=0, le=1, description="Polyak factor of the target network; 1 copies the online network."
+    )
+    epsilon_start: float = Field(1.0, ge=0, le=1, description="Initial probability of a random action.")
+    epsilon_end: float = Field(0.05, ge=0, le=1, description="Final probability of a random action.")
+    exploration_fraction: float = Field(
+        0.2, ge=0, le=1, description="Share of the budget over which epsilon falls to epsilon_end."
+    )
     epsilon_ladder: float = Field(
         0.0, ge=0, le=100, description="Ape-X: worker i of n acts with epsilon ** (1 + this * i / (n - 1))."
     )
     double_q: bool = Field(False, description="Choose the next action with the online network.")
-    dueling: bool = Field(False, description="State value and advantages in streams of their own.")
-    noisy: bool = Field(False, description="Explore by noisy layers instead of epsilon.")
+    dueling: bool = Field(False, description="Compute state value and advantages in separate streams.")
+    noisy: bool = Field(False, description="Explore with noisy layers instead of epsilon.")
     head_hidden_sizes: Widths | None = Field(
-        None, description="On images, widths of the layers behind the convolutions; null is one of 512 (small: 128)."
+        None, description="For images, widths of the layers after the convolutions; null: 512 (small images: 128)."
     )
 
     @property
@@ -55,12 +59,12 @@ class DQNParams(ReplayParams):
         return self.epsilon_ladder
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also what epsilon's own schedule is made of."""
+        """As the base class, plus the numbers that define epsilon's own schedule."""
         parts = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
         return super().fixed_numbers() | dict.fromkeys(parts, "it is a part of epsilon's own schedule")
 
     def built_in_schedules(self) -> dict[str, Schedule]:
-        """Epsilon falls, unless noise explores; the importance weights as in every replay lane."""
+        """Epsilon falls, unless noisy layers explore; importance weights follow the replay store's schedule."""
         schedules = super().built_in_schedules()
         if not self.noisy:
             start, end = self.epsilon_start, self.epsilon_end
@@ -76,7 +80,9 @@ class QRDQNParams(DQNParams):
     """Hyper-parameters of QR-DQN."""
 
     num_quantiles: int = Field(50, ge=1, le=10_000, description="Quantiles of the distribution.")
-    kappa: float = Field(1.0, ge=0, description="Where the Huber loss turns linear; 0 is the plain quantile loss.")
+    kappa: float = Field(
+        1.0, ge=0, description="Error at which the Huber loss becomes linear; 0: the plain quantile loss."
+    )
 
 
 class IQNParams(QRDQNParams):
@@ -84,17 +90,21 @@ class IQNParams(QRDQNParams):
 
     num_quantiles: int = Field(8, ge=1, le=10_000, description="Fractions per transition for the online quantiles.")
     num_target_quantiles: int = Field(8, ge=1, le=10_000, description="Fractions per transition for the target.")
-    num_acting_quantiles: int = Field(32, ge=1, le=10_000, description="Fractions by which an action is chosen.")
-    embedding_dim: int = Field(64, ge=1, le=10_000, description="Cosines that describe a fraction.")
+    num_acting_quantiles: int = Field(32, ge=1, le=10_000, description="Fractions for choosing an action.")
+    embedding_dim: int = Field(64, ge=1, le=10_000, description="Number of cosines that embed a fraction.")
 
 
 class FQFParams(QRDQNParams):
     """Hyper-parameters of FQF."""
 
-    num_quantiles: int = Field(32, ge=2, le=10_000, description="Fractions that are proposed per state.")
-    embedding_dim: int = Field(64, ge=1, le=10_000, description="Cosines that describe a fraction.")
-    fraction_learning_rate: float = Field(2.5e-9, ge=0, le=10, description="Step size of the fraction layer's RMSProp.")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the fractions' entropy, against their collapse.")
+    num_quantiles: int = Field(32, ge=2, le=10_000, description="Fractions proposed per state.")
+    embedding_dim: int = Field(64, ge=1, le=10_000, description="Number of cosines that embed a fraction.")
+    fraction_learning_rate: float = Field(
+        2.5e-9, ge=0, le=10, description="Learning rate of the fraction layer's RMSProp."
+    )
+    entropy_coef: float = Field(
+        0.0, ge=0, description="Weight of the entropy of the fractions, which prevents their collapse."
+    )
 
 
 HEADS: dict[type[QLearning], tuple[type[DQNParams], type[nn.Module], str]] = {
@@ -105,9 +115,9 @@ HEADS: dict[type[QLearning], tuple[type[DQNParams], type[nn.Module], str]] = {
 
 
 def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLearning:
-    """A head with a fresh network of hidden layers, on images behind convolutions.
+    """Build a head with a new network of hidden layers, after convolutions for images.
 
-    The layer behind the convolutions is the head's, which makes it noisy, or one per stream, as the papers do.
+    The layer after the convolutions belongs to the head, so it is noisy, or one per stream, as in the papers.
     """
     _, network, outputs = HEADS[learner]
     others: dict[str, Any] = {"num_outputs": getattr(params, outputs)} if outputs else {}

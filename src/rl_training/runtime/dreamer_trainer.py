@@ -31,26 +31,30 @@ from rl_training.stores.sequences import SequenceParams, SequenceStore
 class DreamerParams(SequenceParams):
     """Hyper-parameters of Dreamer."""
 
-    size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Widths of all networks, as a preset.")
-    hidden_sizes: Widths = Field((), description="Widths of the MLPs; empty as `size` says.")
+    size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Size of all networks.")
+    hidden_sizes: Widths = Field((), description="Widths of the MLPs; empty: given by `size`.")
     activation: Activation = Field("silu", description="Activation of the hidden layers.")
-    num_bins: int = Field(255, ge=3, le=10_000, description="Bins of rewards and returns: symexp of equal steps.")
+    num_bins: int = Field(
+        255, ge=3, le=10_000, description="Number of bins for rewards and returns: symexp of equal steps."
+    )
     gamma: float = Field(0.997, ge=0, le=1, description="Discount per environment step.")
-    learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size where the three below are null.")
-    world_model_learning_rate: float | None = Field(None, ge=0, le=10, description="Step size of the world model.")
-    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Step size of the actor.")
-    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Step size of the critic.")
+    learning_rate: float = Field(
+        3e-4, ge=0, le=10, description="Learning rate of each part whose own learning rate is null."
+    )
+    world_model_learning_rate: float | None = Field(None, ge=0, le=10, description="Learning rate of the world model.")
+    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Learning rate of the actor.")
+    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Learning rate of the critic.")
     optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizers.")
-    max_grad_norm: float | None = Field(100.0, gt=0, description="Largest gradient norm; null does not clip.")
-    imagination_horizon: int = Field(15, ge=1, le=1_000, description="Steps of a dream.")
+    max_grad_norm: float | None = Field(100.0, gt=0, description="Maximum gradient norm; null: no clipping.")
+    imagination_horizon: int = Field(15, ge=1, le=1_000, description="Steps of an imagined episode.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the imagined returns.")
     entropy_coef: float = Field(3e-4, ge=0, description="Weight of the policy's entropy.")
-    free_nats: float = Field(1.0, ge=0, description="KL per state below which neither half of its loss pulls.")
-    tau: float = Field(0.02, gt=0, le=1, description="Polyak factor: how far the slow critic moves per update.")
+    free_nats: float = Field(1.0, ge=0, description="KL per state below which the KL loss has no effect.")
+    tau: float = Field(0.02, gt=0, le=1, description="Polyak factor of the slow critic per update.")
     capture: bool = Field(True, description="Whether `accelerate` may capture or compile the update.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """The common rate where nobody follows it."""
+        """The common learning rate, if no part uses it."""
         rates = [name for name in type(self).model_fields if name.endswith("_learning_rate")]
         if all(name in self.schedules or getattr(self, name) is not None for name in rates):
             return super().fixed_numbers() | {"learning_rate": f"{', '.join(rates)} are given and replace it"}
@@ -64,7 +68,7 @@ class DreamerParams(SequenceParams):
 
 
 def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
-    """The learner with fresh networks."""
+    """Build the learner with new networks."""
     if spaces.has_action_mask:
         raise UserError(f"dreamer does not support the action masks of {spaces.env_id}; ppo and dqn do.")
     if params.network is not None:
@@ -88,7 +92,7 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
         observation_input=make_input(spaces),
     )  # fmt: skip
     kind = GaussianActor if spaces.action_kind == "continuous" else CategoricalActor
-    # A rate with a schedule of its own is not the common one's to move.
+    # The schedule of the common rate does not apply to a rate with its own schedule.
     own_rates = {name: s.start for name, s in params.schedules.items() if name.endswith("_learning_rate")}
     return Dreamer(
         world_model=world_model, actor=kind(action_dim=spaces.action_dim, **layers),

@@ -48,9 +48,9 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Evaluates in new environments every time, so that a result depends on weights and seed only.
+    """Evaluates in new environments every time, so that a result depends only on weights and seed.
 
-    Some environments keep a history; without this, a resumed run would evaluate differently. `check` is called before
+    Some environments carry state over between episodes, so reusing them would change a resumed run. `check` runs before
     every step and may raise. `warn` receives an exception of an environment's `close`; without `warn` it is raised.
     An episode is cut, with a warning, after `max_steps` (default: the environment's limit, or 10,000).
     """

@@ -22,28 +22,28 @@ from rl_training.stores.rollouts import ACTION_KINDS
 class GAILParams(PPOParams, ExpertParams):
     """Hyper-parameters of GAIL."""
 
-    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int = Field(256, ge=2, description="Rows per gradient step.")
-    discriminator_learning_rate: float = Field(5e-4, ge=0, le=10, description="Step size of the discriminator.")
+    discriminator_learning_rate: float = Field(5e-4, ge=0, le=10, description="Learning rate of the discriminator.")
     discriminator_updates: int = Field(
-        2, ge=0, le=10_000, description="Discriminator steps per rollout; with 0 it stays constant, as a control."
+        2, ge=0, le=10_000, description="Discriminator steps per rollout; 0 keeps it constant, as a control."
     )
     discriminator_batch_size: int = Field(
         512, ge=1, le=10**6, description="Steps of the expert, and as many of the policy, per discriminator step."
     )
     discriminator_hidden_sizes: Widths = Field((64, 64), description="Widths of the discriminator's hidden layers.")
     normalize_inputs: bool = Field(
-        True, description="Vectors to zero mean and unit deviation before the discriminator."
+        True, description="Normalize vectors to zero mean and unit standard deviation for the discriminator."
     )
     reward_form: Literal["softplus", "log_d", "logit"] = Field(
-        "softplus", description="Reward from the logit of D: -log(1 - D), log D, or the logit."
+        "softplus", description="Reward from the discriminator D: -log(1 - D), log D, or its logit."
     )
     gradient_penalty: float = Field(
         0.0, ge=0, description="Weight of (||dD|| - 1)^2 between the expert's steps and the policy's; 10 is usual."
     )
     absorbing_states: bool = Field(
-        False, description="Count the steps after an early end, for the discriminator and in the reward."
+        False, description="Continue ended episodes in an absorbing state, for the discriminator and in the reward."
     )
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class GAILParams(PPOParams, ExpertParams):
 
 
 def build(params: GAILParams, spaces: EnvSpaces) -> GAIL:
-    """The learner with a fresh PPO and a fresh discriminator."""
+    """Build the learner with a new PPO and a new discriminator."""
     discriminator = make_network(
         MLPGAILDiscriminator, params, spaces, hidden_sizes=params.discriminator_hidden_sizes, **any_kind(spaces),
         observation_input=make_input(spaces, params.normalize_inputs),

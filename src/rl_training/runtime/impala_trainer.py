@@ -12,13 +12,13 @@ from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 class IMPALAParams(RolloutParams):
     """Hyper-parameters of IMPALA."""
 
-    num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps per environment and rollout.")
-    learning_rate: float = Field(7e-4, ge=0, le=10, description="Step size of the optimizer.")
-    rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the temporal difference.")
-    c_clip: float = Field(1.0, gt=0, description="Largest ratio in the trace.")
-    pg_rho_clip: float = Field(1.0, gt=0, description="Largest ratio in the policy gradient.")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; 1 is the paper.")
-    importance_correction: bool = Field(True, description="Off forces every ratio to 1: a control, not a way to train.")
+    num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
+    learning_rate: float = Field(7e-4, ge=0, le=10, description="Learning rate of the optimizer.")
+    rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the temporal difference.")
+    c_clip: float = Field(1.0, gt=0, description="Maximum ratio in the trace.")
+    pg_rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the policy gradient.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; the paper uses 1.")
+    importance_correction: bool = Field(True, description="False sets every ratio to 1: a control, not a way to train.")
 
 
 SPECS = [

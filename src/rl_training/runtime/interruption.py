@@ -1,4 +1,4 @@
-"""The ways out of a run before its end: signals and failures, where they may leave it, and what is saved then."""
+"""Ending a run early: signals and failures, where they may interrupt it, and what is saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_SECONDS = 10.0  # after the first signal, to finish the current turn
 
 
 class Interruption(KeyboardInterrupt):
-    """A signal ends an evaluation, or a turn that takes too long, at a place where nothing is left half done."""
+    """Raised by a signal to end an evaluation, or a turn that takes too long, where nothing is half changed."""
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def stop_on_signals(run: Run) -> Iterator[None]:
 
     An evaluation ends at once. The current turn of the loop is finished, so that a resume is exact, unless it takes
     more than `STOP_SECONDS`: then it is interrupted after its update or inside the environment, whichever comes
-    first. An environment that takes as long to close is not waited for.
+    first. If closing an environment takes that long, the run does not wait for it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +70,7 @@ def stop_on_signals(run: Run) -> Iterator[None]:
 
 @contextmanager
 def abandon_turn_on_signal(run: Run) -> Iterator[None]:
-    """Leave the loop in the middle of a turn after a signal, whatever error interrupts the turn then.
+    """After a signal, abandon the current turn, whatever error interrupts it.
 
     If all ranks have the failure, they have the signal too.
     """
@@ -89,10 +89,10 @@ def abandon_turn_on_signal(run: Run) -> Iterator[None]:
 
 @contextmanager
 def save_on_failure(run: Run) -> Iterator[None]:
-    """Save the learner after a failure and print where it is."""
+    """Save the learner after a failure and print where it was saved."""
     try:
         yield
-    except TrainingFailure:  # it keeps the last good checkpoint and names it
+    except TrainingFailure:  # its message already names the last good checkpoint
         raise
     except BaseException as error:
         if isinstance(error, (EnvironmentFailure, ValueError)) and run.ranks.count == 1:
@@ -115,12 +115,12 @@ def save_on_failure(run: Run) -> Iterator[None]:
 
 
 def _all_can_save_after(run: Run, error: BaseException) -> bool:
-    """Whether every rank can; if not all have the error, another rank may be waiting for something else."""
+    """Whether every rank can save; if not all have the error, another rank may be waiting for something else."""
     return run.ranks.knows(error) and not run.ranks.largest(not can_save_after(error))
 
 
 def can_leave(frame: FrameType | None) -> bool:
-    """Whether an environment, its engine or an evaluation's own code runs: an exception there breaks no learner."""
+    """Whether code of an environment, its engine or an evaluation is running, where an exception breaks no learner."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module in ("rl_training.envs.stepper", "rl_training.runtime.evaluation"):
@@ -132,7 +132,7 @@ def can_leave(frame: FrameType | None) -> bool:
 
 
 def can_save_after(error: BaseException) -> bool:
-    """Whether buffers are whole: not where a failure (out of memory, for example) came out of their own code."""
+    """Whether buffers are intact; they may not be if their own code raised the error (out of memory, for example)."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").startswith("rl_training.data."):

@@ -1,4 +1,4 @@
-"""Where every key of a config belongs, so that one written in the wrong place gets a hint with its full path."""
+"""Hints with the full path of a config key, for a key that is in the wrong place."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def hyper_parameters(algo: Any) -> list[str]:
 
 
 def full_path(name: str, algo: Any = None) -> str | None:
-    """The full path of the key of that name, or of the nearest one; None where nothing is near."""
+    """The full path of the key with that name or the most similar one; None if no key is similar."""
     levels: dict[str, Any] = {"": tuple(TrainConfig.model_fields)}
     try:
         levels["algo_kwargs"] = hyper_parameters(algo)
-    except UserError:  # of no algorithm that there is
+    except UserError:  # there is no such algorithm
         levels["algo_kwargs"] = ("learning_rate",)
     levels |= ENVIRONMENT
     paths: dict[str, str] = {}
@@ -42,7 +42,7 @@ def full_path(name: str, algo: Any = None) -> str | None:
 
 
 def nearest_setting(name: str, algo: str) -> str:
-    """The end of a sentence on an unknown setting: the nearest name, its full path, or where all of them are."""
+    """The end of a sentence about an unknown setting: the most similar name, its full path, or where to find all."""
     known = [*hyper_parameters(algo), *TrainConfig.model_fields]
     if (ours := translate(name, known)) is not None:
         return ours
@@ -50,14 +50,14 @@ def nearest_setting(name: str, algo: str) -> str:
         return f"{number} cannot be scheduled."
     found = (full_path(name, algo) or name).removeprefix("algo_kwargs.")
     nearest = did_you_mean(found, [*known, *([found] if "." in found else [])])
-    if nearest.startswith("known:"):  # sixty names are no help
+    if nearest.startswith("known:"):  # a list of sixty names does not help
         return f"rl-training config --schema --algo {algo} shows them all."
     return nearest
 
 
 @contextmanager
 def keys_located() -> Iterator[None]:
-    """What is refused as an unknown key inside gets the hint where such a key belongs."""
+    """Add a hint to every unknown-key error that is raised inside."""
     try:
         yield
     except UnknownKey as error:
@@ -65,7 +65,7 @@ def keys_located() -> Iterator[None]:
 
 
 def with_full_path(error: UnknownKey) -> UnknownKey:
-    """The error with the full path of the key, unless its own level has a near one already."""
+    """The error with the full path of the key, unless it already suggests a similar key of its own level."""
     name = error.field.rpartition(".")[2]
     found = full_path(name, error.data.get("algo"))
     elsewhere = found is not None and (found.rpartition(".")[2] == ALSO_CALLED.get(name, name) or not error.is_near)

@@ -1,4 +1,4 @@
-"""The loop, in full: collect, store, update with each batch due, then whatever is due by cadence."""
+"""The whole training loop: collect, store, update with each batch that is due, then log, evaluate and save."""
 
 from __future__ import annotations
 

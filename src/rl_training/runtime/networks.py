@@ -18,7 +18,7 @@ Learner = TypeVar("Learner", bound=Algorithm)
 
 
 def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationInput:
-    """The layer that reads raw observations of these spaces; vectors are normalized as the spaces say, or as given."""
+    """The layer that reads raw observations of these spaces; `normalize` overrides whether vectors are normalized."""
     if spaces.obs_kind == "image":
         return ObservationInput(image_scale=spaces.image_scale)
     normalize = spaces.normalize_observations if normalize is None else normalize
@@ -30,7 +30,7 @@ def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationI
 
 
 def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **others: Any) -> Network:
-    """A network of the spaces' sizes, with the hyper-parameters that its constructor names; `others` override them."""
+    """Make a network for these spaces, with the hyper-parameters that its constructor names; `others` override them."""
     common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
     if "encoder" not in others:
         common["encoder"] = make_encoder(params, spaces)
@@ -43,7 +43,7 @@ def any_kind(spaces: EnvSpaces) -> dict[str, Any]:
 
 
 def make_encoder(params: Params, spaces: EnvSpaces) -> nn.Module | None:
-    """What comes before the hidden layers: the user's own network, convolutions for images, None for a vector."""
+    """The module before the hidden layers: the user's own network, convolutions for images, None for a vector."""
     if params.network is not None:
         return OwnEncoder(params.network, spaces)
     if spaces.obs_kind == "mixed":
@@ -52,7 +52,7 @@ def make_encoder(params: Params, spaces: EnvSpaces) -> nn.Module | None:
 
 
 def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
-    """Actor and critic for these spaces: MLPs of `hidden_sizes`, on images alone linear heads on a shared CNN."""
+    """Actor and critic for these spaces: MLPs of `hidden_sizes`; for pure images, linear heads on a shared CNN."""
     sizes = () if spaces.obs_kind == "image" and params.network is None else params.hidden_sizes
     return make_network(MLPActorCritic, params, spaces, hidden_sizes=sizes, **any_kind(spaces))
 

@@ -22,7 +22,7 @@ UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 class UserNetwork:
     """A module, or a class or function that makes one for an `EnvSpaces`.
 
-    A file stores only its `name`: `module:name` can be imported again, anything else has to be given again.
+    A file stores only its `name`: `module:name` can be imported again, anything else must be passed again.
     """
 
     name: str
@@ -30,7 +30,7 @@ class UserNetwork:
 
     @classmethod
     def read(cls, value: Any) -> UserNetwork | None:
-        """What `network` may be."""
+        """Read the setting `network`."""
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -45,7 +45,7 @@ class UserNetwork:
         return cls(f"{module}:{name}" if importable else name.rpartition(".")[2] or type(value).__name__, value)
 
     def resolve(self, named: Sequence[str]) -> UserNetwork:
-        """With the module or its maker, imported where a file says its name; a function only if the user named it."""
+        """Import the module or its maker if only its name is known; a function only if the user named it."""
         if self.given is not None:
             return self
         module, _, name = self.name.partition(":")
@@ -68,12 +68,12 @@ class UserNetwork:
         return made
 
     def __deepcopy__(self, memo: Any) -> UserNetwork:
-        """The same: nobody changes it, and a given module may be large."""
+        """Return the same object: it never changes, and a given module may be large."""
         return self
 
 
 class OwnEncoder(nn.Module):
-    """The user's module in place of the package's encoders: observations as floats [B, ...] -> features [B, out_dim].
+    """The user's module instead of the package's encoders: observations as floats [B, ...] -> features [B, out_dim].
 
     It is tested on two rows of zeros, so that errors are reported before a run starts.
     """
@@ -114,7 +114,7 @@ def resolve_network(params: AnyParams, named: Sequence[str]) -> AnyParams:
 
 
 def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
-    """The hyper-parameters in a file, with the network that the user gives again, or names that may be called."""
+    """The hyper-parameters from a file, with the network that the user passed again, or names that may be called."""
     if network is None or isinstance(network, tuple):
         return resolve_network(params, network or ())
     if params.network is None:

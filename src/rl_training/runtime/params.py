@@ -14,7 +14,7 @@ from rl_training.runtime.own_network import UserNetwork
 from rl_training.validation import StrictModel, validate
 
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
-# the widths of hidden layers: two of the widest hold a gigabyte of weights between them
+# the widths of hidden layers; the weights between two of the widest take a gigabyte
 Widths = Annotated[tuple[Annotated[int, Field(ge=1, le=16384)], ...], Field(max_length=16)]
 OwnNetwork = Annotated[
     Any,
@@ -35,7 +35,7 @@ class EarlyStopping(StrictModel):
 
 
 class Schedule(StrictModel):
-    """A number that changes with progress from 0 to 1, the share of the budget used; any scalar can have one."""
+    """A number that changes with progress, the share of the budget used (0 to 1); any scalar can have a schedule."""
 
     type: Literal["linear", "cosine", "constant"] = Field("linear", description="Shape of the curve from start to end.")
     start: float = Field(description="Value at the first step.")
@@ -61,7 +61,7 @@ class Schedule(StrictModel):
 
 
 class FunctionSchedule(Schedule):
-    """A function of progress from 0 to 1; a file stores only its name and end values, so give it again."""
+    """A function of progress (0 to 1); a file stores only its name and end values, so a resume needs it again."""
 
     type: Literal["function"] = "function"  # type: ignore[assignment]
     name: str
@@ -86,7 +86,7 @@ class FunctionSchedule(Schedule):
         return value
 
     def check_given(self, key: str) -> None:
-        """Refuse a run whose function was not given again."""
+        """Refuse a run whose function was not passed again."""
         if self._function is None:
             again = f'resume(changes={{"algo_kwargs": {{"{key}": {self.name}}}}})'
             raise UserError(f"{key} is the function {self.name!r}, which no file stores; give it again, as in {again}.")
@@ -104,7 +104,7 @@ class Params(StrictModel):
 
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
 
-    learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of the optimizer.")
+    learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
     hidden_sizes: Widths = Field((64, 64), description="Widths of the hidden layers.")
     activation: Activation = Field("tanh", description="Activation of the hidden layers.")
@@ -138,7 +138,7 @@ class Params(StrictModel):
     def _fill_synonyms(cls, data: dict[str, Any]) -> dict[str, Any]:
         for other, name in cls.synonyms.items():
             default = cls.model_fields[other].default
-            if name in data and data.get(other, default) == default:  # runs once stored the default next to the other
+            if name in data and data.get(other, default) == default:  # earlier versions stored the default as well
                 data = {**data, other: data[name]}
             elif other in data and name not in data:
                 data = {**data, name: data[other]}
@@ -181,7 +181,7 @@ class Params(StrictModel):
         return {}
 
     def arguments_of(self, learner: type) -> dict[str, Any]:
-        """The hyper-parameters that the learner's constructor, or that of a base class, takes by name."""
+        """The hyper-parameters that the constructor of the learner or of a base class takes by name."""
         accepted: set[str] = set()
         for part in learner.__mro__:
             own = part.__dict__.get("__init__")

@@ -12,15 +12,19 @@ from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 class PPOParams(RolloutParams):
     """Hyper-parameters of PPO."""
 
-    num_steps: int = Field(256, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    num_steps: int = Field(256, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages.")
     update_epochs: int = Field(10, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int = Field(64, ge=2, description="Rows per gradient step.")
-    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may move from 1.")
-    normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation per minibatch.")
-    clip_value_loss: bool = Field(False, description="Hold values within clip_coef of the old ones in their loss.")
+    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may be from 1.")
+    normalize_advantages: bool = Field(
+        True, description="Normalize advantages to zero mean and unit standard deviation per minibatch."
+    )
+    clip_value_loss: bool = Field(
+        False, description="Clip values to within clip_coef of the old values in the value loss."
+    )
     target_kl: float | None = Field(
-        None, gt=0, description="End the epochs when the policy moved 1.5 times this far, on the mean of an epoch."
+        None, gt=0, description="Stop the epochs when the mean KL of an epoch exceeds 1.5 times this; null: never."
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def describe_workers(metrics: Mapping[str, float]) -> list[str]:
-    """Such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and what went wrong; nothing without workers."""
+    """Descriptions such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and problems; empty without workers."""
     if "policy_lag" not in metrics:
         return []
     least, mean, most = (metrics[f"policy_lag{end}"] for end in ("_min", "", "_max"))

@@ -33,29 +33,29 @@ def play_at_random(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, steps: int) 
             taken += 1
             yield step
     finally:
-        close_all(opened)  # it may be dropped half-way, where nobody can be told
+        close_all(opened)  # the iterator may be dropped half-way, when no error can be reported
 
 
 def act_at_random(spaces: EnvSpaces, seed: int) -> Act:
-    """What `play` asks for random actions."""
+    """A function that gives `play` random actions."""
     rng = np.random.default_rng(seed)
     return lambda rows, infos, _: spaces.as_given(draw(spaces, rng, len(rows), read_masks(infos, spaces)))
 
 
 def draw(spaces: EnvSpaces, rng: np.random.Generator, count: int, masks: Array | None) -> Array:
-    """Random actions, drawn as with masks where there are none: what was measured once depends on the draws."""
+    """Random actions; without masks they are drawn as with masks, because recorded results depend on the draws."""
     return spaces.random_actions(rng, count, np.ones((count, spaces.action_dim), bool) if masks is None else masks)
 
 
 class Player:
-    """Plays an environment at random on request: what a worker process does for `doctor`."""
+    """Plays an environment at random on request, in a worker process of `doctor`."""
 
     def __init__(self, registrations: Mapping[str, bytes], recipe: EnvRecipe, seed: int) -> None:
         register_missing(registrations)
         self.recipe, self.seed = recipe, seed
 
     def play(self, steps: int, seconds: float) -> int:
-        """Play from the first reset; returns the number of steps, fewer than asked for when the time is up."""
+        """Play from the first reset; return the number of steps, which is smaller if the time runs out."""
         spaces = probe_spaces(self.recipe)
         taken, end = 0, time.perf_counter() + seconds
         for _ in play_at_random(self.recipe, spaces, self.seed, steps):
@@ -69,7 +69,7 @@ class Player:
 
 
 def reuses_arrays(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> bool:
-    """Whether an observation that was given out changes when the environment is reset."""
+    """Whether a returned observation changes when the environment is reset."""
     env = make_env(recipe)
     with closed_after([env], spaces.env_id):
         last = next(play([env], act_at_random(spaces, seed), lambda _: seed, spaces.env_id)).next_obs
@@ -91,7 +91,7 @@ def compare_restored(
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """Play `before` steps, restore a new copy from there, play `after` more in both, through every reset.
 
-    Returns what a learner would see differ, and attributes of the environment that do; nothing: a resume is exact.
+    Return the differences that a learner would see, and the attributes that differ; both empty if a resume is exact.
     """
     rng = np.random.default_rng(seed)
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Several learners: the processes that `torchrun` starts for one run, and what they exchange.
+"""Several learners: the processes that `torchrun` starts for one run, and the data that they exchange.
 
 Every rank collects, learns and counts as it would alone. Gradients and statistics are those of all ranks together, so
 all ranks have the same weights, bit for bit; only rank 0 writes. Every rank must make the same calls here in the same
@@ -25,7 +25,7 @@ from rl_training.errors import EnvironmentFailure
 from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 
 T = TypeVar("T")
-LONGEST_WAIT = timedelta(days=7)  # for an evaluation by rank 0, or another rank's environment
+LONGEST_WAIT = timedelta(days=7)  # for an evaluation by rank 0, or for another rank's environment
 FAILED = 2.0**52  # sent instead of a number of episodes
 
 
@@ -34,7 +34,7 @@ class RankFailure(EnvironmentFailure):
 
 
 class Ranks:
-    """A run of one process: nothing to exchange."""
+    """The ranks of a run of one process: nothing is exchanged."""
 
     rank, count, local_rank = 0, 1, 0
 
@@ -58,7 +58,7 @@ class Ranks:
         return function()
 
     def union(self, items: Iterable[T]) -> list[T]:
-        """The items of all ranks, rank by rank; raises what another rank `tell`s instead."""
+        """The items of all ranks, rank by rank; raises an error that another rank passes to `tell`."""
         return list(items)
 
     def tell(self, error: BaseException) -> None:
@@ -69,11 +69,11 @@ class Ranks:
         return collect()
 
     def knows(self, error: BaseException) -> bool:
-        """Whether every rank has this error, so that they can go on together."""
+        """Whether every rank has this error, so that they can continue together."""
         return True
 
     def gather(self, algorithm: Mapping[str, Any], source: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """In rank 0, the other ranks' own state: experience, and what learners do not share."""
+        """In rank 0, the state of the other ranks: experience, and what learners do not share."""
         return []
 
 
@@ -102,7 +102,7 @@ class TorchRanks(Ranks):
             reason = f"rank {self.rank} lost another learner of this run ({str(error).splitlines()[0]})"
             raise RankFailure(f"{reason}; its last message says why.") from error
 
-    # what learners ask -------------------------------------------------------------------------------------------
+    # called by learners ------------------------------------------------------------------------------------------
 
     def mean_(self, tensor: Tensor) -> Tensor:
         """The mean over the ranks, in place."""
@@ -124,7 +124,7 @@ class TorchRanks(Ranks):
         rows = x.numel() * self.count
         return (var * (rows / (rows - 1))).sqrt(), mean
 
-    # what a run asks ---------------------------------------------------------------------------------------------
+    # called by a run ---------------------------------------------------------------------------------------------
 
     def average(self, numbers: Sequence[float]) -> list[float]:
         """Each number's mean over the ranks."""
@@ -137,7 +137,7 @@ class TorchRanks(Ranks):
         return value.item()
 
     def first(self, function: Callable[[], T]) -> T:
-        """Rank 0 calls it and sends the outcome; only a second signal ends it without telling the others."""
+        """Rank 0 calls the function and sends the outcome; only a second signal ends it without telling the others."""
         done: list[Any] = [None, None]
         if self.rank == 0:
             try:
@@ -172,7 +172,7 @@ class TorchRanks(Ranks):
         return RankFailure(f"rank {self.rank} failed with {type(error).__name__}: {error}")
 
     def union(self, items: Iterable[T]) -> list[T]:
-        """Exchanges only one small number if nobody has an item."""
+        """Exchanges only one small number if no rank has an item."""
         own = list(items)
         most = self.largest(len(own))
         if not most:
@@ -184,13 +184,13 @@ class TorchRanks(Ranks):
         return [item for part in every for item in part]
 
     def tell(self, error: BaseException) -> None:
-        """Call this in place of `union`."""
+        """Call this instead of `union`."""
         self.largest(FAILED)
         self._exchange(self._portable(error))
         self._known = error
 
     def settle(self, collect: Callable[[], Experience]) -> Experience:
-        """Every rank's episodes, or its failure; only a second signal ends a rank without telling the others."""
+        """Exchange episodes or failures of all ranks; only a second signal ends a rank without telling the others."""
         try:
             experience = collect()
         except BaseException as error:
@@ -208,7 +208,7 @@ class TorchRanks(Ranks):
         return every
 
     def knows(self, error: BaseException) -> bool:
-        """Whether it came from `first`, `union` or `tell`."""
+        """Whether the error came from `first`, `union` or `tell`."""
         return self._known is not None and self._known in (error, error.__cause__)
 
     def gather(self, algorithm: Mapping[str, Any], source: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from rl_training.validation import validate
 PathLike = str | Path
 DEVICES = ("cpu", "cuda")  # kinds of device for a learner
 BUDGET_KEYS = {"total_timesteps", "max_seconds", "algo_kwargs.max_updates"}
-FREE_KEYS = BUDGET_KEYS | {  # none changes what is learned
+FREE_KEYS = BUDGET_KEYS | {  # none affects learning
     "output_dir", "name", "loggers", "worker_timeout", "max_worker_restarts", "ray", "algo_kwargs.replay_folder",
     "algo_kwargs.replay_memory",
 }  # fmt: skip
@@ -107,7 +107,7 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
             raise UserError(f"{path} does not fit its own config: algorithm.{name}.device is {extra['device']!r}.")
     try:
         algorithm.load_state_dict(state)
-    except Exception as error:  # such as bytes of the right size that are no generator's state
+    except Exception as error:  # such as bytes of the right size that are not a generator's state
         raise UserError(f"{path} does not fit its own config: {describe_error(error)}.") from None
     if (bad := algorithm.first_bad_tensor()) is not None:
         raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
@@ -126,9 +126,9 @@ def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str,
 
 
 def first_difference(stored: Any, built: Any, name: str) -> str | None:
-    """Where a stored state differs in kind or shape from a freshly built one, in words; None where it does not.
+    """A description of the first difference in kind or shape between a stored and a newly built state, or None.
 
-    A built None or {} is only filled later, so it fits anything.
+    A built None or {} is filled later, so it matches anything.
     """
     if built is None or (isinstance(built, Mapping) and not built):
         return None
@@ -155,7 +155,7 @@ def first_difference(stored: Any, built: Any, name: str) -> str | None:
 def restore_session(
     path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None, ranks: Ranks
 ) -> tuple[Session, RunState, list[str]]:
-    """The parts of a run from a checkpoint, and sentences on what changed or was not restored exactly."""
+    """The parts of a run from a checkpoint, and sentences about what changed or was not restored exactly."""
     tree = part_of_rank(path, read_checkpoint(path), ranks)
     stored = validate(TrainConfig, tree["config"], str(path))
     state = validate(RunState, tree["run"], f"{path}, run")
@@ -188,13 +188,13 @@ def restore_session(
 
 
 def leave_episodes(source: dict[str, Any]) -> dict[str, Any]:
-    """The source without what belongs to its environments: the current episodes, and the replay buffer."""
+    """The source without the parts that belong to its environments: the current episodes, and the replay buffer."""
     empty = {name: type(source[name])() for name in ("stepper", "workers", "flight") if name in source}
     return {name: value for name, value in source.items() if name != "replay"} | empty
 
 
 def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """The checkpoint for this rank: with its own experience, and the parts of the learner that ranks do not share."""
+    """The checkpoint with this rank's own experience and the parts of the learner that ranks do not share."""
     others = tree.get("ranks", [])
     if not isinstance(others, list):
         raise UserError(f"{path} is not a training checkpoint: its ranks are not a list.")
@@ -210,7 +210,7 @@ def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str
 
 
 def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
-    """A sentence on what affects the arithmetic and differs from the checkpoint; older ones do not record it."""
+    """A sentence about versions or hardware that differ from the checkpoint's; older checkpoints do not record them."""
     if not isinstance(stored, Mapping):
         return []
     here = describe_machine(config).items()
@@ -233,10 +233,10 @@ def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: boo
 
 
 def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
-    """Restore environments, generators and buffers; returns sentences on what was not restored exactly."""
+    """Restore environments, generators and buffers; return sentences about what was not restored exactly."""
     try:
         sentences = session.load_source(state)
-        # If a source loaded something wrong unchecked, its state differs. A buffer checks itself, and may be absent.
+        # If a source loaded a wrong state without noticing, its own state differs. Buffers check themselves.
         given, taken = ({**part, "replay": None} for part in (state, session.source_state()))
         problem = first_difference(given, taken, "source")
     except UserError:
@@ -251,8 +251,8 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
 def find_history(session: Session, state: dict[str, Any]) -> list[str]:
     """A sentence if the environments had earlier episodes and random play shows that something carries over.
 
-    A replay of the current episode alone may not show it yet: Box2D remembers contacts of bodies that are gone. Workers
-    do not send checksums of attributes with every answer, so for them the trial compares these too.
+    A replay of the current episode alone may not show this: Box2D remembers contacts of removed bodies. Workers do not
+    send checksums of attributes with every answer, so for them the trial compares attributes too.
     """
     workers = state.get("workers", [])
     steppers = [part.get("stepper", {}) for part in (state, *workers)]
@@ -275,12 +275,12 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
 
 
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
-    """The stored config with the wanted keys, and a sentence on each change; only budgets change without `force`."""
+    """The stored config with the wanted keys, and a sentence about each change; most need `force`."""
     before = stored.model_dump(mode="json")
     if (algo := wanted.get("algo", stored.algo)) != stored.algo:
         raise UserError(f"algo is {algo!r}, but the run is of {stored.algo}; a run continues with its own algorithm.")
     moved = move_config(stored, wanted["env_id"]) if wanted.get("env_id", stored.env_id) != stored.env_id else {}
-    chosen = {"accelerate": "auto"} if wanted.get("device", stored.device) != stored.device else {}  # for the new one
+    chosen = {"accelerate": "auto"} if wanted.get("device", stored.device) != stored.device else {}  # for that one
     merged = {**before, **chosen, **moved, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):
         model = get_algorithm_spec(stored.algo).params
@@ -311,7 +311,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
 
 
 def move_config(stored: TrainConfig, env_id: str) -> dict[str, Any]:
-    """What changes when a run continues in another environment, which does not take the arguments of the first one."""
+    """The changes when a run continues in another environment, which does not get the first one's arguments."""
     kept = {name: value for name, value in stored.env_kwargs.items() if name in ("wrappers", "max_episode_steps")}
     special = stored.vectorization in ("native", "device")
     return {"env_id": env_id, "env_kwargs": kept, "vectorization": "auto" if special else stored.vectorization}

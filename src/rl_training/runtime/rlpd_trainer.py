@@ -17,16 +17,18 @@ class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):
     """Hyper-parameters of RLPD."""
 
     target_entropy: float | None = Field(
-        None, description="Entropy that auto holds; null is minus half the number of action dimensions."
+        None, description="Target entropy of alpha auto; null: minus half the number of action dimensions."
     )
-    initial_alpha: float = Field(1.0, gt=0, description="Temperature that auto starts from.")
-    backup_entropy: bool = Field(True, description="Entropy in the critics' targets, as in SAC.")
+    initial_alpha: float = Field(1.0, gt=0, description="Initial temperature of alpha auto.")
+    backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
     num_critics: int = Field(10, ge=1, le=1_000, description="Critics in the ensemble.")
-    critic_subset_size: int = Field(2, ge=1, description="Critics, drawn anew per update, whose minimum is the target.")
+    critic_subset_size: int = Field(
+        2, ge=1, description="Number of critics, drawn anew per update, whose minimum is the target."
+    )
     critic_layer_norm: bool = Field(True, description="LayerNorm after each hidden layer of the critics.")
     gradient_updates_per_step: int = Field(20, ge=1, le=10_000, description="Updates per training turn.")
     actor_update_interval: int | None = Field(
-        None, ge=1, description="Critic steps per actor and temperature step; null is once per training turn."
+        None, ge=1, description="Critic steps per actor and temperature step; null: one actor step per training turn."
     )
 
     @model_validator(mode="after")
@@ -38,12 +40,12 @@ class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):
         return self
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Also how a batch is divided, and where the temperature starts."""
+        """As the base class, plus the settings that divide a batch and the initial temperature."""
         start = {"initial_alpha": "it is where the tuned temperature starts"}
         return super().fixed_numbers() | start | {"offline_batch_ratio": DIVIDED_ONCE}
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
-        """With the actor's interval, which may be left to the training turns."""
+        """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""
         interval = self.actor_update_interval or self.gradient_updates_per_step
         return super().arguments_of(owner) | ({"actor_update_interval": interval} if owner is RLPD else {})
 

@@ -1,4 +1,4 @@
-"""`Run`: counting, logging, evaluation and checkpoints of one run; `interruption.py` is about ending it early."""
+"""`Run`: counting, logging, evaluation and checkpoints of one run; `interruption.py` handles ending it early."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rl_training.runtime.session import Session, describe_machine
 
 CHECKPOINT_SECONDS = 60.0
 MOST_SAVING = 19  # minimum seconds of training per second of writing checkpoints
-EVALUATIONS, FEW = 10, 5  # by default, and the maximum episodes of each but the last
+EVALUATIONS, FEW = 10, 5  # default number of evaluations, and the maximum episodes of all but the last
 # Why a run stops; if ranks differ, the last of these applies to all
 REASONS = (None, "total_timesteps", "max_updates", "max_seconds", "early_stopping", "callback", "SIGINT", "SIGTERM")
 
@@ -87,7 +87,7 @@ class Run:
         self._last_save, self._save_seconds = time.perf_counter(), 0.0
         self._logged_update = self._evaluated_step = -1
 
-    # the loop's questions ----------------------------------------------------------------------------------------
+    # called by the loop ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Write the first checkpoint, so that one exists whenever the run is killed."""
@@ -96,7 +96,7 @@ class Run:
         self.ranks.first(partial(write_run_files, self.run_dir, self.config, self.messages))
         self.save_checkpoint()
         self._tell("on_start")
-        self._evaluate_when_due()  # a signal ended the run in this evaluation
+        self._evaluate_when_due()  # a signal had ended the run during this evaluation
         self.clock.start(self.step, self.updates)
 
     def finished(self) -> bool:
@@ -139,7 +139,7 @@ class Run:
         for name, value in self.scheduled_values().items():
             if algorithm.scheduled(name):
                 setattr(algorithm, name, value)
-            if hasattr(store, name):  # perhaps too: a replay buffer discounts as the learner does
+            if hasattr(store, name):  # a replay buffer, for example, has the learner's discount too
                 setattr(store, name, value)
 
     def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
@@ -149,7 +149,7 @@ class Run:
         self.collected_metrics = self.session.store.metrics
 
     def count_update(self, result: UpdateResult) -> None:
-        """Count an update; on the CPU, where the check is cheap, stop at the first value that is not finite."""
+        """Count an update; on the CPU, where the check is cheap, stop at the first NaN or infinity."""
         self.updates += 1
         self.latest = result.metrics
         if self._checks_every_update:
@@ -157,7 +157,7 @@ class Run:
             value = value.item() if isinstance(value, Tensor) else value
             if not math.isfinite(value if self.ranks.count == 1 else self.ranks.average([value])[0]):
                 self._fail(result.watch)
-        if self.interruption is not None and self.ranks.count == 1:  # else all collect again, and tell the others
+        if self.interruption is not None and self.ranks.count == 1:  # several ranks must agree first
             raise self.interruption
 
     def tick(self) -> None:
@@ -195,7 +195,7 @@ class Run:
         return self.progress_metrics() | collected | self.read_latest() | self.scheduled_values()
 
     def log_row(self, *, last: bool = False) -> None:
-        """Log one row of metrics, checked for NaN; `last` if it is logged only because the run ends."""
+        """Log one row of metrics, after checking for NaN; `last` means that it is logged only because the run ends."""
         metrics = self.read_latest()
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -239,7 +239,7 @@ class Run:
     def evaluate(self, *, last: bool = False) -> dict[str, Any]:
         """Evaluate now; keep the best checkpoint and, unless `last` (as in `log_row`), check for early stopping.
 
-        A signal ends it at once; then nothing is logged, and the result is empty.
+        A signal ends the evaluation at once; then nothing is logged, and the result is empty.
         """
         if not self.config.eval_episodes:
             return {}
@@ -331,14 +331,14 @@ class Run:
         tree = checkpoint_tree(self, replay=replay)
 
         def write() -> None:
-            if not (self.run_dir / "config.yaml").is_file():  # somebody deleted the folder
+            if not (self.run_dir / "config.yaml").is_file():  # the folder was deleted
                 write_run_files(self.run_dir, self.config, self.messages)
             self.checkpoints.save(name, tree)
 
         self.ranks.first(write)
 
     def counts(self) -> tuple[float, ...]:
-        """Values of which at least one differs from the last checkpoint if a new one is worth writing."""
+        """Counters of the run; a new checkpoint is worth writing if one of them has changed since the last."""
         return self.step, self.updates, self.best_return
 
     def _restore(self, state: RunState) -> None:
@@ -353,7 +353,7 @@ class Run:
             self._fail(bad)
 
     def _fail(self, name: str, cause: Exception | None = None) -> None:
-        self.session.collector.metrics(last=True)  # raises where an environment on the device was not finite before
+        self.session.collector.metrics(last=True)  # raises if an environment on the device has returned a NaN
         bad = self.session.algorithm.first_bad_tensor()
         where = f"the metric {name!r}" if bad is None else f"the tensor {bad!r}"
         raise TrainingFailure(
@@ -414,7 +414,7 @@ class Run:
         }
 
     def close(self) -> None:
-        """Close environments and files; everything is saved, so an exception of an environment is only a warning."""
+        """Close environments and files; everything is saved, so an exception in an environment is only a warning."""
         self.is_closing = True
         try:
             self.session.close()

@@ -42,14 +42,14 @@ def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
                 return path
             except FileExistsError:
                 continue
-    except (OSError, ValueError) as error:  # ValueError: a name that no file system has, such as one with a NUL
+    except (OSError, ValueError) as error:  # ValueError: an impossible name, such as one with a NUL
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"output_dir is {config.output_dir!r}, where no folder can be made: {reason}.") from None
     raise UserError(f"output_dir {config.output_dir!r} holds a thousand runs named {name}; clean it up.")
 
 
 def branch_run_dir(config: TrainConfig, begun_in: Path | None) -> Path:
-    """A new folder for a resumed run, with the metrics of its first folder, which the logger cuts at the step."""
+    """Make a new folder for a resumed run with the metrics of its first folder, which the logger cuts at the step."""
     run_dir = make_run_dir(config, "resumed")
     if begun_in is not None and (begun_in / "metrics.jsonl").is_file():
         shutil.copyfile(begun_in / "metrics.jsonl", run_dir / "metrics.jsonl")
@@ -62,12 +62,12 @@ def run_dir_of(checkpoint: Path) -> Path | None:
         folder = checkpoint.resolve().parent
         files = [folder.parent / name for name in ("config.yaml", "manifest.json")]
         return folder.parent if folder.name == "checkpoints" and all(path.is_file() for path in files) else None
-    except (OSError, ValueError):  # a name that no file system has
+    except (OSError, ValueError):  # an impossible name
         return None
 
 
 def is_newest(checkpoint: Path) -> bool:
-    """Whether a checkpoint is the `latest.ckpt` next to it, under any name, or there is none."""
+    """Whether a checkpoint has the contents of the `latest.ckpt` next to it, under any name, or there is no latest."""
     latest = checkpoint.resolve().with_name("latest.ckpt")
     if not latest.is_file() or not checkpoint.is_file() or latest.samefile(checkpoint):
         return True
@@ -76,7 +76,7 @@ def is_newest(checkpoint: Path) -> bool:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder; a second one gets an error that names the first."""
+    """Keep other processes out of a run's folder; a second process gets an error that names the first."""
     path = run_dir / ".lock"
     try:
         descriptor = _take_lock(path)
@@ -87,13 +87,13 @@ def locked(run_dir: Path) -> Iterator[None]:
         remove_stale_temporaries(run_dir)
         yield
     finally:
-        with suppress(OSError):  # a leftover file that nobody locks does no harm
+        with suppress(OSError):  # a leftover file without a lock does no harm
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _take_lock(path: Path) -> int:
-    """A descriptor that holds the lock; tries again if the last holder removed the file in between."""
+    """Return a descriptor that holds the lock; try again if the last holder removed the file in between."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -116,9 +116,9 @@ def _take_lock(path: Path) -> int:
 
 
 def _is_free(descriptor: int) -> bool:
-    """Take the lock if nobody has it.
+    """Take the lock if no other process has it.
 
-    `flock` decides: it ends with its process, so the file that a killed run left locks nothing. If the file system
+    `flock` decides: a lock ends with its process, so a file left by a killed run locks nothing. If the file system
     has no locks, the process named in the file keeps the folder, unless it was on this host and is gone.
     """
     try:
@@ -172,9 +172,9 @@ def write_run_files(run_dir: Path, config: TrainConfig, messages: Iterable[str])
 
 @contextmanager
 def end_written(run_dir: Path, *, writes: bool = True) -> Iterator[dict[str, Any]]:
-    """Write `end.json` however the block ends: what the caller puts into the mapping, or what was raised."""
+    """Write `end.json` however the block ends, with what the caller put into the mapping, or with the exception."""
     end: dict[str, Any] = {}
-    if not writes:  # another rank does
+    if not writes:  # another rank writes it
         yield end
         return
     (run_dir / END_FILE).unlink(missing_ok=True)
@@ -199,7 +199,7 @@ def earlier_starts(manifest: Path) -> list[Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit and cleanliness of the working directory, if it is a checkout."""
+    """The commit of the working directory, and whether it has changes; None if it is not a checkout."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
         status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True)

@@ -1,4 +1,4 @@
-"""What became of a run, from its files alone; imports nothing heavy."""
+"""The status of a run (running, done, stopped or failed), from its files alone; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def find_run_folders(folder: Path, file: str) -> list[Path]:
     for root, inside, files in os.walk(folder):
         if {"config.yaml", file} <= set(files):
             found.append(Path(root))
-            inside.clear()  # no run is in another one's folder
+            inside.clear()  # a run folder contains no other runs
         inside.sort()
     return found
 
 
 def find_status(run_dir: Path, *, is_complete: bool) -> str:
-    """`running`, `done`, `stopped` or `failed`; where no end was written, `is_complete` tells done from killed."""
+    """`running`, `done`, `stopped` or `failed`; without an end file, `is_complete` distinguishes done from killed."""
     if is_running(run_dir):
         return "running"
     end = _read_json(run_dir / END_FILE)
@@ -35,7 +35,7 @@ def find_status(run_dir: Path, *, is_complete: bool) -> str:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether the process that its lock names has it still; one on another host is taken at its word."""
+    """Whether the process named in the lock file still holds the lock; a process on another host is assumed to."""
     holder = _read_json(run_dir / ".lock")
     if not holder or holder.get("host") != socket.gethostname():
         return bool(holder)

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: everything is checked and every `auto` resolved before anything is written."""
+"""Build the parts of a run from a config: everything is checked and every `auto` resolved before a file is written."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Session:
     collector: Collector
     store: Store
     ranks: Ranks = field(default_factory=Ranks)
-    notes: tuple[str, ...] = ()  # on what was decided, shown when a run starts
+    notes: tuple[str, ...] = ()  # about decisions, shown when a run starts
 
     def collect(self, request: Request) -> Experience:
         """The next experience from the environments, with the episodes of all ranks."""
@@ -74,7 +74,7 @@ class Session:
         return self.collector.state_dict() | self.store.state_dict()
 
     def load_source(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `source_state`; returns sentences on what did not come back exactly."""
+        """The inverse of `source_state`; return one sentence for each thing that was not restored exactly."""
         return self.collector.load_state_dict(state) + self.store.load_state_dict(state)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def open_session(
     config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Session:  # fmt: skip
-    """Check the config against algorithm and environment and build both; `restored` is the checkpoint of a resume."""
+    """Check the config against algorithm and environment, and build both; `restored` is the checkpoint of a resume."""
     spec, ranks = get_algorithm_spec(config.algo), ranks or Ranks()
     if ranks.count > 1:
         config = fit_ranks(config, spec.lane)
@@ -113,7 +113,7 @@ def open_session(
         raise UserError("replay_memory is 'device', but device is 'cpu'; there it must be auto or host.")
     config = resolve(config.model_copy(update={"device": device}), params, recipe, spaces, ranks)
     times: dict[int, float] = {}
-    alone = ranks.count == 1 and not config.has_workers  # other processes do not run yet, so timing would miss them
+    alone = ranks.count == 1 and not config.has_workers  # timing would miss other processes, which do not run yet
     if restored is None and asked.threads == "auto" and config.device == "cpu" and alone:
         build = partial(build_algorithm, spec, spaces=spaces, seed=config.seed, device="cpu")
         with experience_fits(config):
@@ -147,7 +147,7 @@ def open_session(
             collector: Collector = NoCollector()
             if config.has_workers:
                 collector = open_workers(config, params, recipe, behaviour, store.layout, make_algorithm)
-            elif stepper is not None:  # a policy that lags acts with a second learner
+            elif stepper is not None:  # a lagging policy acts with a second learner
                 actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
                 if config.vectorization == "device" and getattr(store, "reads_tensors", False):
                     collector = DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
@@ -213,7 +213,7 @@ def open_workers(
     config: TrainConfig, params: Params, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout,
     make_algorithm: Callable[..., Algorithm],
 ) -> Collector:  # fmt: skip
-    """Workers, each with its own learner on the CPU, of which only the acting part is used."""
+    """Open workers, each with its own learner on the CPU, of which only the acting part is used."""
     if config.vectorization == "native" and not is_cartpole(recipe):
         raise UserError(
             f"vectorization is 'native', but workers cannot restore {config.env_id} then; with workers it must be sync."
@@ -233,7 +233,7 @@ def open_workers(
 
 
 def open_transport(config: TrainConfig, plan: WorkerPlan) -> Transport:
-    """The workers, and the way to them."""
+    """The transport to the workers."""
     if config.execution_backend == "local_async":
         return SharedMemory(plan, config.env_id, config.worker_timeout)
     from rl_training.collect.ray_workers import ObjectStore  # an extra; the import takes half a second
@@ -243,7 +243,7 @@ def open_transport(config: TrainConfig, plan: WorkerPlan) -> Transport:
 
 @contextmanager
 def closed_on_error(opened: Any) -> Iterator[None]:
-    """Close what was opened if something goes wrong; the first error is raised, not an error from closing."""
+    """Close the opened objects if the block fails; raise the first error, not an error in closing."""
     try:
         yield
     except BaseException:
@@ -263,7 +263,7 @@ def experience_fits(config: TrainConfig) -> Iterator[None]:
 
 
 def describe_machine(config: TrainConfig) -> dict[str, str]:
-    """What the arithmetic of a run depends on besides its config."""
+    """Versions and hardware on which the arithmetic of a run depends, besides its config."""
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -281,14 +281,14 @@ def check_early_stopping(config: TrainConfig, params: Params) -> None:
 
 
 def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
-    """The config for several learners, which must learn from equally many rows; refuses what they cannot run."""
+    """The config for several learners, which need equal numbers of rows; refuse what they cannot run."""
     several = "with several learners (torchrun) it must be"
     if lane not in LANES_OF_RANKS:
         lanes = " or ".join(LANES_OF_RANKS)
         raise UserError(f"algo is {config.algo!r}, an algorithm of the {lane} lane; {several} of the {lanes} lane.")
     if config.execution_backend != "local_sync":
         raise UserError(f"execution_backend is {config.execution_backend!r}; {several} local_sync.")
-    if config.vectorization == "native":  # its reset rows are no transitions, and differ between ranks
+    if config.vectorization == "native":  # its reset rows are not transitions, and their number differs between ranks
         raise UserError(f"vectorization is 'native'; {several} auto, sync or async.")
     if config.accelerate not in ("auto", "none"):
         raise UserError(f"accelerate is {config.accelerate!r}; {several} auto or none.")
@@ -299,7 +299,7 @@ def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
 def resolve(
     config: TrainConfig, params: Params, recipe: EnvRecipe, spaces: EnvSpaces | None = None, ranks: Ranks | None = None
 ) -> TrainConfig:
-    """The config with every `auto` decided (some only where the spaces are known) and every default spelled out."""
+    """The config with every `auto` resolved (some only if the spaces are known) and every default filled in."""
     device = config.device
     if device.startswith("cuda") and ranks is not None and ranks.count > 1:
         device = f"cuda:{ranks.local_rank}"
@@ -324,7 +324,7 @@ def resolve(
 def choose_workers(config: TrainConfig) -> int | str:
     """The number of workers: one core is left to the learner; with `first`, all have the same number of environments.
 
-    Without workers nobody reads it, so it stays as it is.
+    Without workers the setting is not used and stays unchanged.
     """
     if config.num_workers != "auto" or not config.has_workers:
         return config.num_workers
@@ -336,16 +336,16 @@ def build_algorithm(
     spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, seed: int, device: str,
     stored: Mapping[str, Any] | None = None,
 ) -> Algorithm:  # fmt: skip
-    """The algorithm with weights that depend on the seed alone, and without touching torch's global generator.
+    """Build the algorithm with weights that depend only on the seed, without changing torch's global generator.
 
-    `stored` is the state that will be put into it: what is much larger than that is refused before it is made.
+    `stored` is the state that will be loaded into it: a learner that is much larger is refused before it is built.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with torch.device("cpu"), SizeLimit(stored):
             algorithm = spec.build(params, spaces)
         if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere
-            # a generator belongs to a device, also in a learner inside another one
+            # a generator belongs to a device; a learner inside another one has its own
             weights = {name: value for name, value in algorithm.state_dict().items() if isinstance(value, torch.Tensor)}
             with torch.device(device):
                 algorithm = spec.build(params, spaces)
@@ -355,11 +355,11 @@ def build_algorithm(
 
 
 class SizeLimit(TorchFunctionMode):
-    """Counts the numbers that torch makes inside it, and refuses more than a checkpoint's state (None: any) holds."""
+    """Counts the numbers that torch allocates inside it; refuses more than a checkpoint's state has (None: any)."""
 
     FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint,
                            torch.eye, torch.arange, torch.linspace))  # fmt: skip
-    SPARE = 2**20  # numbers that are made and not stored
+    SPARE = 2**20  # numbers that are allocated but not stored
 
     def __init__(self, stored: Mapping[str, Any] | None) -> None:
         super().__init__()

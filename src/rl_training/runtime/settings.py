@@ -1,4 +1,4 @@
-"""Build a `TrainConfig` from what a user gives: a config, an environment, and settings by name."""
+"""Build a `TrainConfig` from the user's arguments: a config, an environment, and settings by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_training.runtime.params import SCHEDULE, change_params, parameter_names
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.validation import validate
 
-# For the config of a checkpoint, which must not follow defaults that its algorithm got later.
+# For the config of a checkpoint, which must not use defaults that its algorithm got later.
 UNSAID: dict[str, Any] = {
     "num_envs": 1, "log_interval": 1,
     "env_kwargs": {"wrappers": {"normalize_observation": False, "normalize_reward": False}},
@@ -30,7 +30,7 @@ def read_config(
     A setting is a field of `TrainConfig` or a hyper-parameter. Everything else has the algorithm's default.
     """
     settings, env = settings or {}, None if isinstance(env, tuple) else env
-    names: tuple[str, ...] | None = None  # what the user named; None is all of it, as in the user's own code
+    names: tuple[str, ...] | None = None  # what the user named; None means everything, as in the user's own code
     if isinstance(config, TrainConfig):
         data, names = config.model_dump(exclude_unset=True), config.named
     elif isinstance(config, str | Path):

@@ -30,13 +30,13 @@ class Store(Protocol):
     metrics: dict[str, float]  # for the log
 
     def describe(self) -> str:
-        """One line on what it keeps in memory, printed when a run starts; further lines are `warning: ...`."""
+        """One line about what it keeps in memory, printed when a run starts; further lines are `warning: ...`."""
 
     def request(self, step: int) -> Request:
         """The experience needed for the turn that begins at `step`."""
 
     def add(self, experience: Experience, step: int) -> int:
-        """Keep the experience collected from `step` on; returns the number of real transitions in it."""
+        """Keep the experience collected from `step` on; return the number of real transitions in it."""
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The batches for the updates that are due now, each with its phase."""
@@ -46,7 +46,7 @@ class Store(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Restore a saved state; returns a sentence for everything that could not be restored exactly."""
+        """Restore a saved state; return one sentence for each thing that could not be restored exactly."""
 
     def close(self) -> None: ...
 
@@ -133,7 +133,7 @@ def list_algorithm_specs() -> list[AlgorithmSpec]:
 
 
 def get_algorithm_spec(name: str) -> AlgorithmSpec:
-    """The algorithm of that registry name."""
+    """The algorithm with that registry name."""
     specs = _discover()
     if name not in specs:
         raise UserError(f"algo {name!r} is not a registered algorithm; {did_you_mean(name, specs)}")

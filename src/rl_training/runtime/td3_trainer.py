@@ -13,10 +13,10 @@ from rl_training.stores.replay import DeterministicActorParams, continuous_spec
 class TD3Params(DeterministicActorParams):
     """Hyper-parameters of TD3."""
 
-    learning_rate: float = Field(3e-4, ge=0, le=10, description="Step size of actor and critics.")
-    policy_noise: float = Field(0.2, ge=0, le=10, description="Deviation of the noise on the target's action.")
-    noise_clip: float = Field(0.5, ge=0, le=10, description="Largest size of that noise.")
-    policy_delay: int = Field(2, ge=1, le=1_000, description="Critic steps per step of the actor and of the targets.")
+    learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of actor and critics.")
+    policy_noise: float = Field(0.2, ge=0, le=10, description="Standard deviation of the noise on the target's action.")
+    noise_clip: float = Field(0.5, ge=0, le=10, description="Maximum size of policy_noise.")
+    policy_delay: int = Field(2, ge=1, le=1_000, description="Critic steps per actor step and target update.")
 
 
 SPECS = [

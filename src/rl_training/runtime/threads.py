@@ -1,4 +1,4 @@
-"""How many threads torch gets: one for small networks, otherwise the number that is measured to be fastest."""
+"""The number of torch threads: one for small networks, otherwise the number that measures as fastest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rl_training.runtime.spec import AlgorithmSpec, StoreContext
 
 WIDEST_ON_ONE, MOST_THREADS = 128, 8
 SECONDS = 1.0  # for all measurements together, and at most for each
-FEW_UPDATES = 3  # with fewer, one that waited for a core would decide
-NEARLY_AS_FAST = 1.1  # times the shortest time: within that, fewer threads win
-MEASURED_LANES = ("rollout", "replay")  # their stores take made-up experience
+FEW_UPDATES = 3  # with fewer, a single slow update would decide
+NEARLY_AS_FAST = 1.1  # up to this multiple of the shortest time, fewer threads win
+MEASURED_LANES = ("rollout", "replay")  # their stores accept artificial experience
 
 
 @contextmanager
 def torch_settings_restored() -> Iterator[None]:
-    """Restore afterwards what a run sets for the whole process: torch's threads, and the precision of products."""
+    """Restore torch settings that a run changes for the whole process: threads, and precision of matrix products."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         yield
@@ -38,7 +38,7 @@ def torch_settings_restored() -> Iterator[None]:
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
-    """One thread for networks too small to gain by sharing, else one per core (or OMP_NUM_THREADS) up to 8."""
+    """One thread for networks too small to gain from more, else one per core (or OMP_NUM_THREADS) up to 8."""
     small = spaces.obs_kind == "vector" and params.widest_layer <= WIDEST_ON_ONE
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return 1 if small else min(MOST_THREADS, int(os.environ.get("OMP_NUM_THREADS") or here or 1))
@@ -50,8 +50,8 @@ def time_updates(
 ) -> dict[int, float]:  # fmt: skip
     """Seconds that an update takes with 1, 2, 4, ... up to `most` threads, until more do not help.
 
-    Empty if it is not measured. A separate learner and store learn from noise, so the run itself does not change. Each
-    update has one minibatch.
+    The result is empty if nothing is measured. A separate learner and store learn from noise, so the run itself does
+    not change. Each update has one minibatch.
     """
     if most == 1 or spec.lane not in MEASURED_LANES or hasattr(params, "dataset_kind"):
         return {}
@@ -73,7 +73,7 @@ def time_updates(
 
 
 def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Experience:
-    """Experience filled with noise; of images the same frame in every place, since buffers check stacks of frames."""
+    """Experience filled with noise; all images are the same frame, because buffers check frame stacks."""
     experience = Experience(layout)
     experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
     for noisy in (experience.obs, experience.rewards):
@@ -86,7 +86,7 @@ def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Ex
 
 
 def one_minibatch(params: Params, num_envs: int) -> dict[str, Any]:
-    """Changes of the hyper-parameters that make a turn one update, on as many rows as an update of the run."""
+    """Changes to the hyper-parameters, so that a turn is one update on as many rows as an update of the run."""
     said = params.model_dump()
     once = ("update_epochs", "value_updates", "gradient_updates_per_step", "n_step")
     changes: dict[str, Any] = {**dict.fromkeys(once, 1), "learning_starts": 0, "replay_folder": None}

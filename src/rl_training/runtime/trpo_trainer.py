@@ -15,26 +15,34 @@ from rl_training.stores.rollouts import RolloutParams, rollout_spec
 class TRPOParams(RolloutParams):
     """Hyper-parameters of TRPO."""
 
-    value_learning_rate: float = Field(1e-3, gt=0, le=10, description="Step size of the critic; the policy has none.")
+    value_learning_rate: float = Field(
+        1e-3, gt=0, le=10, description="Learning rate of the critic; the policy has none."
+    )
     value_updates: int = Field(80, ge=0, description="Gradient steps of the critic per rollout.")
     value_minibatch_size: int = Field(128, ge=1, description="Rows per step of the critic.")
-    max_grad_norm: float | None = Field(None, gt=0, description="Largest gradient norm of the critic, or null.")
+    max_grad_norm: float | None = Field(
+        None, gt=0, description="Maximum gradient norm of the critic; null: no clipping."
+    )
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages.")
-    normalize_advantages: bool = Field(True, description="Advantages to zero mean and unit deviation.")
-    max_kl: float = Field(0.01, gt=0, description="Size of the trust region.")
+    normalize_advantages: bool = Field(
+        True, description="Normalize advantages to zero mean and unit standard deviation."
+    )
+    max_kl: float = Field(0.01, gt=0, description="Size of the trust region: the maximum KL divergence of an update.")
     cg_iterations: int = Field(15, ge=1, le=10_000, description="Conjugate-gradient steps.")
     cg_damping: float = Field(0.1, gt=0, description="Added to the diagonal of the Fisher matrix.")
-    line_search_steps: int = Field(10, ge=1, le=10_000, description="Most backtracking steps.")
-    line_search_shrink: float = Field(0.8, gt=0, lt=1, description="Factor of each backtracking step.")
+    line_search_steps: int = Field(10, ge=1, le=10_000, description="Maximum number of backtracking steps.")
+    line_search_shrink: float = Field(
+        0.8, gt=0, lt=1, description="Factor by which each backtracking step shrinks the update."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _accept_learning_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """`learning_rate` is the critic's, since there is no other."""
+        """Accept `learning_rate` as the critic's, which is the only one."""
         return {"value_learning_rate": data["learning_rate"], **data} if "learning_rate" in data else data
 
     def fixed_numbers(self) -> dict[str, str]:
-        """What is not read: policy and critic have a step each instead of one sum of losses."""
+        """Numbers that are not read, because policy and critic have separate steps instead of one sum of losses."""
         unread = dict.fromkeys(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it")
         if "value_learning_rate" in self.schedules:
             unread["learning_rate"] = f"value_learning_rate{SCHEDULE} moves the same number"

@@ -50,9 +50,9 @@ class TrainResult:
 
 
 class TrainedPolicy:
-    """A learner with the spaces it acts in: predicts without an environment, in any thread.
+    """A learner with the spaces of its environment: predicts without an environment, in any thread.
 
-    It can be pickled to another process, where it acts on the CPU and starts its random numbers from its seed again.
+    It can be pickled and sent to another process, where it acts on the CPU and restarts its generator from its seed.
     """
 
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig) -> None:
@@ -60,9 +60,10 @@ class TrainedPolicy:
         self._sessions: dict[bool, ActingSession] = {}  # by whether they are deterministic
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
-        """The environment's action for one raw observation, or a batch for a batch; memory starts empty.
+        """Return the environment's action for one raw observation, or a batch of actions for a batch; memory is empty.
 
-        `action_mask` is as the environment's `info` has it, for a batch one per observation; None allows every action.
+        `action_mask` has the form of the environment's `info["action_mask"]`, one per observation of a batch; None
+        allows every action.
         """
         encoded, is_batch = encode_for_prediction(self.spaces, obs)
         masks = masks_for_prediction(self.spaces, action_mask, len(encoded), is_batch=is_batch)
@@ -73,14 +74,14 @@ class TrainedPolicy:
         return actions if is_batch else plain_action(actions[0])
 
     def session(self, count: int, deterministic: bool) -> ActingSession:
-        """The acting session, with no memory, for that many rows; always the same one, so that sampling continues."""
+        """The acting session for that many rows, with empty memory; always the same one, so that sampling continues."""
         if deterministic not in self._sessions:
             self._sessions[deterministic] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
         self._sessions[deterministic].forget(count)
         return self._sessions[deterministic]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The parts of a checkpoint that predicting needs, in its own format."""
+        """Pickle the parts of a checkpoint that prediction needs, in the checkpoint format."""
         with acting_lock(self.algorithm):
             state = dict(self.algorithm.state_dict())
         parts = {"config": self.config.model_dump(mode="json"), "spaces": self.spaces.to_dict(), "algorithm": state}
@@ -103,7 +104,7 @@ def train(
     config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
     run_suffix: str | None = None, console: bool | None = None,
 ) -> TrainResult:  # fmt: skip
-    """One run from the start; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
+    """Train a new run; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
     told, env = read_callbacks(callbacks), read_env(env)
     ranks = join_ranks()
     session = open_session(read_config(config, env), env=env, ranks=ranks)
@@ -175,7 +176,7 @@ def execute(
 
 
 def load_policy(path: PathLike, network: Any = None) -> TrainedPolicy:
-    """The policy in a checkpoint, on the CPU, ready to predict; `network` is your own, if it has one."""
+    """Load the policy of a checkpoint on the CPU, ready to predict; `network` is your own network, if it has one."""
     return TrainedPolicy(*load_algorithm(path, read_checkpoint(path), network))
 
 
@@ -218,7 +219,7 @@ def resume_training(
 ) -> TrainResult:  # fmt: skip
     """Continue from a checkpoint, in its own run folder or a new one under `output_dir`.
 
-    The budget (schedules stretch) and the place of files may change; any other key in `changes` needs `force`.
+    The budget (schedules stretch) and the location of files may change; any other key in `changes` needs `force`.
     """
     told = read_callbacks(callbacks)
     wanted = dict(changes or {})
@@ -227,11 +228,11 @@ def resume_training(
     if output_dir is not None:
         wanted["output_dir"] = str(output_dir)
     begun_in = run_dir_of(Path(path))
-    elsewhere = not {"output_dir", "env_id"}.isdisjoint(wanted)  # another environment makes another run
+    elsewhere = not {"output_dir", "env_id"}.isdisjoint(wanted)  # another environment means another run
     in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path)) else None
     ranks = join_ranks()
     with ExitStack() as held:
-        if in_place is not None:  # before reading, so that nobody else continues from the same state
+        if in_place is not None:  # before reading, so that no other process continues from the same state
             ranks.first(lambda: held.enter_context(locked(in_place)))
         session, state, notes = restore_session(path, wanted, force=force, env=env, ranks=ranks)
         if in_place is None and "output_dir" not in wanted:  # a checkpoint does not decide where to write

@@ -58,7 +58,9 @@ class ExpertParams(StrictModel):
         None, description="An npz file, the name of a packaged one, or Minari's folder."
     )
     expert_dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
-    expert_dataset_size: int | None = Field(None, ge=1, description="Steps to record, or to use of a larger set.")
+    expert_dataset_size: int | None = Field(
+        None, ge=1, description="Steps to record, or to use from a larger data set."
+    )
     expert_dataset_seed: int = Field(0, ge=0, description="Seed of the recorded steps.")
     expert_checkpoint: DataPath = Field(None, description="Checkpoint whose policy is recorded before the run.")
 

@@ -44,7 +44,9 @@ class DatasetParams(StrictModel):
         None, description="An npz file, the name of a packaged one, a checkpoint with its replay, or Minari's folder."
     )
     dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
-    dataset_size: int | None = Field(None, ge=1, description="Transitions to generate, or to use of a larger set.")
+    dataset_size: int | None = Field(
+        None, ge=1, description="Transitions to generate, or to use from a larger data set."
+    )
     dataset_seed: int = Field(0, ge=0, description="Seed of the generated data.")
 
 

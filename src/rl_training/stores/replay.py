@@ -31,7 +31,10 @@ WIDE_BATCH = 500_000  # bytes of observations from which a GPU gathers a batch f
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 ReplayMemory = Annotated[
     Literal["auto", "host", "device"],
-    Field(description="device: observations are in GPU memory too, and gathered there; auto: if large, and they fit."),
+    Field(
+        description="Where observations are kept: host, device (also in GPU memory), or auto: device if batches are "
+        "large and all observations fit."
+    ),
 ]
 
 
@@ -53,16 +56,18 @@ class ReplayParams(OffPolicyParams):
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
     random_action_hold: float = Field(
-        8.0, ge=1, le=10**6, description="Mean steps for which a random action is repeated, unless there are masks."
+        8.0, ge=1, le=10**6, description="Mean number of steps that a random action is held, unless there are masks."
     )
     train_frequency: int = Field(1, ge=1, description="Environment steps, summed over environments, per training turn.")
     gradient_updates_per_step: int = Field(1, ge=1, le=10_000, description="Updates per training turn.")
     n_step: int = Field(1, ge=1, le=1_000, description="Number of rewards in a return before bootstrapping.")
-    prioritized: bool = Field(False, description="Sample by the last error instead of uniformly.")
+    prioritized: bool = Field(False, description="Sample by the last error of a transition instead of uniformly.")
     prioritized_alpha: float = Field(0.6, ge=0, le=1, description="Exponent of the error in sampling; 0 is uniform.")
     prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="Initial exponent of the importance weights.")
     prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Final exponent of the importance weights.")
-    prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that all can be sampled.")
+    prioritized_eps: float = Field(
+        1e-6, gt=0, description="Added to every error, so that every transition can be sampled."
+    )
     replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
     replay_memory: ReplayMemory = "auto"
 
@@ -96,8 +101,12 @@ class ActorCriticParams(ReplayParams):
     """Slowly moving targets, and separate learning rates for the actor and the critics."""
 
     tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
-    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the critics; null: learning_rate.")
-    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Of the actor; null: learning_rate.")
+    critic_learning_rate: float | None = Field(
+        None, ge=0, le=10, description="Learning rate of the critics; null: learning_rate."
+    )
+    actor_learning_rate: float | None = Field(
+        None, ge=0, le=10, description="Learning rate of the actor; null: learning_rate."
+    )
 
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus the common rate if nothing uses it."""
@@ -109,7 +118,9 @@ class ActorCriticParams(ReplayParams):
 class DeterministicActorParams(ActorCriticParams):
     """A deterministic actor with exploration noise that follows the critic's gradient."""
 
-    exploration_noise: float = Field(0.1, ge=0, le=10, description="Std of the noise on actions in [-1, 1].")
+    exploration_noise: float = Field(
+        0.1, ge=0, le=10, description="Standard deviation of the noise on actions in [-1, 1]."
+    )
     action_gradient_clip: float | None = Field(
         None, gt=0, description="Maximum norm of dQ/da in the actor's step; null: no clipping."
     )
@@ -120,7 +131,7 @@ class TemperatureParams(StrictModel):
 
     alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
     target_entropy: float | None = Field(
-        None, description="Target entropy of auto; null: minus the number of action dimensions."
+        None, description="Target entropy of alpha auto; null: minus the number of action dimensions."
     )
 
     def fixed_numbers(self) -> dict[str, str]:

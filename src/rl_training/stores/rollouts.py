@@ -28,7 +28,7 @@ MOST_IMAGES = 1024  # whose values are computed at a time
 class RolloutParams(Params):
     """Hyper-parameters of algorithms that learn from rollouts."""
 
-    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps per environment and rollout.")
+    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
     policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy from this many updates ago.")

@@ -1,6 +1,6 @@
-"""Where the time of a short run goes, how far it is from its floor, and which settings would make it faster.
+"""Measure where the time of a short run goes, how far it is from its floor, and which settings are faster.
 
-The methods of the live objects are wrapped, so other runs pay nothing.
+The methods of the run's objects are wrapped for timing, so other runs have no overhead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_training.tools.floor import Floor, measure_floor
 from rl_training.tools.stopwatch import Stopwatch
 from rl_training.tools.worker_cost import WorkerCost, measure_workers
 
-# What each part of a run is made of: methods of the collector, the store, the algorithm and the run.
+# The methods of the collector, the store, the algorithm and the run that make up each part.
 PARTS = {
     "environment": ("collector.stepper.step", "collector.stepper.start"),
     "act": ("collector.actor.act", "collector.actor.add_logprobs", "store._evaluate"),
@@ -41,7 +41,7 @@ PARTS = {
     "checkpoint": ("run.save_checkpoint",),
 }
 REST = "rest"
-WORDS = {  # a part as a bottleneck, and what its floor consists of
+WORDS = {  # how to describe a part as the bottleneck, and its floor
     "environment": ("the environment", "its own steps alone"),
     "act": ("choosing actions", "matrix products alone"),
     "rollout on the device": ("rollouts on the device", "environment and matrix products alone"),
@@ -54,33 +54,33 @@ FLOORS = {
     "environment": ("environment",), "act": ("act",), "rollout on the device": ("environment", "act"),
     "learn": ("learn",),
 }  # fmt: skip
-MOST_RANDOM = 1_000  # random steps of a measurement before learning, whatever learning_starts says
-WORKER_SECONDS = 0.5  # of each measurement of the cost of workers
-MOST_WAITING = 10_000  # steps that a measurement waits for an update
-PACE_SECONDS, ROUNDS = 0.3, 3  # of measuring steps/s, of which the best round counts
-TURN_SECONDS = 1.0  # of a turn; trials of longer ones take shorter rollouts
-LONG_START = 10.0  # seconds before the first update after which no other setting is tried
-MUCH = 0.25  # share of the time from which on a part is worth a setting
-MANY_TIMES = 4  # the environments that are tried
-GAIN = 1.1  # a smaller one may be noise
+MOST_RANDOM = 1_000  # maximum random steps before a measurement learns, whatever learning_starts is
+WORKER_SECONDS = 0.5  # for each measurement of the cost of workers
+MOST_WAITING = 10_000  # maximum steps that a measurement waits for an update
+PACE_SECONDS, ROUNDS = 0.3, 3  # for measuring steps/s; the best round counts
+TURN_SECONDS = 1.0  # if a turn takes longer, trials use shorter rollouts
+LONG_START = 10.0  # if the first update comes later than this, in seconds, no other setting is tried
+MUCH = 0.25  # share of the time from which a part is worth trying other settings
+MANY_TIMES = 4  # multiple of the environments that is tried
+GAIN = 1.1  # a smaller gain may be noise
 
 
 class Trial(NamedTuple):
-    """A setting that was tried, its steps/s as a multiple of the run's, and the seconds that it compiled before."""
+    """A setting that was tried, its steps/s as a multiple of the run's, and the seconds that compiling took."""
 
     setting: str
     gain: float
     compiling: float = 0.0
 
     def describe(self, of: str = "") -> str:
-        """The gain, and what it costs once."""
+        """The gain, and the one-time cost of compiling."""
         once = f", after {self.compiling:.0f} s of compiling" if self.compiling else ""
         return f"{self.setting}: {self.gain:.2f} times{of}{once}"
 
 
 @dataclass
 class Breakdown:
-    """Seconds of a run by part; each without the parts called inside it."""
+    """Seconds of a run by part; each excludes the parts called inside it."""
 
     config: TrainConfig
     steps: int = 0
@@ -88,18 +88,18 @@ class Breakdown:
     total_seconds: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     workers: WorkerCost | None = None
-    floor: Floor | None = None  # None with workers, which share it
-    pace: float = 0.0  # steps/s of turns alone, the best of some rounds, as the floor and the trials are measured
+    floor: Floor | None = None  # None for a run with workers
+    pace: float = 0.0  # steps/s of turns alone, the best of several rounds, measured like the floor and the trials
     trials: tuple[Trial, ...] = ()
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second of training: without evaluations and checkpoints, as a run counts them."""
+        """Environment steps per second of training, without evaluations and checkpoints, as a run counts them."""
         aside = self.seconds.get("evaluate", 0.0) + self.seconds.get("checkpoint", 0.0)
         return self.steps / max(self.total_seconds - aside, 1e-9)
 
     def share(self, *parts: str) -> float:
-        """Of the time of the run."""
+        """The share of a part in the time of the run."""
         return sum(self.seconds.get(part, 0.0) for part in parts) / max(self.total_seconds, 1e-9)
 
     def describe_floor(self) -> str:
@@ -116,7 +116,7 @@ class Breakdown:
         )
 
     def describe_bottleneck(self) -> str:
-        """The part that takes longest, and how much of that its floor takes."""
+        """The part that takes longest, and the share of its time that its floor would take."""
         part = max(WORDS, key=self.share)
         name, alone = WORDS[part]
         said = f"{name}, {self.share(part):.0%} of the time"
@@ -134,7 +134,7 @@ class Breakdown:
 def benchmark(config: TrainConfig) -> Breakdown:
     """Run the config in a temporary folder and measure where the time of its loop goes; nothing is left behind.
 
-    The run starts when it learns: the random steps before that would make it look faster than it is.
+    The measurement starts when the run learns: the random steps before that would make it look faster.
     """
     begun, floor = time.perf_counter(), None
     session = open_measured(config)
@@ -154,35 +154,36 @@ def benchmark(config: TrainConfig) -> Breakdown:
 
 
 def warm_up(session: Session) -> int:
-    """Take steps until learning is at full speed, since first calls are slow; returns their number."""
+    """Take steps until learning is at full speed, because first calls are slow; return their number."""
     first = play_at_random(session)
     return first + begin_learning(session, first)[0]
 
 
 def begin_learning(session: Session, step: int) -> tuple[int, float]:
-    """Learn from `step` on until it is at full speed; returns steps and seconds."""
+    """Learn from `step` on until learning is at full speed; return steps and seconds."""
     steps, seconds = time_turns(session, step, 0.0)
     if session.config.accelerate == "none":
         return steps, seconds
-    more, longer = time_turns(session, step + steps, PACE_SECONDS)  # the first steps of a learner run plainly
+    more, longer = time_turns(session, step + steps, PACE_SECONDS)  # the first steps of a learner are not captured
     return steps + more, seconds + longer
 
 
 def measure_pace(session: Session, step: int) -> float:
-    """Steps per second from `step` on, the best of some rounds, because other programs may use this machine too."""
+    """Steps per second from `step` on: the best of several rounds, because other programs may use the machine."""
     best = 0.0
     for _ in range(ROUNDS):
         steps, seconds = time_turns(session, step, PACE_SECONDS)
         best = max(best, steps / seconds)
-        if seconds > TURN_SECONDS:  # one turn alone is long enough
+        if seconds > TURN_SECONDS:  # one turn is long enough
             break
     return best
 
 
 def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
-    """Settings that may help with what takes long, as changes of the config.
+    """Settings that may speed up the slow parts, as changes of the config.
 
-    Compiling would take minutes with a world model, and with native environments, whose rollouts differ in length.
+    `compile` is left out where it would take minutes: with a world model, and with native environments, whose rollouts
+    differ in length.
     """
     config, spec = result.config, get_algorithm_spec(result.config.algo)
     cores, on_gpu = os.cpu_count() or 1, config.device.startswith("cuda")
@@ -203,12 +204,12 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
     same_shapes = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
     slow = result.share("learn", "rollout on the device") >= MUCH
     if not on_gpu and config.accelerate == "none" and spec.learner.steps and same_shapes and slow:
-        tried["accelerate=compile"] = {"accelerate": "compile"}  # last, because its compilers stay
+        tried["accelerate=compile"] = {"accelerate": "compile"}  # last, because its compiler processes keep running
     return tried
 
 
 def try_settings(result: Breakdown) -> tuple[Trial, ...]:
-    """What each of the settings reaches, the best first; one that is not possible here is left out."""
+    """Try each setting and return the results, the best first; settings that are impossible here are left out."""
     trials, config = [], shorten_rollouts(result.config, result.pace)
     wanted = settings_to_try(result)
     pace = result.pace if config is result.config or not wanted else pace_of(config)[0]
@@ -220,7 +221,7 @@ def try_settings(result: Breakdown) -> tuple[Trial, ...]:
 
 
 def pace_of(config: TrainConfig) -> tuple[float, float]:
-    """The steps/s of a config in a session of its own, and how many seconds longer its first ones took."""
+    """The steps/s of a config in a separate session, and how many extra seconds its first steps took."""
     with closing(open_session(config)) as session:
         first = play_at_random(session)
         steps, seconds = begin_learning(session, first)
@@ -229,9 +230,9 @@ def pace_of(config: TrainConfig) -> tuple[float, float]:
 
 
 def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
-    """The config with turns of about `TURN_SECONDS` where a rollout is cut into minibatches.
+    """The config with turns of about `TURN_SECONDS`, if rollouts are divided into minibatches.
 
-    There are as many minibatches per step then, so the steps/s stay about the same.
+    The number of minibatches per step stays the same, so the steps/s stay about the same.
     """
     spec = get_algorithm_spec(config.algo)
     params: Any = read_params(spec.params, config.algo_kwargs)
@@ -244,7 +245,7 @@ def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
 
 
 def open_measured(config: TrainConfig) -> Session:
-    """The config's session, which learns after at most `MOST_RANDOM` steps."""
+    """Open a session of the config that learns after at most `MOST_RANDOM` steps."""
     params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
     if getattr(params, "learning_starts", 0) > MOST_RANDOM:
         config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "learning_starts": MOST_RANDOM}})
@@ -252,14 +253,14 @@ def open_measured(config: TrainConfig) -> Session:
 
 
 class Turn(NamedTuple):
-    """What one turn of the loop did."""
+    """The result of one turn of the loop."""
 
     steps: int
     updates: int
 
 
 def take_turn(session: Session, step: int) -> Turn:
-    """One turn of the loop at `step`, outside any run."""
+    """Take one turn of the loop at `step`, outside any run."""
     store, algorithm = session.store, session.algorithm
     steps = store.add(session.collect(store.request(step)), step)
     updates = 0
@@ -270,7 +271,7 @@ def take_turn(session: Session, step: int) -> Turn:
 
 
 def play_at_random(session: Session) -> int:
-    """Take turns until learning starts; returns their steps."""
+    """Take turns until learning starts; return the number of their steps."""
     step = 0
     while step < getattr(session.params, "learning_starts", 0):
         turn = take_turn(session, step)
@@ -281,9 +282,9 @@ def play_at_random(session: Session) -> int:
 
 
 def time_turns(session: Session, step: int, seconds: float) -> tuple[int, float]:
-    """Take turns from `step` on until `seconds` have passed and the last turn learned; returns their steps and seconds.
+    """Take turns from `step` on until `seconds` have passed and the last turn learned; return steps and seconds.
 
-    They end with an update because some lanes take many steps per update. A turn without steps counts as one step.
+    They end with an update because some algorithms take many steps per update. A turn without steps counts as one step.
     """
     begun, taken = time.perf_counter(), 0
     while True:
@@ -327,7 +328,7 @@ def _wrap_parts(watch: Stopwatch, roots: dict[str, Any]) -> None:
             target = roots[root]
             for attribute in between:
                 target = getattr(target, attribute, None)
-            if callable(getattr(target, method, None)):  # lanes differ in what they have
+            if callable(getattr(target, method, None)):  # not every algorithm has all of them
                 setattr(target, method, watch.wrap(getattr(target, method), part))
 
 
@@ -337,11 +338,11 @@ def estimate_seconds(session: Session, seconds: float) -> float:
     step = play_at_random(session)
     first_steps, first_spent = time_turns(session, step, 0.0)
     fits = hasattr(params, "model_updates")
-    if first_spent > 3 * seconds and not fits:  # long enough: slow first calls hardly matter
+    if first_spent > 3 * seconds and not fits:  # it ran long enough that slow first calls hardly matter
         return total * first_spent / first_steps
     steps, spent = time_turns(session, step + first_steps, seconds)
     per_step = spent / steps
-    # in a lane with a model, the first turn fits it; a run does that once, or as often as the budget asks
+    # with a dynamics model, the first turn fits it; a run does so once, or every `model_train_frequency` steps
     num_fits = math.ceil(total / getattr(params, "model_train_frequency", total)) if fits else 0
     return total * per_step + num_fits * max(0.0, first_spent - first_steps * per_step)
 

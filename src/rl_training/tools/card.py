@@ -1,4 +1,4 @@
-"""A model card: what an exported policy is, how well it plays, and how to use it and train it again, as Markdown."""
+"""A model card in Markdown: what an exported policy is, how well it plays, how to use it and train it again."""
 
 from __future__ import annotations
 

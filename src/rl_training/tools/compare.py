@@ -1,4 +1,4 @@
-"""Runs read from their folders as plain data, grouped by what differs between them, and compared."""
+"""Read runs from their folders as plain data, group them by the settings that differ, and compare the groups."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def group_runs(runs: Sequence[RunRecord], by: str | None = None) -> Groups:
 
 
 def describe_value(value: Any) -> str:
-    """A setting as YAML would have it, on one line."""
+    """A setting as one line of YAML."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {describe_value(part)}" for key, part in value.items())
     return value if isinstance(value, str) else f"{value:g}" if is_number(value) else json.dumps(value, default=str)
@@ -179,7 +179,7 @@ class PairScores:
 
     @property
     def verdict(self) -> str:
-        """What the interval of the difference says."""
+        """The conclusion from the interval of the difference."""
         low, high = float(self.difference.low), float(self.difference.high)
         if math.isnan(low):
             return "too few runs to tell"
@@ -289,7 +289,7 @@ def learning_curves(groups: Groups) -> tuple[str | None, list[Series]]:
 
 
 def doubts(groups: Groups) -> list[str]:
-    """Sentences on what makes a comparison weaker than its numbers look."""
+    """Sentences about what makes a comparison weaker than its numbers suggest."""
     notes, runs = [], [run for group in groups.values() for run in group]
     for name, group in groups.items():
         seeds = [(run.env_id, run.config.get("seed")) for run in group]

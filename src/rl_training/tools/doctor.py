@@ -1,4 +1,4 @@
-"""Checks of this machine, and of an environment with an algorithm: what works, what it costs, what to change."""
+"""Check this machine, and an environment with an algorithm: what works, what it costs, what to change."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from rl_training.tools.worker_cost import measure_workers
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step
 SECONDS = 1.0  # of each timing
-PROCESS_SECONDS = 60.0  # that an environment's process may be silent
+PROCESS_SECONDS = 60.0  # maximum time without an answer from an environment's process
 SHOWN = 6  # parts or dimensions named one by one
 LARGE = 10.0  # observations beyond this learn badly unless normalized
 
 
 class Check(NamedTuple):
-    """What one check found, and what to do about it."""
+    """The result of one check, and what to do about it."""
 
     name: str
     status: str
@@ -55,7 +55,7 @@ class Check(NamedTuple):
 
 
 def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SECONDS) -> Check:
-    """Whether a process that plays the environment survives and answers; the other checks play it in this one."""
+    """Whether a process that plays the environment survives and answers; the other checks play it in this process."""
     try:
         player = partial(Player, pickle_registrations(), recipe, seed)
         with closing(Workers([player], recipe.env_id, timeout)) as workers:
@@ -164,7 +164,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_support(spec: AlgorithmSpec, spaces: EnvSpaces) -> Check:
-    """Whether the algorithm takes these spaces."""
+    """Whether the algorithm supports these spaces."""
     try:
         spec.check_support(spaces)
     except UserError as error:
@@ -209,7 +209,7 @@ def check_truncation(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
 
 
 def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: AlgorithmSpec | None = None) -> Check:
-    """Whether episodes end in random play, and whether rewards are finite and of a sane size."""
+    """Whether episodes end in random play, and whether rewards are finite and of a reasonable size."""
     rewards, ends, cuts = [], 0, 0
     budget = time.perf_counter() + 2 * SECONDS
     for step in play_at_random(recipe, spaces, seed, 10 * STEPS):
@@ -246,7 +246,7 @@ def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     """Whether two environments with the same seed and actions behave the same."""
     copies = (play_at_random(recipe, spaces, seed, STEPS) for _ in range(2))
     for number, pair in enumerate(zip(*copies, strict=True)):
-        # a NaN in both is no difference; another check finds it
+        # a NaN in both is not a difference; another check reports it
         seen = ((np.asarray(step.next_obs), step.reward, step.terminated, step.truncated) for step in pair)
         same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(*seen, strict=True))
         one, other = (checksum((step.info or {}).get("action_mask")) for step in pair)
@@ -298,7 +298,7 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
 
 
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
-    """What the algorithm needs in this environment: memory, and time for its budget."""
+    """The memory and time that the algorithm needs in this environment for its budget."""
     yield from _guarded("memory", lambda: _weigh(config))
 
 

@@ -1,4 +1,4 @@
-"""Charts as SVG text: lines with bands, told apart by color and dash, in light and dark, with a title."""
+"""Charts as SVG text: lines with bands, distinguished by color and dash, for light and dark themes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draw_svg(
     series: Sequence[Series], title: str, x_label: str, y_label: str, *, width: int = 720, height: int = 340,
     standalone: bool = False,
 ) -> str:  # fmt: skip
-    """The chart as an `<svg>` element, or with `standalone` a whole file; its description says where the lines go."""
+    """The chart as an `<svg>` element, or a whole file if `standalone`; its description gives each line's ends."""
     told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
     name = "".join(letter if letter.isalnum() else "-" for letter in title)
     legend = place_legend([line.name for line in series], width) if len(series) > 1 else []
@@ -104,7 +104,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def place_legend(names: Sequence[str], width: int) -> list[tuple[float, int, str]]:
-    """Where each name of a legend goes, as many on a line as fit; a name longer than a line is cut."""
+    """The position of each name in a legend, as many per line as fit; a name longer than a line is cut."""
     placed: list[tuple[float, int, str]] = []
     x, y, most = 2.0, 0, int((width - 40) / LETTER)
     for name in names:

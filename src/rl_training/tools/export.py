@@ -39,11 +39,11 @@ OBS = "obs"  # the input of an observation, and the prefix of its parts' names
 CHECKED = 1000  # observations on which the exported and the original policy are compared
 STEPS = 20  # per episode in this comparison, for a policy with memory
 TOLERANCE = 1e-4  # of an action, relative to the larger of 1 and its size
-MOST_APART = 0.01  # share of the observations: where two actions are equally good, rounding decides
+MOST_APART = 0.01  # share of the observations that may differ: if two actions are equally good, rounding decides
 
 
 class ExportedPolicy(nn.Module):
-    """Inputs in the order of `input_names`, each [N, ...], to actions [N, ...] and, with memory, the next state."""
+    """Maps inputs in the order of `input_names`, each [N, ...], to actions [N, ...] (and, with memory, the state)."""
 
     def __init__(self, policy: TrainedPolicy) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ExportedPolicy(nn.Module):
         self._learner = (algorithm,)  # in a tuple, so that critics and optimizers are not part of this module
         self.acting = algorithm.acting()
         for parameter in self.acting.parameters():
-            parameter.data = parameter.data.clone()  # no longer a view of memory that holds the critic too
+            parameter.data = parameter.data.clone()  # no longer a view of memory that also holds the critic
             parameter.requires_grad_(False)
         self.spaces = spaces
         carry = algorithm.initial_carry(1)
@@ -81,7 +81,7 @@ class ExportedPolicy(nn.Module):
         return (self.scale(out.actions),) if self.state_size is None else (self.scale(out.actions), out.carry)
 
     def encode(self, parts: Sequence[Tensor]) -> Tensor:
-        """`EnvSpaces.encode` of the observations that the parts make up."""
+        """`EnvSpaces.encode` of the observations that consist of these parts."""
         if self.spaces.obs_kind == "image":
             return channels_first(parts[0].to(torch.uint8), self.spaces.image_layout)
         pixels, vector = [], []
@@ -244,7 +244,7 @@ def write_program(module: ExportedPolicy, path: Path, file_format: str, facts: d
     with torch.no_grad(), quiet():
         try:
             program = torch.export.export(module, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),))
-        except Exception as error:  # a third-party algorithm may do what cannot be traced
+        except Exception as error:  # a third-party algorithm may not be traceable
             reason = f"{facts['algo']} cannot be exported, since torch.export cannot trace its act"
             raise TrainingFailure(f"{reason} ({type(error).__name__}: {str(error).splitlines()[0]})") from error
         if file_format == "torch":
@@ -261,7 +261,7 @@ def write_program(module: ExportedPolicy, path: Path, file_format: str, facts: d
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence torch's exporters, which print, warn and log about packages that nobody asked for."""
+    """Silence torch's exporters, which print, warn and log about unrelated packages."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -20,7 +20,7 @@ from rl_training.runtime.random_play import draw, make_stepper
 from rl_training.runtime.session import Session
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mlp_forward", "mlp_backward")
-ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # of which products are counted
+ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # how many updates, or for how long, products are counted
 ROUNDS, ROUND_SECONDS, GRAPHED = 3, 0.005, 20
 
 
@@ -33,7 +33,7 @@ class Floor(NamedTuple):
 
     @property
     def total(self) -> float:
-        """One after the other, as in one process."""
+        """The sum of all parts, as if they ran one after the other."""
         return sum(self)
 
 
@@ -46,7 +46,7 @@ class Products(TorchDispatchMode):
         self.calls: dict[Any, Callable[[], Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The result of `func`, which is noted if it is a product."""
+        """Call `func` and count it if it is a product."""
         if func.overloadpacket.__name__ in PRODUCTS:
             key = func, _describe(args)
             self.counts[key] += 1
@@ -55,7 +55,7 @@ class Products(TorchDispatchMode):
 
     @torch.no_grad()
     def time(self, device: torch.device) -> float:
-        """Seconds of all of them, run alone: as plain calls, on a GPU as a graph."""
+        """Seconds that all counted products take alone: as plain calls, or as a graph on a GPU."""
         return sum(count * time_call(self.calls[key], device) for key, count in self.counts.items())
 
 
@@ -66,10 +66,10 @@ def _describe(x: Any) -> Any:
 
 
 def time_call(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call among many, the best of some rounds."""
+    """Seconds of one call among many, the best of several rounds."""
     repeats, run = 1, call
     if device.type == "cuda":
-        with suppress(RuntimeError):  # functions of a user's that cannot be captured run as plain calls
+        with suppress(RuntimeError):  # a user's functions that cannot be captured run as plain calls
             repeats, run = GRAPHED, capture(call, GRAPHED)
     run()
     count, best = 1, float("inf")
@@ -88,7 +88,7 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def capture(call: Callable[[], Any], repeats: int) -> Callable[[], Any]:
-    """So many calls as one CUDA graph."""
+    """Capture `repeats` calls as one CUDA graph."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         call()
@@ -101,7 +101,7 @@ def capture(call: Callable[[], Any], repeats: int) -> Callable[[], Any]:
 
 
 def measure_floor(session: Session, learner: Algorithm, step: int, seconds: float) -> Floor:
-    """The floor of the turns from `step` on; `learner` is a second one, whose steps are not captured."""
+    """The floor of the turns from `step` on; `learner` is a second learner, whose steps are not captured."""
     device, num_envs, store = learner.device, session.config.num_envs, session.store
     learning, acting, taken, updates = Products(), Products(), 0, 0
     end = time.perf_counter() + MOST_SECONDS
@@ -131,7 +131,7 @@ def measure_floor(session: Session, learner: Algorithm, step: int, seconds: floa
 
 @torch.no_grad()
 def time_functions(engine: DeviceEngine) -> float:
-    """Seconds per step of environments that are tensor functions: as plain calls, on a GPU as a graph."""
+    """Seconds per step of environments that are tensor functions: as plain calls, or as a graph on a GPU."""
     resets, noise = (part[0] for part in engine.draw(1))
     drawn = draw(engine.spaces, np.random.default_rng(0), engine.num_envs, None)
     actions = torch.from_numpy(engine.spaces.map_actions(drawn)).to(engine.device)
@@ -143,7 +143,7 @@ def time_functions(engine: DeviceEngine) -> float:
 
 
 def time_environment(session: Session, seconds: float) -> float:
-    """Seconds per step of the run's environments with random actions, without anything of ours around them."""
+    """Seconds per step of the run's environments with random actions, without any code of this package."""
     config, spaces, rng = session.config, session.spaces, np.random.default_rng(0)
     where = config.num_envs, config.vectorization, config.worker_timeout
     with closing(make_stepper(session.recipe, spaces, config.seed, *where)) as stepper:

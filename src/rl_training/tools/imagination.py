@@ -1,4 +1,4 @@
-"""Open-loop predictions of a world model against what really happened, as errors and as pictures."""
+"""Compare open-loop predictions of a world model with real episodes, as errors and as pictures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OpenLoopErrors(NamedTuple):
 
 @torch.no_grad()
 def open_loop(algorithm: Any, obs: Tensor, actions: Tensor, warm_up: int) -> Tensor:
-    """Predictions [B, L, ...]: states filtered from `warm_up` observations, then from actions alone, at modes."""
+    """Predictions [B, L, ...]: states from `warm_up` observations, then from actions alone, using modes."""
     model = algorithm.world_model
     inputs = algorithm.actor.input_of(actions.transpose(0, 1))
     is_first = torch.zeros(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
@@ -92,7 +92,7 @@ def play_windows(
 
 
 def window_starts(dataset: TransitionDataset, length: int) -> Array:
-    """First rows of windows of `length` observations that lie inside one episode and do not overlap."""
+    """First rows of windows of `length` observations that are inside one episode and do not overlap."""
     ends = dataset.episode_ends + 1
     starts = [  # n steps of an episode hold n + 1 observations
         np.arange(first, last - length + 2, length) for first, last in zip([0, *ends[:-1]], ends, strict=True)
@@ -158,7 +158,7 @@ def draw_strip(figure: Any, rows: list[Array], warm_up: int) -> Any:
 
 
 def write_gif(rows: list[Array], warm_up: int, target: Path) -> Path:
-    """Real, imagined and difference side by side; a bar on top while observations are still seen."""
+    """Real, imagined and difference side by side; a bar on top marks frames whose observations the model gets."""
     from PIL import Image
 
     pictures = []

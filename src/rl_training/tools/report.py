@@ -95,7 +95,7 @@ def build_report(groups: Groups, episodes: Sequence[str] = ()) -> str:
 
 
 def compare_on(env: str, groups: Groups) -> tuple[Groups, Comparison | str]:
-    """The groups' runs on one environment, and their comparison, or a sentence on why they cannot be compared."""
+    """The groups' runs on one environment, and their comparison, or a sentence with why they cannot be compared."""
     own = {name: [run for run in group if run.env_id == env] for name, group in groups.items()}
     own = {name: group for name, group in own.items() if group}
     try:
@@ -231,14 +231,14 @@ def describe_settings(groups: Groups) -> list[str]:
         for setting in dict.fromkeys(key for run in group for key in run.settings if key not in OWN_TO_A_RUN):
             values = dict.fromkeys(describe_value(run.settings.get(setting)) for run in group)
             default = defaults.get(setting, "-")
-            if list(values) != [default] and default != "auto":  # what auto became is not a choice
+            if list(values) != [default] and default != "auto":  # a resolved `auto` is not the user's choice
                 rows.append((setting, " / ".join(values), default))
         parts += [f"<h3>{escape(name)}</h3>", table(["setting", "value", "default"], rows, "words")]
     return parts
 
 
 def default_settings(algo: str) -> dict[str, str]:
-    """What `train --algo` would use, as `describe_value` writes it."""
+    """The settings that `train --algo` would use, as `describe_value` writes them."""
     from pydantic_core import PydanticUndefined, to_jsonable_python
 
     from rl_training.experiment.config import TrainConfig
@@ -338,7 +338,7 @@ def show_episodes(groups: Groups, env: Any = None) -> list[str]:
 
 @contextmanager
 def without_screen() -> Iterator[None]:
-    """Make renderers draw into memory, unless the user's environment variables say how they draw."""
+    """Make renderers draw into memory, unless the user's environment variables say otherwise."""
     wanted = {"SDL_VIDEODRIVER": "dummy"}
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
         wanted["MUJOCO_GL"] = "egl"
@@ -352,7 +352,7 @@ def without_screen() -> Iterator[None]:
 
 
 def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
-    """An episode of the best run of a group as a moving picture, or a sentence on why there is none."""
+    """An animated episode of the best run of a group, or a sentence that says why there is none."""
     scored = [(values.max(), run) for run in runs if len(values := run.curve(EVALUATED)[1])]
     run = max(scored, key=lambda pair: pair[0])[1] if scored else runs[0]
     found = [run.folder / "checkpoints" / file for file in ("best.ckpt", "latest.ckpt")]

@@ -17,7 +17,7 @@ class Stopwatch:
         self._synchronize = synchronize or (lambda: None)
 
     def wrap(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The method with its time measured; the time a generator takes for each value counts too."""
+        """Wrap the method to measure its time, including the time that a generator takes for each value."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.timing(part):

@@ -41,7 +41,7 @@ FIELDS = ("eval_interval", "max_updates")  # every algorithm has them; not hyper
 
 @dataclass(frozen=True)
 class Dimension:
-    """Where to search for one hyper-parameter: between two numbers, or among choices; `value` is the config's value."""
+    """The search range of one hyper-parameter: two numbers, or choices; `value` is the config's value."""
 
     value: Any
     low: float = 0.0
@@ -97,7 +97,7 @@ def current_value(params: Params, name: str) -> Any:
 
 
 def dimension(model: type[Params], name: str, value: Any) -> Dimension:
-    """Where to search for a hyper-parameter: the curated range, else what its type and bounds allow around `value`."""
+    """The search range of a hyper-parameter: the curated range, or what its type and bounds allow around `value`."""
     field = model.model_fields[name]
     given = curated()["ranges"].get(name)
     if given is None and (choices := choices_of(field.annotation)):
@@ -155,7 +155,7 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 def prepare(config: TrainConfig, folder: Path, workers: int) -> TrainConfig:
     """The config for trials: evaluated during the run, in the study's folder, without replay in checkpoints.
 
-    Parallel trials use one thread each unless the config says otherwise: threads that wait for cores are slow.
+    Parallel trials use one thread each unless the config says otherwise, because threads that wait for cores are slow.
     """
     if not config.eval_episodes:
         raise UserError("eval_episodes is 0; tune compares evaluations, so it must be at least 1.")
@@ -187,7 +187,7 @@ class Report(Callback):
 def work(link: Connection, modules: Sequence[str]) -> None:
     """The loop of a worker: it receives configs, and sends evaluations and the end of each run."""
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # Ctrl-C is for the study
+        os.setpgrp()  # so that Ctrl-C reaches only the study
     threading.Thread(target=end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     for name in modules:
@@ -223,12 +223,12 @@ class Worker:
         self.job: Job | None = None
 
     def start(self, job: Job) -> None:
-        """Give it a run."""
+        """Start a job."""
         self.job = job
         self.link.send(job.config)
 
     def close(self) -> None:
-        """End it, even in the middle of a run."""
+        """End the process, even in the middle of a run."""
         self.process.terminate()
         self.process.join(10)
         if self.process.is_alive():
@@ -270,7 +270,7 @@ def run_jobs(jobs: Iterator[Job], count: int, modules: Sequence[str], tick: Call
 
 
 def hear(workers: list[Worker], worker: Worker, modules: Sequence[str]) -> None:
-    """Handle one message of a worker; a dead worker is replaced, and its run counts as failed."""
+    """Handle one message from a worker; a dead worker is replaced, and its run counts as failed."""
     job = worker.job
     assert job is not None
     try:
@@ -313,7 +313,7 @@ class Study:
         self._take_up()
 
     def _check_same(self) -> None:
-        """Refuse a folder in which something else was tuned."""
+        """Refuse a folder in which another config was tuned."""
         fields = ("algo", "env_id", "total_timesteps", "eval_episodes", "algo_kwargs", "env_kwargs")
         dump = self.config.model_dump(mode="json")
         says = {name: dump[name] for name in fields} | {"space": {n: d.describe() for n, d in self.space.items()}}

@@ -1,4 +1,4 @@
-"""Whether worker processes would pay off: the time of a step in one process, and in a worker, which also sends it."""
+"""Measure whether worker processes would be faster: the time of a step in one process, and in a worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorkerCost(NamedTuple):
 
     step: float  # the environment's own, in one process with `num_envs`
     collect: float  # with acting, in the same process
-    handover: float  # what a worker adds to stepping: it acts for its own environments only, and answers
+    handover: float  # what a worker adds to a step: acting for its few environments, and answering
     busy: float  # share of a worker's time in which a core works
     num_envs: int
     cores: int
@@ -58,7 +58,7 @@ class WorkerCost(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        """Whether the environment takes longer than handing its steps over, and there is room for enough workers."""
+        """Whether an environment step takes longer than handing it over, and enough workers are possible."""
         return self.step > self.handover and self.least_workers <= self.most_workers
 
     def describe(self, env_id: str) -> str:
@@ -118,7 +118,7 @@ def time_collecting(session: Session, algorithm: Algorithm, num_envs: int, secon
 
 
 def time_trip() -> float:
-    """Median seconds between a question to a process and its answer."""
+    """Median seconds between a request to a process and its answer."""
     with closing(Workers([partial(io.BytesIO, ANSWER)], "a worker", 60.0)) as workers:
         times = [time.perf_counter()]
         for _ in range(TRIPS):

@@ -1,1 +1,1 @@
-"""Kernels for GPUs, which need Triton: nothing imports them where it is missing."""
+"""GPU kernels, which need Triton; they are not imported if it is missing."""

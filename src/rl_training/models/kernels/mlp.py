@@ -1,7 +1,7 @@
 """MLPs with two hidden layers as one Triton kernel forward and one backward, for many rows on a GPU.
 
 Layer by layer, a small network spends its time moving activations through device memory. Here a program keeps a block
-of rows and all weights on the chip; the backward kernel computes the activations again instead of reading them. Each
+of rows and all weights on the chip; the backward kernel recomputes the activations instead of reading them. Each
 program adds up the gradients of its blocks in order, and the sums are added in order, so results never vary.
 
 Products follow `torch.set_float32_matmul_precision`: "highest" (the default) is three TF32 products that together are
@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 FORWARD = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
-BACKWARD = {"BLOCK": 32, "num_warps": 4, "num_stages": 1}  # with a second stage, two do not fit into the memory
+BACKWARD = {"BLOCK": 32, "num_warps": 4, "num_stages": 1}  # with two stages, two programs do not fit into shared memory
 PROGRAMS = 2  # per multiprocessor: more do not fit
-# No value or alignment of these gets a kernel of its own: each is compiled once.
+# Triton does not specialize kernels on the values or alignment of these: each kernel is compiled once.
 SHAPE = ["count", "num_in", "num_1", "num_2", "num_out"]
 MEMORY = ["x_at", "w0", "b0", "w1", "b1", "w2"]
 
