@@ -318,7 +318,7 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
 def _synchronize(session: Session) -> None:
     """Wait for a GPU, which may still be busy after a call has returned."""
     if session.config.device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(session.config.device)
 
 
 def _wrap_parts(watch: Stopwatch, roots: dict[str, Any]) -> None:

@@ -69,7 +69,8 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call among many, the best of several rounds."""
     repeats, run = 1, call
     if device.type == "cuda":
-        with suppress(RuntimeError):  # a user's functions that cannot be captured run as plain calls
+        # a user's functions that cannot be captured run as plain calls
+        with suppress(RuntimeError), torch.cuda.device(device):
             repeats, run = GRAPHED, capture(call, GRAPHED)
     run()
     count, best = 1, float("inf")
@@ -80,7 +81,7 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
             for _ in range(count):
                 run()
             if device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
             spent = time.perf_counter() - begun
             count = count if spent >= ROUND_SECONDS else 2 * count
         best = min(best, spent / count / repeats)
