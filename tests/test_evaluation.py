@@ -21,7 +21,7 @@ from rl_training.runtime import run as run_module
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.progress import RecentSpeeds
 from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, train
+from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 ENDLESS = 10**9
 
@@ -165,6 +165,18 @@ def test_the_time_left_is_that_of_the_first_budget(tmp_path: Path, monkeypatch: 
     assert paces(tmp_path, monkeypatch, "a2c", kwargs=rollouts, max_seconds=100)[0] == pytest.approx((10, 10 / 19, 81))
     few = rollouts | {"max_updates": 4}
     assert paces(tmp_path, monkeypatch, "a2c", kwargs=few)[0] == pytest.approx((10, 10 / 19, 57))
+
+
+def test_a_budget_that_is_used_up_leaves_no_time(tmp_path: Path) -> None:
+    left: list[float] = []
+
+    class Watch(Callback):
+        def on_start(self, run: Run) -> None:
+            left.append(run.pace()[1])
+
+    result = train(tiny("a2c", tmp_path, eval_episodes=0), callbacks=[Watch()], console=False)
+    resume_training(result.checkpoint_path, callbacks=[Watch()], console=False)
+    assert left == [math.inf, 0.0]
 
 
 def test_a_line_of_random_steps_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

@@ -228,9 +228,10 @@ class Run:
         seconds = self.train_seconds if self.is_evaluating else self._trained_seconds()
         speeds = self._recent.update(seconds, self.step, self.updates)
         budgets = (self.config.total_timesteps - self.step, speeds[0]), (self._updates_left(), speeds[1])
-        left = [] if self._warms_up else [amount / speed for amount, speed in budgets if speed > 0]
+        left = [amount / speed for amount, speed in budgets if speed > 0 and not self._warms_up]
         left += [] if self.config.max_seconds is None else [self.config.max_seconds - seconds]
-        return speeds[0], max(0.0, min(left, default=math.inf))
+        is_used_up = any(amount <= 0 for amount, _ in budgets)
+        return speeds[0], 0.0 if is_used_up else max(0.0, min(left, default=math.inf))
 
     def _updates_left(self) -> float:
         return math.inf if self.params.max_updates is None else self.params.max_updates - self.updates
