@@ -155,7 +155,7 @@ def test_the_speed_of_random_steps_says_nothing_of_the_time_left(
     seen = paces(tmp_path, monkeypatch, "dqn", kwargs=every_step)
     fills = [(speed, left) for step, speed, left in seen if step < 100]
     assert set(fills) == {(1.0, math.inf)}
-    learns = [(step, speed, left) for step, speed, left in seen if step > 101]
+    learns = [(step, speed, left) for step, speed, left in seen if step > 101]  # the first update is not timed
     assert learns == [pytest.approx((step, 0.1, 10 * (200 - step))) for step in range(102, 201)]
 
 
@@ -183,6 +183,7 @@ def test_a_line_of_random_steps_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(logging, "_PLAIN_SECONDS", 0.0)
     train(tiny("dqn", tmp_path, eval_episodes=0), console=True)
     lines = [line for line in capfd.readouterr().err.splitlines() if "/128" in line]
+    assert not [line for line in lines if "  0 steps/s" in line]
     fills = ["  not learning yet  " in line and "eta -:--:--" in line for line in lines]
     assert {True, False} == set(fills)
     assert fills == sorted(fills, reverse=True)

@@ -86,8 +86,10 @@ class Run:
         self._resumed_at = self._last_save = time.perf_counter()
         self._save_seconds = 0.0
         self._at_start = self.step, self.train_seconds
+        self._recent = self._begin_speeds()
+        self._updates_at_start = self.updates
+        self._warms_up = self._was_warm_up = False  # in this turn, in the last one: steps without an update so far
         self._logged_update = self._evaluated_step = -1
-        self._begin_speeds()
 
     # the loop's questions ----------------------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ class Run:
         self._tell("on_start")
         self._evaluate_when_due()  # a signal ended the run in this evaluation
         self._resumed_at, self._at_start = time.perf_counter(), (self.step, self.train_seconds)
-        self._begin_speeds()
+        self._recent = self._begin_speeds()
 
     def finished(self) -> bool:
         """Whether a budget is used up or a stop was requested."""
@@ -159,10 +161,9 @@ class Run:
     def tick(self) -> None:
         """Log, evaluate, checkpoint and stop early, each when it is due."""
         self.in_turn = self.abandoned = False
-        if self.updates == self._updates_at_start:
-            self._warms_up = True
-        elif self._warms_up:
-            self._begin_speeds()
+        self._was_warm_up, self._warms_up = self._warms_up, self.updates == self._updates_at_start
+        if self._was_warm_up and not self._warms_up:
+            self._recent = self._begin_speeds()
         if self.updates >= self.next_log:
             self.next_log = self.updates - self.updates % self.config.log_interval + self.config.log_interval
             self.log_row()
@@ -212,6 +213,8 @@ class Run:
         return dict(zip(metrics, self.ranks.average(list(metrics.values())), strict=True))
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
+        if self._was_warm_up and not self._warms_up and not self.is_evaluating:
+            return  # the speed has just begun anew; the next turn shows it
         collected = self.session.collector.metrics(last=True)
         mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}
@@ -236,10 +239,8 @@ class Run:
     def _updates_left(self) -> float:
         return math.inf if self.params.max_updates is None else self.params.max_updates - self.updates
 
-    def _begin_speeds(self) -> None:
-        """Measure the speed from here on."""
-        self._recent = RecentSpeeds(self._trained_seconds(), self.step, self.updates)
-        self._updates_at_start, self._warms_up = self.updates, False
+    def _begin_speeds(self) -> RecentSpeeds:
+        return RecentSpeeds(self._trained_seconds(), self.step, self.updates)
 
     def steps_per_second(self) -> float:
         """Steps of this process over its training time."""
