@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from resume_cases import rows_of
-from rl_training.cli.exits import describe, run_to_exit_code
+from rl_training.cli.exits import describe, describe_warning, run_to_exit_code
 from rl_training.cli.main import app
 from rl_training.cli.overrides import apply_settings
 from rl_training.cli.screen import larger_budget, mean_interval
@@ -538,3 +538,9 @@ def test_a_real_command_refuses_wrong_input_with_one_sentence(tmp_path: Path) ->
     done = command("train", "--config", "ppo/cartpole", "--num-envs", "no", folder=tmp_path)
     check_one_sentence(done.returncode, done.stderr, "num_envs is 'no'")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_warnings_of_gymnasium_are_plain_lines() -> None:
+    said = "\x1b[33mWARN: The environment CartPole-v0 is out of date.\x1b[0m"
+    assert describe_warning(DeprecationWarning(said)) == "warning: The environment CartPole-v0 is out of date."
+    assert describe_warning(UserWarning("survival bias")) == "warning: survival bias"

@@ -21,7 +21,7 @@ from rl_training.runtime import evaluation
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.clock import RecentSpeeds
 from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, train
+from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 ENDLESS = 10**9
 
@@ -155,7 +155,7 @@ def test_the_speed_of_random_steps_says_nothing_of_the_time_left(
     seen = paces(tmp_path, monkeypatch, "dqn", kwargs=every_step)
     fills = [(speed, left) for step, speed, left in seen if step < 100]
     assert set(fills) == {(1.0, math.inf)}
-    learns = [(step, speed, left) for step, speed, left in seen if step > 101]
+    learns = [(step, speed, left) for step, speed, left in seen if step > 101]  # the first update is not timed
     assert learns == [pytest.approx((step, 0.1, 10 * (200 - step))) for step in range(102, 201)]
 
 
@@ -167,10 +167,23 @@ def test_the_time_left_is_that_of_the_first_budget(tmp_path: Path, monkeypatch: 
     assert paces(tmp_path, monkeypatch, "a2c", kwargs=few)[0] == pytest.approx((10, 10 / 19, 57))
 
 
+def test_a_budget_that_is_used_up_leaves_no_time(tmp_path: Path) -> None:
+    left: list[float] = []
+
+    class Watch(Callback):
+        def on_start(self, run: Run) -> None:
+            left.append(run.pace()[1])
+
+    result = train(tiny("a2c", tmp_path, eval_episodes=0), callbacks=[Watch()], console=False)
+    resume_training(result.checkpoint_path, callbacks=[Watch()], console=False)
+    assert left == [math.inf, 0.0]
+
+
 def test_a_line_of_random_steps_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(logging, "_PLAIN_SECONDS", 0.0)
     train(tiny("dqn", tmp_path, eval_episodes=0), console=True)
     lines = [line for line in capfd.readouterr().err.splitlines() if "/128" in line]
+    assert not [line for line in lines if "  0 steps/s" in line]
     fills = ["  not learning yet  " in line and "eta -:--:--" in line for line in lines]
     assert {True, False} == set(fills)
     assert fills == sorted(fills, reverse=True)

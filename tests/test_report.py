@@ -182,6 +182,14 @@ def test_what_a_renderer_does_costs_only_the_picture(
     assert "Run it again" in page
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_environment_that_cannot_render_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gymnasium warns of its id; the page says that there is no picture."""
+    monkeypatch.setitem(gym.registry, "Plain-v0", gym.envs.registration.EnvSpec("Plain-v0", "env_zoo:Walk"))
+    run_command("train", "--env", "Plain-v0", *TINY)
+    assert "no episode, because" in page_of("runs")
+
+
 def test_renderers_are_told_to_draw_into_memory_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISPLAY", "SDL_VIDEODRIVER"):
         monkeypatch.delenv(name, raising=False)

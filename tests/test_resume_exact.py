@@ -124,6 +124,17 @@ def test_a_checkpoint_next_to_somebodys_config_is_resumed_in_a_folder_of_its_own
 # ---- what a resume may change ----------------------------------------------------------------------------------------
 
 
+def test_a_budget_without_schedules_stretches_none(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """And the folder is shown as it was in the first run: relative to where the user is."""
+    monkeypatch.chdir(tmp_path)
+    halfway = train(tiny("a2c", Path("runs")), callbacks=[StopAt(64)], console=True)
+    started = capsys.readouterr().err.splitlines()[0]
+    resume_training(halfway.checkpoint_path, total_timesteps=2048, console=True)
+    again, budget = capsys.readouterr().err.splitlines()[:2]
+    assert again == started
+    assert budget == "the budget is now 2,048 steps (was 128)"
+
+
 def test_a_larger_budget_stretches_the_schedules_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

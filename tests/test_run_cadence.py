@@ -507,11 +507,11 @@ def test_the_manifest_keeps_what_the_start_says_and_warnings_reach_everybody(
     assert capsys.readouterr().err == ""
     told = train(config, console=True)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith(f"gail on CartPole-v1: {told.run_dir} (device cpu, ")
+    assert lines[0].startswith(f"gail on CartPole-v1: {told.run_dir.name} (device cpu, ")
     assert lines[1].startswith("warning: survival bias: episodes can end early")
     for result in (silent, told):
         messages = json.loads((result.run_dir / "manifest.json").read_text())["messages"]
-        assert messages == [lines[0].replace(str(told.run_dir), str(result.run_dir)), lines[1]]
+        assert messages == [lines[0].replace(told.run_dir.name, result.run_dir.name), lines[1]]
 
 
 def test_the_manifest_keeps_what_a_resume_says(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def is_first_rank() -> bool:
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
 
 
+def describe_warning(message: object) -> str:
+    """A Python warning as a line; without the colors and the `WARN: ` of Gymnasium's."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(message))
+    return f"warning: {plain.removeprefix('WARN: ')}"
+
+
 def describe(error: Exception) -> tuple[int, str]:
     """The exit code and the sentence of an exception."""
     if isinstance(error, UnknownKey):

@@ -29,7 +29,7 @@ from rl_training.cli import (
     train,
     tune,
 )
-from rl_training.cli.exits import run_to_exit_code
+from rl_training.cli.exits import describe_warning, run_to_exit_code
 from rl_training.cli.options import option
 from rl_training.errors import UserError, did_you_mean
 
@@ -111,5 +111,5 @@ def main() -> None:
     """The console entry point."""
     if sys.stderr is not None:
         faulthandler.enable()  # prints a traceback if an environment or library crashes the process
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_: f"{describe_warning(message)}\n"
     app()

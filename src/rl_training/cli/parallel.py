@@ -157,7 +157,7 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # the parent process passes signals on; the terminal must not send them too
     os.environ["OMP_NUM_THREADS"] = threads
-    from rl_training.cli.exits import STOPPED, describe
+    from rl_training.cli.exits import STOPPED, describe, describe_warning
     from rl_training.cli.options import name_environment
     from rl_training.runtime.callback import Callback
     from rl_training.runtime.run import Run
@@ -174,7 +174,7 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
                 mean = run.progress_metrics().get("episode_return_mean")
                 pipe.send(("progress", run.step, *run.pace(), mean))
 
-    warnings.showwarning = lambda message, *_, **__: pipe.send(("said", f"warning: {message}"))
+    warnings.showwarning = lambda message, *_, **__: pipe.send(("said", describe_warning(message)))
     try:
         name_environment(config.env_id if config.env_id in config.named else None, modules)
         result = train(config, callbacks=[Tell()], console=False)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.25, 5.0
+_BAR, _NARROW = 20, 80  # columns of the bar, and of a terminal that has no room for one
 _WARNING = "warning: "
 
 
@@ -142,7 +143,8 @@ class RunLogger:
             elif step is None:
                 self._line.console.print(text, soft_wrap=True)
             else:
-                while len(text) > self._line.console.width - 21 and "  " in text:
+                bar = _BAR + 1 if len(self._line.columns) > 1 else 0
+                while len(text) > self._line.console.width - bar and "  " in text.strip():
                     text = text.rpartition("  ")[0]  # whole parts only: half a number reads as another number
                 self._line.update(self._line.task_ids[0], completed=step, description=text, refresh=True)
         except (OSError, ValueError):  # a terminal that went away must not end a run
@@ -158,8 +160,9 @@ def _start_line(stream: TextIO, total: int) -> Progress:
 
     text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
     console = Console(file=stream, force_terminal=True, force_jupyter=False, markup=False, highlight=False)
+    columns = [text] if console.width < _NARROW else [BarColumn(_BAR), text]  # the text has the share too
     line = Progress(  # without a thread, and without redirecting other output
-        BarColumn(20), text, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        *columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
     )
     line.add_task("", total=total)
     line.start()

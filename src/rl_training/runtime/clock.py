@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,8 +36,9 @@ class TrainingClock:
     def start(self, step: int, updates: int) -> None:
         """Count from here on: the time since the clock was made does not count."""
         self._resumed_at = time.perf_counter()
-        self._first = step, self._seconds
-        self._measure_from(step, updates)
+        self._first_step, self._first_second, self._first_updates = step, self._seconds, updates
+        self.before_learning = self.has_restarted = False
+        self._recent = RecentSpeeds(self._seconds, step, updates)
 
     def stop(self) -> None:
         """Count no more."""
@@ -61,31 +61,29 @@ class TrainingClock:
 
     def steps_per_second(self, step: int) -> float:
         """The mean since the start of this process."""
-        first_step, first_second = self._first
-        return (step - first_step) / max(self.seconds - first_second, 1e-9)
+        return (step - self._first_step) / max(self.seconds - self._first_second, 1e-9)
 
     def tick(self, step: int, updates: int) -> None:
-        """Measure speeds anew from the first update on.
+        """Note a turn, and measure speeds anew after the first one with an update.
 
         Steps before it are taken many times as fast and say nothing about the time that the others will take.
         """
-        if updates == self._first_updates:
-            self.before_learning = True
-        elif self.before_learning:
-            self._measure_from(step, updates)
-
-    def _measure_from(self, step: int, updates: int) -> None:
-        self._recent = RecentSpeeds(self.seconds, step, updates)
-        self._first_updates, self.before_learning = updates, False
+        was_before, self.before_learning = self.before_learning, updates == self._first_updates
+        self.has_restarted = was_before and not self.before_learning
+        if self.has_restarted:
+            self._recent = RecentSpeeds(self.seconds, step, updates)
 
     def pace(self, step: int, updates: int, budgets: Sequence[float]) -> tuple[float, float]:
         """Recent steps per second, and the seconds left until the first budget of steps, updates or seconds is spent.
 
         They are infinite as long as nothing is known about the speed of learning.
         """
-        speeds = self._recent.update(self.seconds, step, updates)
-        *amounts, left = (budget - spent for budget, spent in zip(budgets, (step, updates, self.seconds), strict=True))
+        seconds = self.seconds
+        speeds = self._recent.update(seconds, step, updates)
+        *amounts, left = (budget - spent for budget, spent in zip(budgets, (step, updates, seconds), strict=True))
+        if min(amounts) <= 0:
+            return speeds[0], 0.0
         if not self.before_learning:
             needed = [amount / speed for amount, speed in zip(amounts, speeds, strict=True) if speed > 0]
-            left = min(left, *needed, math.inf)
+            left = min([left, *needed])
         return speeds[0], max(0.0, left)

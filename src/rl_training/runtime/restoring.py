@@ -305,8 +305,9 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
         names = f"{config.env_id} (was {stored.env_id})"
         notes.append(f"the environment is now {names}; new episodes and a new replay begin")
     if config.total_timesteps != stored.total_timesteps:
-        budgets = f"{config.total_timesteps} steps (was {stored.total_timesteps})"
-        notes.append(f"the budget is now {budgets}; schedules stretch with it")
+        params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
+        stretch = "; schedules stretch with it" if params.schedules or params.built_in_schedules() else ""
+        notes.append(f"the budget is now {config.total_timesteps:,} steps (was {stored.total_timesteps:,}){stretch}")
     return config, notes
 
 

@@ -213,6 +213,8 @@ class Run:
         return dict(zip(metrics, self.ranks.average(list(metrics.values())), strict=True))
 
     def _show_progress(self, metrics: dict[str, float]) -> None:
+        if self.clock.has_restarted and not self.is_evaluating:
+            return  # no speed is known yet; the next turn shows it
         collected = self.session.collector.metrics(last=True)
         mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in metrics.items() if name.endswith("loss")}

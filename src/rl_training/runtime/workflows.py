@@ -148,10 +148,12 @@ def execute(
     """Run the loop of an open session in its folder."""
     resolved = session.config
     kept, *warnings = session.store.describe().split("\n")
+    here = Path.cwd()
+    shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
     where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.has_workers else ""
     where += " on Ray" if resolved.execution_backend == "ray" else ""
     messages = [
-        f"{resolved.algo} on {resolved.env_id}: {run_dir} (device {resolved.device}, threads {resolved.threads}, "
+        f"{resolved.algo} on {resolved.env_id}: {shown} (device {resolved.device}, threads {resolved.threads}, "
         f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept}"
         + (f", each of {session.ranks.count} learners)" if session.ranks.count > 1 else ")"),
         *warnings,

@@ -9,6 +9,7 @@ import io
 import os
 import shlex
 import sys
+import warnings
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -389,7 +390,9 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
     algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint), names)
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     check_same_spaces(spaces, probe_spaces(recipe))
-    played = make_env(recipe, evaluation=True, render_mode="rgb_array")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of an environment that cannot render: the report says so
+        played = make_env(recipe, evaluation=True, render_mode="rgb_array")
     frames: list[Any] = []
     steps, total, stride, ended = 0, 0.0, 1, False
     with closed_after([played], spaces.env_id):
