@@ -173,7 +173,7 @@ def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
     if isinstance(recipe.maker, MadeEnvironment):
         for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
             if (value := getattr(config, name)) not in (fits, "auto"):
-                raise UserError(f"env is one environment, made already, but {name} is {value!r}; {GIVE_ONE}.")
+                raise UserError(f"env is a single environment instance, but {name} is {value!r}; {GIVE_ONE}.")
 
 
 def check_loggers(config: TrainConfig) -> None:

@@ -112,8 +112,8 @@ class DemonstrationStore(RolloutStore):
         schedule = params.schedules.get("gamma")  # which no validator sees
         if params.absorbing_states and schedule is not None and 1 in (schedule.start, schedule.end):
             raise UserError(
-                "algo_kwargs.gamma_schedule: gamma would be 1; with absorbing_states it must stay below, or an end is "
-                "worth infinitely much."
+                "algo_kwargs.gamma_schedule: gamma would be 1; with absorbing_states it must stay below 1, or an end "
+                "has infinite value."
             )
         self.expert = find_expert(params, context.recipe, context.spaces)
         self.absorbing_steps: Array | None = None
