@@ -1,4 +1,4 @@
-"""Tracking services next to the run's own files: Weights & Biases and MLflow."""
+"""Tracking services in addition to the run's own files: Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_training.experiment.metrics_file import tagged_numbers
 
 
 class Service:
-    """A tracking service next to the run's own files; if it fails, the run warns once and continues without it."""
+    """A tracking service in addition to the run's files; if it fails, the run warns once and continues without it."""
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         self.name, self._warn, self._client = name, warn, None
