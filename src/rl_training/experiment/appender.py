@@ -32,7 +32,7 @@ class Appender:
         """Write all waiting records."""
         try:
             if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-                self._warn(f"{self._path} was deleted; a new one begins")
+                self._warn(f"{self._path} was deleted; a new one is started")
                 self._file.close()
                 self._file = None
             if self._file is None:
@@ -42,7 +42,7 @@ class Appender:
                 del self._pending[: self._file.write(self._pending)]
             self._unwritten = 0
         except OSError as error:
-            self._warn(f"{self._path} cannot be written ({error.strerror or error}); training goes on")
+            self._warn(f"{self._path} cannot be written ({error.strerror or error}); training continues")
 
     def close(self) -> None:
         """Write all waiting records, and report how many could not be written."""

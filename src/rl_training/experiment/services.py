@@ -36,7 +36,7 @@ class Service:
             return action()
         except Exception as error:  # a server, a package or a disk can fail in any way
             self._client = None
-            self._warn(f"{self.name} failed ({first_line(error)}); the run goes on without it")
+            self._warn(f"{self.name} failed ({first_line(error)}); the run continues without it")
             return None
 
 

@@ -43,7 +43,7 @@ from rl_training.runtime.threads import choose_threads, fastest, time_updates
 
 LANES_OF_RANKS = ("rollout", "replay")
 ANY_ORDER = (
-    "worker_order is first: what is learned depends on which workers are fast, so this run is not a function of its "
+    "worker_order is first: learning depends on the speed of the workers, so this run is not reproducible from its "
     "seed, and a resume is not exact"
 )
 UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
