@@ -1,4 +1,4 @@
-"""Steps/s of 8 Breakouts with random actions in each engine, alternating: run `python benchmarks/bench_engines.py`."""
+"""Steps/s of 8 Breakout environments with random actions in each engine: run `python benchmarks/bench_engines.py`."""
 
 from __future__ import annotations
 

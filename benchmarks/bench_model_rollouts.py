@@ -1,8 +1,8 @@
 """Steps per second of rollouts through a model, and of their parts: `python benchmarks/bench_model_rollouts.py`.
 
-Pendulum's sizes, seven members of 4x200 of which five are elites; a step is one row through the policy, through one
-drawn member, with noise, into the synthetic buffer. Medians of measurements that take turns; the second column is per
-second of CPU time, which for one thread says what a machine that others use at the same time would do alone.
+It uses Pendulum's sizes and seven members of 4x200, of which five are elites. A step is one row through the policy,
+through one randomly drawn member, with noise, into the synthetic buffer. Numbers are medians of alternating
+measurements. The second column is per second of CPU time; with one thread it estimates the speed of an idle machine.
 """
 
 from __future__ import annotations

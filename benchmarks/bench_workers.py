@@ -1,6 +1,7 @@
-"""Worker processes against one process, on an environment that sleeps or that of a preset (`--config`).
+"""Compare worker processes with one process, on an environment that sleeps or on that of a preset (`--config`).
 
-One run of each `--workers` (0 is `local_sync`) with as many environments, in steps per second after the first updates.
+One run for each number in `--workers` (0 is `local_sync`), all with the same number of environments; steps per second
+after the first updates.
 """
 
 from __future__ import annotations

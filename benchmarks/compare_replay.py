@@ -1,10 +1,10 @@
-"""The replay family's speed next to Stable-Baselines3, sb3-contrib and Tianshou: run this file.
+"""Compare the speed of the replay family with Stable-Baselines3, sb3-contrib and Tianshou: run this file.
 
 Whole steps (environment, act, store, sample, update), one update per step, the same workload on both sides, in short
 alternating runs (see `sides.py`), at the better of 1 and 2 torch threads. A fourth process, the floor, runs nothing but
-the matrix products that one of our updates contains, so that the table can say how far whole steps are from them.
+the matrix products that one of our updates contains, so that the table can show how far whole steps are from them.
 
-Tianshou 2 may live next to the environment: `--tianshou FOLDER` is a folder made with `pip install --target`.
+Tianshou 2 can be installed separately: `--tianshou FOLDER` is a folder made with `pip install --target`.
 """
 
 from __future__ import annotations

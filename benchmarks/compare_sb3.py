@@ -1,10 +1,10 @@
-"""Speed next to Stable-Baselines3 and sb3-contrib on CartPole-v1: run `python benchmarks/compare_sb3.py`.
+"""Compare speed with Stable-Baselines3 and sb3-contrib on CartPole-v1: run `python benchmarks/compare_sb3.py`.
 
-One run measures both libraries, alternating (ours, theirs, ours, theirs, ...), as `sides.py` says. A number is the
-median over the rounds, at the better of 1 and 2 torch threads. Steps/s are environment steps over the seconds of
-training: our `train_seconds` (logging included), their `learn()`. On a busy machine the ratio of CPU seconds is the
-steadier one, and two threads that wait for each other can be 20 times slower than one: a number of threads that is far
-behind in the warm-up is left out. `--only` picks comparisons, `--rounds` and `--seeds` shorten it.
+One run measures both libraries, alternating (ours, theirs, ours, theirs, ...; see `sides.py`). A number is the
+median over the rounds, at the better of 1 and 2 torch threads. Steps/s are environment steps divided by the seconds of
+training: our `train_seconds` (including logging), their `learn()`. On a busy machine the ratio of CPU seconds is more
+stable, and two threads that wait for each other can be 20 times slower than one: a number of threads that is much
+slower in the warm-up is left out. `--only` selects comparisons; `--rounds` and `--seeds` shorten the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps/s of two versions of this package, alternating: compare_versions.py OLD_SRC NEW_SRC [--only ppo,dqn].
 
-A number is the median over rounds of new/old, of wall clock and of CPU time; on a busy machine believe the second. Each
-version's process has imported and warmed up before the first round and sleeps while the other one works.
+A number is the median over rounds of new/old, by wall clock and by CPU time; on a busy machine, use the second. Each
+version's process has imported and warmed up before the first round, and sleeps while the other one works.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Workers on CartPole-v1 next to RLlib's IMPALA and Sample Factory's APPO, each in a Python of its own.
+"""Compare workers on CartPole-v1 with RLlib's IMPALA and Sample Factory's APPO, each in its own Python.
 
 `python benchmarks/compare_workers.py --peer rllib --python PYTHON`, where PYTHON has `ray[rllib]`, or `--peer
-sample_factory` with one that has `sample-factory`. Each measurement is a process, and they alternate: after the first
-seconds, environment steps that were learned from, per second. Both sides have as many workers and environments, the
-same networks and one torch thread per process; a peer keeps its own batch and fragment length.
+sample_factory` with one that has `sample-factory`. Each measurement is a process, and they alternate. The result is the
+environment steps learned from per second, after the first seconds. Both sides have the same number of workers and
+environments, the same networks and one torch thread per process; a peer keeps its own batch and fragment length.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 device.py [--only sac,dqn] [--check 1000] [--seconds 1] [--compile] [--cpu] [--json FILE]
 
-Every learner is built from its registry entry and gets synthetic batches that lie on the device. `--check` runs as many
-updates plainly and as graphs from the same seed and compares the weights: the difference over the way that they went.
+Every learner is built from its registry entry and gets synthetic batches on the device. `--check N` runs N updates as
+plain code and as graphs from the same seed, and prints the difference of the weights relative to how far they moved.
 The floor of SAC, TD3, DQN and RLPD is the same arithmetic captured by hand, with torch's own optimizers.
 """
 

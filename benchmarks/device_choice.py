@@ -1,4 +1,4 @@
-"""Steps/s of whole loops on the CPU and on the GPU, by learner and width: what `device: auto` goes by.
+"""Steps/s of whole training loops on the CPU and on the GPU, by learner and width: the basis of `device: auto`.
 
 device_choice.py [--only sac] [--seconds 0.7]
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/device_envs.py [--envs 4096 65536] [--algos ppo impala] [--accelerate graph] [--normalize]
 
-Prints one table, and writes it as JSON to $OUT/device_envs.json where OUT is set.
+Prints one table, and writes it as JSON to $OUT/device_envs.json if OUT is set.
 """
 
 from __future__ import annotations

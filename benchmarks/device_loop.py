@@ -3,10 +3,10 @@
 device_loop.py [--only sac] [--how none,graph] [--steps 3000] [--device cuda] [--set key=value] [--sampling] [--profile]
                [--json FILE]
 
-Each loop is a run of `train` with one environment and one update per step. The rate is of its second half. "Parts" are
-host microseconds per step of the last `how`: first as the loop runs, where acting waits for the update before it; then
-with the device waited for after each part, so that each part has its own work on the device. `--sampling` measures how
-long it takes to add a row and sample a batch instead.
+Each loop is a run of `train` with one environment and one update per step. The rate is that of its second half. "Parts"
+are host microseconds per step of the last `how`: first in a normal run, where acting waits for the previous update;
+then with a wait for the device after each part, so that each part includes its own work on the device. `--sampling`
+measures the time to add a row and sample a batch instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the comparisons share: arguments, a process per side, alternating rounds, the better number of threads, a table.
+"""Shared by the comparisons: arguments, a process per side, alternating rounds, the better number of threads, a table.
 
 A script gives `serve` one function per kind of job and starts its sides with `Side(__file__, ...)`. Each side's process
-has imported and warmed up before the first measurement and sleeps while another one works.
+has imported and warmed up before the first measurement, and sleeps while another one works.
 """
 
 from __future__ import annotations

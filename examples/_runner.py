@@ -1,4 +1,4 @@
-"""What every reference script does: train a packaged preset through its managed class and say what came out."""
+"""Shared by all reference scripts: train a packaged preset with its managed class and print the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A callback that looks at a run while it goes and ends it when the return is good enough."""
+"""A callback that watches a run and stops it when the return is good enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network of your own: features of each joint's angle and speed, joined, in front of SAC's actor and critics."""
+"""Your own network: features of each joint's angle and speed, joined, before SAC's actor and critics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment of your own, from the class to a trained policy: walk to the right end of a corridor.
+"""Your own environment, from the class to a trained policy: walk to the right end of a corridor.
 
     python examples/own_environment.py
     rl-training train --algo dqn --env own_environment:Corridor      # the same from the command line, in examples/

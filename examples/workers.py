@@ -1,6 +1,6 @@
 """Worker processes for an environment whose steps are slow: the learner learns while they act.
 
-The result is a function of the seed and the number of workers, and a killed worker changes nothing. On a Ray cluster:
+The result depends only on the seed and the number of workers; a killed worker does not change it. On a Ray cluster, use
 `execution_backend="ray"`.
 """
 

@@ -1,9 +1,9 @@
-"""Train with defaults alone, ours and Stable-Baselines3's, on the environments and budgets of `defaults.yaml`.
+"""Train with our defaults and Stable-Baselines3's on the environments and budgets of `defaults.yaml`.
 
-`python scripts/compare_defaults.py ROUND... --jobs 16` runs what a round of that file names and what has no record yet,
-the longest jobs first, one process and one torch thread per job; `--seconds` starts nothing that would not end in time
-and stops what runs over it. Each job is one line in `results/defaults/`. `--plan` counts jobs and minutes, `--table`
-shows what is recorded; both run nothing.
+`python scripts/compare_defaults.py ROUND... --jobs 16` runs the jobs of a round of that file that have no record yet,
+the longest jobs first, one process and one torch thread per job. With `--seconds` it starts no job that would not end
+in time, and stops jobs that exceed it. Each job is one line in `results/defaults/`. `--plan` counts jobs and minutes,
+`--table` shows the records; neither runs anything.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Write the files that are made from the registry, so that no list of algorithms is kept by hand.
+"""Write the files that are generated from the registry, so that no list of algorithms is kept by hand.
 
-`python scripts/generate_docs.py` writes them, `--check` exits 1 and names those that are stale. They are: the yearly
-sourcebook (registry + docs/plans/sourcebook.yaml), a page per algorithm and their index in docs/algorithms (registry +
-docs/algorithms.yaml + results/), what the presets reached, for `rl-training list` (results/), and the type stubs that
-show managed classes and learner names to type checkers.
+`python scripts/generate_docs.py` writes them; `--check` lists stale ones and exits 1 if there are any. They are: the
+yearly sourcebook (registry + docs/plans/sourcebook.yaml), a page per algorithm and their index in docs/algorithms
+(registry + docs/algorithms.yaml + results/), the results of the presets for `rl-training list` (results/), and the type
+stubs that show managed classes and learner names to type checkers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transitions of Pendulum-v1 from one half of its state space: the data of MOPO's coefficient-0 control.
 
 `python scripts/make_half_dataset.py F.npz` puts the pendulum anywhere between 45 degrees left and 135 degrees right of
-upright, at any speed, and takes one step with a random torque. The upright position is inside, the other half of the
-circle is never seen as a start, so that a model is right here and guesses there.
+upright, at any speed, and takes one step with a random torque. The upright position is included; no step starts in the
+other half of the circle, so a model is accurate in the first half and guesses in the second.
 """
 
 from __future__ import annotations

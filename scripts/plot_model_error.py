@@ -1,9 +1,9 @@
-"""How wrong a learned model becomes with the length of a rollout: open-loop error against horizon, as a picture.
+"""Plot how the error of a learned model grows with the length of a rollout: open-loop error by horizon.
 
 `python scripts/plot_model_error.py CHECKPOINT [CHECKPOINT ...]` plays the checkpoint's policy in its environment, feeds
-the recorded actions to the model from states early in episodes (later ones may hardly move), and draws the error of
-what it predicts (RMS over the observation's dimensions, in deviations of the recorded observations) next to that of
-predicting no change.
+the recorded actions to the model from states early in episodes (later states may hardly change), and draws the error of
+the predictions (RMS over the observation's dimensions, in standard deviations of the recorded observations) and the
+error of predicting no change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Show what `run_gates.py` recorded: tables in docs/results.md between their markers, and curves in docs/images.
+"""Show the records of `run_gates.py`: tables in docs/results.md between their markers, and curves in docs/images.
 
-`python scripts/render_results.py` writes them; `--check` writes nothing, names what is stale and exits 1 for it.
-`--run DIR` draws the learning curve of one run folder into it (`curve.png`), which is what `make demo` does.
+`python scripts/render_results.py` writes them; `--check` writes nothing, lists stale parts and exits 1 if any are.
+`--run DIR` draws the learning curve of one run into its folder (`curve.png`), as `make demo` does.
 """
 
 from __future__ import annotations

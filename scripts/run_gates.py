@@ -1,9 +1,9 @@
-"""Run the learning gates of `gates.yaml`: one small JSON file per (gate, seed), skipped when it is recorded already.
+"""Run the learning gates of `gates.yaml`: one small JSON file per (gate, seed); recorded ones are skipped.
 
-`python scripts/run_gates.py [--only NAME] [--seeds 0,1] [--jobs 2]` trains what is missing, `--list` says what is
-recorded, `--check` runs nothing and exits 1 when a recorded gate does not meet its rule. A record counts as long as the
-preset, spelled out with every default, is the one it was made with; otherwise the job is stale and runs again. With
-`--runs FOLDER` a job that was stopped goes on from its checkpoint.
+`python scripts/run_gates.py [--only NAME] [--seeds 0,1] [--jobs 2]` trains what is missing; `--list` shows what is
+recorded; `--check` runs nothing and exits 1 if a recorded gate does not meet its rule. A record is valid as long as the
+preset, with every default filled in, is the one it was made with; otherwise the job is stale and runs again. With
+`--runs FOLDER` a stopped job continues from its checkpoint.
 """
 
 from __future__ import annotations

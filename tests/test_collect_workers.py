@@ -316,7 +316,7 @@ def test_replay_and_sequences_stay_whole_when_workers_answer_out_of_turn(algo: s
 def test_a_run_that_takes_whoever_is_ready_says_so_and_resumes(tmp_path: Path, capfd: Any) -> None:
     config = workers("ppo", tmp_path, num_envs=4, worker_order="first")
     part = train(config, callbacks=[StopAt(60)], console=True)
-    assert capfd.readouterr().err.count("this run is not a function of its seed") == 1
+    assert capfd.readouterr().err.count("this run is not reproducible from its seed") == 1
     done = resume_training(part.checkpoint_path, console=False)
     assert done.metrics["stop_reason"] == "total_timesteps"
 

@@ -125,7 +125,7 @@ def test_environments_are_not_mixed_unless_normalized(tmp_path: Path) -> None:
         (["--reference", "CartPole-v1=5"], "it must be ENV=LOW,HIGH"),
         (["--reference", "CartPole-v1=5,5"], "two different returns"),
         (["--reference", "Cartpole-v1=0,5"], "did you mean 'CartPole-v1'?"),
-        (["nowhere"], "nowhere is no run and holds none"),
+        (["nowhere"], "nowhere is not a run folder and contains none"),
     ],
 )
 def test_wrong_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:

@@ -219,7 +219,7 @@ def before_every(owner: Any, name: str, call: Callable[[], Any]) -> None:
 class Marker(Callback):
     """Tells the parent when a phase is reached for the n-th time, and keeps its step where the parent can read it.
 
-    With `hold` it waits there for the signal; without, training goes on meanwhile.
+    With `hold` it waits there for the signal; without, training continues meanwhile.
     """
 
     def __init__(self, phase: str, occurrence: int, hold: bool, tell: int, step: mmap.mmap) -> None:

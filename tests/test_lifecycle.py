@@ -480,7 +480,7 @@ def test_a_run_folder_that_is_deleted_is_made_again(tmp_path: Path) -> None:
             if run.step == 64:
                 shutil.rmtree(run.run_dir)
 
-    with pytest.warns(UserWarning, match="was deleted; a new one begins"):
+    with pytest.warns(UserWarning, match="was deleted; a new one is started"):
         result = train(tiny("a2c", tmp_path, eval_episodes=0), callbacks=[Delete()], console=False)
     assert [row["step"] for row in rows_of(result.run_dir)][:2] == [72, 80]
     again = resume_training(result.checkpoint_path, total_timesteps=160, console=False)

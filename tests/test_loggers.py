@@ -98,9 +98,9 @@ def test_a_service_that_fails_is_warned_of_once_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setenv("STAND_IN_FAILS", moment)
     config = tiny("ppo", tmp_path / "runs", loggers=["tensorboard", name])
-    with pytest.warns(UserWarning, match=rf"{name} failed \(no server\); the run goes on without it") as caught:
+    with pytest.warns(UserWarning, match=rf"{name} failed \(no server\); the run continues without it") as caught:
         result = train(config, console=False)
-    assert len([warning for warning in caught if "goes on without" in str(warning.message)]) == 1
+    assert len([warning for warning in caught if "continues without" in str(warning.message)]) == 1
     assert result.metrics["stop_reason"] == "total_timesteps"
     assert len(read_metrics(result.run_dir / "metrics.jsonl")) > 3
     assert list(result.run_dir.glob("events*"))

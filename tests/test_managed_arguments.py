@@ -87,7 +87,7 @@ def test_training_steps_the_environment_that_was_given_and_leaves_it_open(tmp_pa
     managed.evaluate(num_episodes=2)
     assert env.steps == 32
     assert not env.closed
-    with pytest.raises(UserError, match="is one environment, made already, but num_envs is 2; give a function"):
+    with pytest.raises(UserError, match="is a single environment instance, but num_envs is 2; give a function"):
         resume_training(train(tiny("a2c", tmp_path, num_envs=2), console=False).checkpoint_path, env=env)
 
 

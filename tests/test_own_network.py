@@ -189,7 +189,7 @@ WRONG = {
     "fails": (lambda spaces: 1 / 0, "network <lambda> cannot be made for CartPole-v1: ZeroDivisionError: division by"),
     "no module": (lambda spaces: [1], "network <lambda> made a list; it must make a torch.nn.Module."),
     "a number": (3, "network: a int is not a network; give a torch.nn.Module, a class or function of the spaces"),
-    "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), "network Sequential has a Dropout; a policy has to act"),
+    "dropout": (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), "network Sequential has a Dropout; a policy must act"),
     "no name": ("big", "network is 'big', which cannot be imported by that name; give the module, class or function"),
     "no module of that name": ("no_such_package:Net", "network 'no_such_package:Net': the module 'no_such_package'"),
     "no such class": (f"{__name__}:Nothing", "test_own_network has no class or function 'Nothing'; known: "),

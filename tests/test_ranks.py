@@ -141,7 +141,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
             (other,) = load_checkpoint(whole.checkpoint_path)["ranks"]
             assert "_extra_state" in other["algorithm"], "both ranks draw the same numbers"
             assert not any(name.startswith(("policy", "q_network", "model")) for name in other["algorithm"]), other
-    with pytest.raises(UserError, match="of a run with 2 learners, and here are 1; go on with torchrun"):
+    with pytest.raises(UserError, match="of a run with 2 learners, but this one has 1; continue with torchrun"):
         part_of_rank("it", load_checkpoint(whole.checkpoint_path), Ranks())
     refused: list[tuple[str, str, dict[str, Any]]] = [
         ("algo is 'bc'", "bc", {}), ("algo is 'dreamer'", "dreamer", {}),

@@ -261,7 +261,7 @@ def test_rows_and_events_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatc
         logger.log(step, {"loss": float(step), "a": 1.0})
         logger._sinks[0].flush()  # type: ignore[union-attr]
     logger.close()
-    assert screen.getvalue().count("cannot be written (No space left on device); training goes on") == 2  # one per file
+    assert screen.getvalue().count("cannot be written (No space left on device); training continues") == 2  # both files
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert read_scalars(tmp_path)["train/loss"] == [(step, float(step)) for step in range(5)]
 
@@ -285,7 +285,7 @@ def test_a_deleted_folder_begins_again(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     logger.log(2, {"loss": 2.0})
     logger.close()
-    assert "metrics.jsonl was deleted; a new one begins" in screen.getvalue()
+    assert "metrics.jsonl was deleted; a new one is started" in screen.getvalue()
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [2]
 
 

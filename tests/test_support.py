@@ -166,5 +166,5 @@ def test_clipping_that_stays_is_said_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert said(0.05, 2_000) == []
     assert said(0.4, 900) == []
     assert said(0.05, 100) == []  # it has to stay high
-    expected = "40% of the targets lie outside of the atoms (v_min is 0 and v_max 1); widen them."
+    expected = "40% of the targets are outside the support (v_min is 0 and v_max 1); widen them."
     assert said(0.4, 3_000) == [expected]

@@ -81,8 +81,8 @@ def test_what_is_not_in_the_table_comes_from_type_and_bounds(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("learning_rat", "'learning_rat' is no hyper-parameter of ppo; did you mean 'learning_rate'"),
-        ("eval_interval", "'eval_interval' is no hyper-parameter of ppo"),
+        ("learning_rat", "'learning_rat' is not a hyper-parameter of ppo; did you mean 'learning_rate'"),
+        ("eval_interval", "'eval_interval' is not a hyper-parameter of ppo"),
         ("target_kl", "target_kl is null, which cannot be tuned; give it a number with --set target_kl=NUMBER"),
         ("policy_lag", "policy_lag is 0, which gives no range to tune"),
         ("early_stopping", "early_stopping is null, which cannot be tuned"),

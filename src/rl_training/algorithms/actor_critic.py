@@ -148,7 +148,7 @@ class ActorCriticAlgorithm(PolicyActing):
         return rows, None if valid is None else valid.flatten().nonzero().squeeze(-1)
 
     def scale_advantages(self, advantages: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Advantages for the loss, normalized (over all ranks) if the learner does that."""
+        """Advantages for the loss, normalized over all ranks if `normalize_advantages` is set."""
         return normalize(advantages, weights, self.ranks) if self.normalize_advantages else advantages
 
     def move_normalizers(self, rows: Batch) -> None:

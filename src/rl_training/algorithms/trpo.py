@@ -41,7 +41,7 @@ class TRPO(ActorCriticAlgorithm):
 
     synonyms = {"learning_rate": "value_learning_rate"}  # the only learning rate
     steps = ("value_step",)
-    eager_part = "the policy's step, whose line search looks at the KL"
+    eager_part = "the policy's step, whose line search reads the KL"
 
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,

@@ -1,4 +1,4 @@
-"""`rl-training bench`: where the time of a short run goes, and what would make it faster."""
+"""`rl-training bench`: show where the time of a short run goes, and what would make it faster."""
 
 from __future__ import annotations
 

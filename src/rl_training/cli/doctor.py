@@ -100,7 +100,7 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
         recipe = read_recipe(config.env_id, config.env_kwargs, config.named)
     limit = checks.PROCESS_SECONDS if config is None else config.worker_timeout
     lives = checks.check_process(recipe, timeout=limit)
-    looked = probe(recipe) if lives.status != "fail" else None  # which would not come back
+    looked = probe(recipe) if lives.status != "fail" else None  # it might never return
     console.print(f"[bold]{env}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
     found = [_show(console, lives)]
     if looked is not None:
@@ -108,7 +108,7 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
     if config is not None and not any(check.status == "fail" for check in found):
         found += [_show(console, check) for check in checks.check_algorithm(config)]
     if not any(check.status == "fail" for check in found):
-        acting = config or build_config(None, "ppo", env, settings)  # which takes every environment
+        acting = config or build_config(None, "ppo", env, settings)  # ppo supports every environment
         found += [_show(console, check) for check in checks.check_workers(acting)]
     _show_fixes(console, found)
     if any(check.status == "fail" for check in found):

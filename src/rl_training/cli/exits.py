@@ -103,11 +103,11 @@ def _stdout_is_gone() -> bool:
     try:
         sys.stdout.flush()
         watched = select.poll()
-        watched.register(sys.stdout, 0)  # an end of the reader is reported anyway
+        watched.register(sys.stdout, 0)  # with mask 0, poll reports only that the reader has closed
         return bool(watched.poll(0))
     except OSError:
         return True
-    except AttributeError:  # of a system that has no poll
+    except AttributeError:  # this system has no poll
         return False
 
 

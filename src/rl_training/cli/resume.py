@@ -25,7 +25,7 @@ def resume(
     total_timesteps: StepsOption = None,
     output_dir: OutputOption = None,
     settings: SetOption = None,
-    force: Annotated[bool, option("Allow changes of other settings than the budget.", "--force")] = False,
+    force: Annotated[bool, option("Allow changes to settings other than the budget.", "--force")] = False,
     env: OwnEnvOption = None,
     modules: ImportOption = None,
 ) -> None:

@@ -66,7 +66,7 @@ def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
     """The summary of one run and the commands to run next; `names` is from `repeat_names`."""
-    from rl_training.experiment.logging import format_duration  # which imports numpy
+    from rl_training.experiment.logging import format_duration  # here because it imports numpy
 
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
     steps, seconds = metrics["global_step"], metrics["train_seconds"]

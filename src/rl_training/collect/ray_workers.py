@@ -85,7 +85,7 @@ class RayWorkers(WorkerPool):
                 raise
             raise UserError(
                 f"num_workers is {self.count}, but Ray has not started them all in {timeout:g} seconds "
-                f"(worker_timeout); each needs {describe_needs(needs)} that nobody else in the cluster holds."
+                f"(worker_timeout); each needs {describe_needs(needs)} that nothing else in the cluster uses."
             ) from None
         except BaseException:
             self.close()

@@ -1,4 +1,4 @@
-"""`check_dataset`: what a data set holds and what is wrong with it, as plain data."""
+"""`check_dataset`: the contents and the problems of a data set, as plain data."""
 
 from __future__ import annotations
 

@@ -49,8 +49,9 @@ class Experience:
 
     `final_obs` and `final_masks` are used only in rows where an episode ended; `valid` (if `has_resets`) is false in
     rows that only reset; `values` are used if `has_values`. `episodes` are in the order of the rows that end them.
-    `version` is the turn whose weights acted. `parts` is set if the columns are not the environments in order: pairs of
-    environment indices and their columns, with an environment's older steps first. The arrays may be tensors.
+    `version` is the number of updates behind the weights that acted (the oldest, if workers differ). `parts` is set if
+    the columns are not the environments in order: pairs of environment indices and their columns, with an
+    environment's older steps first. The arrays may be tensors.
     """
 
     def __init__(self, layout: ExperienceLayout, arrays: Mapping[str, Any] | None = None) -> None:

@@ -15,7 +15,7 @@ from rl_training.data.memory import ArraySpec, allocate, check_same_layout, fill
 class SyntheticBuffer:
     """A ring of `capacity` single transitions: obs, actions, rewards, next_obs and dones (terminated, as float32).
 
-    Rows are independent, since those of a model rollout are not kept in order. They lie on `device` if they fit there.
+    Rows are independent, because the rows of a model rollout are not kept in order. They are on `device` if they fit.
     """
 
     def __init__(self, capacity: int, *, obs_dim: int, action_dim: int, device: str = "cpu") -> None:

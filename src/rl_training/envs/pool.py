@@ -61,7 +61,7 @@ def find_obstacle(recipe: EnvRecipe) -> str | None:
     except ImportError:
         return f"{recipe.env_id} has no vector implementation here (EnvPool, the extra 'envpool', is not installed)"
     if recipe.env_id not in envpool.list_all_envs():
-        return f"{recipe.env_id} has no vector implementation, in EnvPool neither"
+        return f"{recipe.env_id} has no vector implementation here or in EnvPool"
     if not recipe.is_plain or recipe.kwargs:
         return "EnvPool takes no env_kwargs but max_episode_steps and normalizing wrappers"
     return None

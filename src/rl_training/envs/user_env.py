@@ -42,7 +42,7 @@ class MadeEnvironment:
         return _Lent(self.env) if not kwargs else self._refuse(kwargs)
 
     def _refuse(self, kwargs: dict[str, Any]) -> Env:
-        raise UserError(f"env is one environment, made already, and cannot take {', '.join(kwargs)}; {GIVE_ONE}.")
+        raise UserError(f"env is an environment instance and cannot take {', '.join(kwargs)}; {GIVE_ONE}.")
 
 
 class _Lent(gym.Wrapper[Any, Any, Any, Any]):

@@ -11,7 +11,7 @@ _MOST_PENDING = 1 << 24  # bytes of rows or events that wait while the disk is f
 
 
 class Appender:
-    """A file to which records are appended; what cannot be written waits for the next flush.
+    """A file to which records are appended; records that cannot be written wait for the next flush.
 
     It is unbuffered, so that a worker process inherits no half-full buffer.
     """
@@ -29,10 +29,10 @@ class Appender:
             self._pending += record
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write all waiting records."""
         try:
             if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-                self._warn(f"{self._path} was deleted; a new one begins")
+                self._warn(f"{self._path} was deleted; a new one is started")
                 self._file.close()
                 self._file = None
             if self._file is None:
@@ -42,10 +42,10 @@ class Appender:
                 del self._pending[: self._file.write(self._pending)]
             self._unwritten = 0
         except OSError as error:
-            self._warn(f"{self._path} cannot be written ({error.strerror or error}); training goes on")
+            self._warn(f"{self._path} cannot be written ({error.strerror or error}); training continues")
 
     def close(self) -> None:
-        """Write what waits, and say how much could not be written."""
+        """Write all waiting records, and report how many could not be written."""
         if self._pending:
             self.flush()
         if self._pending:

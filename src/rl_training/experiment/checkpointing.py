@@ -35,7 +35,7 @@ MAPPED_BYTES = 1 << 30  # a file of this size or more is memory-mapped: its repl
 _LARGE_ARRAY = 1 << 20  # bytes; in a mapped file, an array this large stays there, read-only
 _MAGIC, _END_MAGIC = b"\x89RLT\r\n\x1a\n", b"\nRLTend\n"
 _HEADER, _TRAILER = struct.Struct("<8sI4x"), struct.Struct("<QI8s")
-# Neither objects (they need a pickle) nor records; numpy never parses a name that a file made up.
+# Neither objects (they need a pickle) nor records; numpy never parses any other name from a file.
 _NUMPY_DTYPE = re.compile(r"[<>|][biufcSUMm][1-9]\d{0,8}(\[\w+\])?")
 _DTYPE_NAMES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
     complex32 complex64 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"""
@@ -74,13 +74,13 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A hidden name next to `path` that becomes `path` when the block succeeds and disappears when it does not."""
-    # Process and thread make the name unique among live writers; a killed one's successor with the same ids reuses it.
+    # Process and thread make the name unique among live writers; a later process with the same ids reuses it.
     temporary = path.with_name(f".{path.name}.{_host()}-{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):  # what cannot be removed now is removed at the folder's next start
+        with contextlib.suppress(OSError):  # a file that cannot be removed now is removed when a run next starts here
             temporary.unlink(missing_ok=True)
 
 
@@ -194,7 +194,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def pack_tree(tree: Mapping[str, Any]) -> bytes:
-    """What `save_checkpoint` would write, for another process."""
+    """The bytes that `save_checkpoint` would write, for another process."""
     file = io.BytesIO()
     _Writer(file).write(tree)
     return file.getvalue()
@@ -337,7 +337,7 @@ class CheckpointFolder:
 
 
 def remove_stale_temporaries(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove what killed writers left in `folder`, which no other host may be writing to; returns what was removed."""
+    """Remove files that killed writers left in `folder` (no other host may write to it); return what was removed."""
     pattern = re.compile(r"\..+\.(\w+)-(\d{1,9})-\d+\.tmp")
     matches = [(path, pattern.fullmatch(path.name)) for path in Path(folder).glob(".*.tmp")]
     stale = [path for path, match in matches if match and not (match[1] == _host() and is_alive(int(match[2])))]

@@ -1,4 +1,4 @@
-"""`DefaultExperimentManager`: a config in, something to train or resume out."""
+"""`DefaultExperimentManager`: make an experiment, which can be trained or resumed, from a config."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class EventFile:
         self._clock, self._make_event, self._checksum = clock, Event, _Checksum()
         self._file = Appender(folder / name, warn)
         self._append(Event(file_version="brain.Event:2"))
-        if purge_from is not None:  # tells TensorBoard to forget what came after this step
+        if purge_from is not None:  # tells TensorBoard to forget everything after this step
             self._append(Event(step=purge_from, session_log=SessionLog(status=SessionLog.START)))
         self.flush()
 
@@ -54,7 +54,7 @@ class EventFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write all waiting events."""
         self._file.flush()
         self._due = self._clock() + self._flush_seconds
 

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: `metrics.jsonl`, records for its `loggers`, and a progress line on a terminal."""
+"""The output of a run while it trains: `metrics.jsonl`, records for its `loggers`, and a progress line."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RunLogger:
     """The metrics file, the terminal and the `loggers` of one run: TensorBoard's event file, wandb, mlflow.
 
     `append` continues the files of a resumed run. It drops rows after `resume_step`, which will be written again, rows
-    that were written only because the run ended (`last`), and a half-written last line. What cannot be written (a full
-    disk) waits until it can, with one warning; this never ends a run.
+    that were written only because the run ended (`last`), and a half-written last line. Rows that cannot be written (a
+    full disk) wait until they can, with one warning; this never ends a run.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RunLogger:
         elapsed = trim_rows(self.path, resume_step) if append and self.path.exists() else 0.0
         self._clock, self._start = clock, clock() - elapsed
         self._stream = (stream or sys.stderr) if console else None
-        dumb = os.environ.get("TERM") in ("dumb", "unknown")  # it cannot move its cursor
+        dumb = os.environ.get("TERM") in ("dumb", "unknown")  # such a terminal cannot move its cursor
         self._live = self._stream is not None and self._stream.isatty() and not dumb
         self._line: Progress | None = None
         self._doing = ""
@@ -86,7 +86,7 @@ class RunLogger:
 
     @property
     def progress_due(self) -> bool:
-        """Whether `progress` would draw now, for callers whose arguments cost something."""
+        """Whether `progress` would draw now, for callers whose arguments are expensive to compute."""
         return self._clock() >= self._due
 
     def progress(
@@ -108,14 +108,14 @@ class RunLogger:
         self._print(text)
 
     def close(self) -> None:
-        """Finish the files and the live line, and say what could not be written; closing twice is harmless."""
+        """Finish the files and the live line, and report what could not be written; closing twice is harmless."""
         self._rows.close()
         for sink in self._sinks:
             sink.close()
         if self._line is not None:
             with suppress(OSError, ValueError):
                 ended = self._line.tasks[0].description.replace(f"  {self._doing}  ", "  ") if self._doing else None
-                self._line.update(self._line.task_ids[0], description=ended)  # it does nothing anymore
+                self._line.update(self._line.task_ids[0], description=ended)  # it is no longer doing anything
                 self._line.stop()
         self._line, self._stream, self._due = None, None, math.inf
 
@@ -171,7 +171,7 @@ def _start_line(stream: TextIO, total: int) -> Progress:
 
 
 class SilentLogger(RunLogger):
-    """For a process whose run is logged by another one."""
+    """A logger that does nothing, for a process whose run another process logs."""
 
     progress_due = False
 

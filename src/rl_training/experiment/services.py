@@ -1,4 +1,4 @@
-"""Tracking services next to the run's own files: Weights & Biases and MLflow."""
+"""Tracking services in addition to the run's own files: Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_training.experiment.metrics_file import tagged_numbers
 
 
 class Service:
-    """A tracking service next to the run's own files; if it fails, the run warns once and continues without it."""
+    """A tracking service in addition to the run's files; if it fails, the run warns once and continues without it."""
 
     def __init__(self, name: str, folder: Path, config: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         self.name, self._warn, self._client = name, warn, None
@@ -36,7 +36,7 @@ class Service:
             return action()
         except Exception as error:  # a server, a package or a disk can fail in any way
             self._client = None
-            self._warn(f"{self.name} failed ({first_line(error)}); the run goes on without it")
+            self._warn(f"{self.name} failed ({first_line(error)}); the run continues without it")
             return None
 
 

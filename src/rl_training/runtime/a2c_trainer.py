@@ -24,7 +24,7 @@ SPECS = [
     rollout_spec(
         A2C, name="a2c", class_name="A2C", year=2016, params=A2CParams,
         paper="Mnih et al. 2016, Asynchronous Methods for Deep Reinforcement Learning (arXiv:1602.01783)",
-        scope="N-step returns or GAE, uncorrected where workers collect; every action kind, vectors and images.",
+        scope="N-step returns or GAE, not corrected for the lag of workers; every action kind, vectors and images.",
         defaults={"num_envs": 4, "log_interval": 100, "total_timesteps": 500_000, "env_kwargs": NORMALIZED},
     )
 ]  # fmt: skip

@@ -20,7 +20,7 @@ SPECS = [
     continuous_spec(
         DDPG, MLPDDPGModel, name="ddpg", class_name="DDPG", year=2015, params=DDPGParams,
         paper="Lillicrap et al. 2015, Continuous control with deep reinforcement learning (arXiv:1509.02971)",
-        scope="Deterministic actor and critic, target networks, Gaussian noise, not the paper's OU; "
+        scope="Deterministic actor and critic, target networks, Gaussian noise instead of the paper's OU noise; "
         "vectors and images.",
     )
 ]  # fmt: skip

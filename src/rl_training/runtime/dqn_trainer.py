@@ -184,7 +184,7 @@ SPECS = [
     ),
     make_spec(
         "noisy_dqn", "NoisyDQN", 2018, DQN, "Fortunato et al. 2018, Noisy Networks for Exploration (arXiv:1706.10295)",
-        "DQN that explores by factorized Gaussian noise in its last two layers", noisy=True,
+        "DQN that explores with factorized Gaussian noise in its last two layers", noisy=True,
     ),
     make_spec(
         "qr_dqn", "QRDQN", 2018, QRDQN,

@@ -105,10 +105,11 @@ SPECS = [
         name="dreamer", class_name="Dreamer", year=2023, lane="sequences",
         paper="Hafner et al. 2023, Mastering Diverse Domains through World Models (arXiv:2301.04104)",
         scope="DreamerV3: RSSM with categorical latents, two-hot symlog heads, REINFORCE in imagination, return "
-        "normalization; vectors and images, discrete and continuous actions. Not as published: no replay-value loss "
-        "and no stored latents (values come from dreams alone, windows start from zeros: more steps on long sparse "
-        "tasks); Adam and norm clipping for LaProp and AGC (rates do not carry over between sizes: presets set their "
-        "own); LayerNorm for RMSNorm, one prior layer for two (a smaller model), cross-entropy for MSE on images.",
+        "normalization; vectors and images, discrete and continuous actions. Differences from the paper: no "
+        "replay-value loss and no stored latents (values come only from dreams, and windows start from zeros, "
+        "which takes more steps on long sparse tasks); Adam and norm clipping instead of LaProp and AGC (learning "
+        "rates do not carry over between sizes, so presets set their own); LayerNorm instead of RMSNorm, one "
+        "prior layer instead of two (a smaller model), cross-entropy instead of MSE on images.",
         params=DreamerParams, learner=Dreamer, build=build, store=SequenceStore,
         action_kinds=("discrete", "continuous"), defaults={"log_interval": 50, "total_timesteps": 100_000},
     )

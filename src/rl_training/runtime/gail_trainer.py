@@ -49,7 +49,7 @@ class GAILParams(PPOParams, ExpertParams):
     @model_validator(mode="after")
     def _end_has_a_worth(self) -> GAILParams:
         if self.absorbing_states and self.gamma == 1:
-            raise ValueError("gamma is 1; with absorbing_states it must be below, or an end is worth infinitely much")
+            raise ValueError("gamma is 1; with absorbing_states it must be below 1, or an end has infinite value")
         return self
 
 

@@ -26,7 +26,7 @@ SPECS = [
         IMPALA, name="impala", class_name="IMPALA", year=2018, params=IMPALAParams,
         paper="Espeholt et al. 2018, IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner "
         "Architectures (arXiv:1802.01561)",
-        scope="V-trace on rollouts of one process or of workers, more lag by policy_lag; "
+        scope="V-trace on rollouts of one process or of workers; policy_lag adds lag; "
         "every action kind, vectors and images.",
         defaults={"num_envs": 4, "log_interval": 100, "total_timesteps": 500_000, "env_kwargs": NORMALIZED},
     )

@@ -33,7 +33,7 @@ SPECS = [
     AlgorithmSpec(
         name="mopo", class_name="MOPO", year=2020, lane="model rollouts",
         paper="Yu et al. 2020, MOPO: Model-based Offline Policy Optimization (arXiv:2005.13239)",
-        scope="MBPO on a dataset alone, with rewards lowered where the model is unsure; a timestep is a policy "
+        scope="MBPO on a dataset alone, with rewards lowered where the model is uncertain; a timestep is a policy "
         "update; vectors.",
         params=MOPOParams, learner=MOPO, build=partial(build_learner, MOPO), store=ModelDatasetStore,
         action_kinds=("continuous",), observation_kinds=("vector",),

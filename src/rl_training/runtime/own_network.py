@@ -86,7 +86,7 @@ class OwnEncoder(nn.Module):
         for part in self.network.modules():
             if isinstance(part, UNSTEADY):
                 kind = type(part).__name__
-                why = "a policy has to act as it was trained, and a resume to go on exactly"
+                why = "a policy must act as it was trained, and a resume must be exact"
                 raise UserError(f"network {source.name} has a {kind}; {why}, so leave it out (LayerNorm is fine).")
         try:
             with torch.no_grad():

@@ -83,7 +83,7 @@ def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
         flags = {name: bool(getattr(spaces, name)) for name in names}
         again = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags).to_dict()
     except Exception as error:  # an edited file can fail in any way
-        raise UserError(f"{path}: its spaces make no sense ({describe_error(error)}).") from None
+        raise UserError(f"{path}: its spaces are invalid ({describe_error(error)}).") from None
     stored = spaces.to_dict()
     odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
     if odd or not isinstance(spaces.env_id, str):
@@ -199,8 +199,8 @@ def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str
     if not isinstance(others, list):
         raise UserError(f"{path} is not a training checkpoint: its ranks are not a list.")
     if (count := 1 + len(others)) != ranks.count:
-        found = f"{path} is of a run with {counted(count, 'learner')}, and here are {ranks.count}"
-        raise UserError(f"{found}; go on with {resume_command(count)}.")
+        found = f"{path} is of a run with {counted(count, 'learner')}, but this one has {ranks.count}"
+        raise UserError(f"{found}; continue with {resume_command(count)}.")
     if ranks.rank == 0:
         return tree
     own = others[ranks.rank - 1]
@@ -242,9 +242,9 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
     except UserError:
         raise
     except Exception as error:  # an edited file can fail in any way
-        raise UserError(f"{path}: its source cannot be brought back ({describe_error(error)}).") from None
+        raise UserError(f"{path}: its source cannot be restored ({describe_error(error)}).") from None
     if problem:
-        raise UserError(f"{path}: its source cannot be brought back: {problem}.")
+        raise UserError(f"{path}: its source cannot be restored: {problem}.")
     return sentences or find_history(session, state)
 
 

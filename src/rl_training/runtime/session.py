@@ -43,7 +43,7 @@ from rl_training.runtime.threads import choose_threads, fastest, time_updates
 
 LANES_OF_RANKS = ("rollout", "replay")
 ANY_ORDER = (
-    "worker_order is first: what is learned depends on which workers are fast, so this run is not a function of its "
+    "worker_order is first: learning depends on the speed of the workers, so this run is not reproducible from its "
     "seed, and a resume is not exact"
 )
 UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
@@ -183,7 +183,7 @@ def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
     if isinstance(recipe.maker, MadeEnvironment):
         for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
             if (value := getattr(config, name)) not in (fits, "auto"):
-                raise UserError(f"env is one environment, made already, but {name} is {value!r}; {GIVE_ONE}.")
+                raise UserError(f"env is a single environment instance, but {name} is {value!r}; {GIVE_ONE}.")
 
 
 def check_loggers(config: TrainConfig) -> None:

@@ -46,7 +46,7 @@ READERS = {  # kinds that read a field
 BIAS = {
     "softplus": "is never negative, so that staying alive pays whatever the expert does",
     "log_d": "is never positive, so that ending an episode pays whatever the expert does",
-    "logit": "has no reward after an end, whatever the expert's is worth",
+    "logit": "gives no reward after an episode has ended, whatever the expert's end is worth",
 }
 
 
@@ -112,8 +112,8 @@ class DemonstrationStore(RolloutStore):
         schedule = params.schedules.get("gamma")  # which no validator sees
         if params.absorbing_states and schedule is not None and 1 in (schedule.start, schedule.end):
             raise UserError(
-                "algo_kwargs.gamma_schedule: gamma would be 1; with absorbing_states it must stay below, or an end is "
-                "worth infinitely much."
+                "algo_kwargs.gamma_schedule: gamma would be 1; with absorbing_states it must stay below 1, or an end "
+                "has infinite value."
             )
         self.expert = find_expert(params, context.recipe, context.spaces)
         self.absorbing_steps: Array | None = None

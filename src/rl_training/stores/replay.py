@@ -287,7 +287,7 @@ class ReplayStore(BufferStore):
         self._looks_at_clipping = self._looks_at_clipping + 1 if share > MUCH_CLIPPED else 0
         if self._looks_at_clipping == LOOKS:
             ends = f"v_min is {self.params.v_min:g} and v_max {self.params.v_max:g}"
-            warnings.warn(f"{share:.0%} of the targets lie outside of the atoms ({ends}); widen them.", stacklevel=2)
+            warnings.warn(f"{share:.0%} of the targets are outside the support ({ends}); widen them.", stacklevel=2)
 
 
 def make_buffer(

@@ -88,7 +88,9 @@ def find_runs(given: Iterable[str]) -> list[RunRecord]:
     for text in given:
         found = find_run_folders(Path(text), "metrics.jsonl")
         if not found:
-            raise UserError(f"{text} is no run and holds none; give folders with a config.yaml and a metrics.jsonl.")
+            raise UserError(
+                f"{text} is not a run folder and contains none; give folders with a config.yaml and a metrics.jsonl."
+            )
         folders |= {p.resolve(): p for p in found}
     return [read_run(path) for path in folders.values()]
 

@@ -64,7 +64,7 @@ def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SEC
         return Check("process", FAIL, _without_advice(error), "Fix this first: it would end a run, or this check, too.")
     except (EnvironmentFailure, UserError) as error:
         return Check("process", WARN, _without_advice(error), "See the checks below.")
-    return Check("process", OK, f"lives through {counted(steps, 'step')} in a process of its own")
+    return Check("process", OK, f"survives {counted(steps, 'step')} in its own process")
 
 
 def check_environment(
@@ -168,7 +168,7 @@ def check_support(spec: AlgorithmSpec, spaces: EnvSpaces) -> Check:
     try:
         spec.check_support(spaces)
     except UserError as error:
-        return Check("algorithm", FAIL, str(error), "Choose another algorithm: rl-training list shows what each takes.")
+        return Check("algorithm", FAIL, str(error), "Choose another algorithm; rl-training list shows their actions.")
     return Check("algorithm", OK, f"{spec.name} takes {spaces.action_kind} actions and {spaces.obs_kind} observations")
 
 
@@ -205,7 +205,7 @@ def check_truncation(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     if reuses_arrays(recipe, spaces, seed):
         return Check("truncation", WARN, f"a reset overwrites the last observation ({how})",
                      "Return a new array from step and reset, not one that is written again.")  # fmt: skip
-    return Check("truncation", OK, f"told apart from termination, with the true last observation ({how})")
+    return Check("truncation", OK, f"distinguished from termination, with the true last observation ({how})")
 
 
 def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: AlgorithmSpec | None = None) -> Check:
@@ -267,12 +267,12 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
         seen, hidden = compare_restored(tried, spaces, seed, before, 100)
         if seen:
             detail = f"a copy restored after {before} steps has another {seen[0]}, so resuming is not exact"
-            return Check("replay", WARN, detail, "Let reset(seed=...) rebuild everything that an episode before may "
+            return Check("replay", WARN, detail, "Let reset(seed=...) rebuild everything that an earlier episode may "
                          "have changed, its rewards' scale too.")  # fmt: skip
     if hidden:
         detail = f"{_some(hidden)} did not come back; if a step depends on that, resuming is not exact"
         return Check("replay", WARN, detail, "Let reset(seed=...) set it.")
-    return Check("replay", OK, "episodes replay and go on exactly, through resets too, so resuming is exact")
+    return Check("replay", OK, "episodes replay and continue exactly, also through resets, so resuming is exact")
 
 
 def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int = 8) -> Check:

@@ -375,7 +375,7 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
     try:
         from PIL import Image
     except ImportError:
-        raise UserError("a moving picture needs the extra 'results' (pip install 'rl-training[results]').") from None
+        raise UserError("an animated episode needs the extra 'results' (pip install 'rl-training[results]').") from None
     from rl_training.envs.episodes import episode_seed
     from rl_training.envs.factory import make_env
     from rl_training.envs.probe import probe_spaces

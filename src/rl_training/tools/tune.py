@@ -86,7 +86,7 @@ def search_space(config: TrainConfig, names: Sequence[str] = ()) -> dict[str, Di
     for name in wanted:
         if name not in model.model_fields or name in ("schedules", *FIELDS):
             known = [known for known in model.model_fields if known not in ("schedules", *FIELDS)]
-            raise UserError(f"{name!r} is no hyper-parameter of {config.algo}; {did_you_mean(name, known)}")
+            raise UserError(f"{name!r} is not a hyper-parameter of {config.algo}; {did_you_mean(name, known)}")
     return {name: dimension(model, name, current_value(params, name)) for name in wanted}
 
 
