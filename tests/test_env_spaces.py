@@ -315,6 +315,15 @@ def test_a_wrong_observation_gets_one_sentence(name: str, bad: Any) -> None:
     one_sentence(error)
 
 
+def test_the_sentence_names_a_value_that_is_not_in_the_space() -> None:
+    one = EnvSpaces.from_gym("mine", gs.Discrete(6), gs.Discrete(2))
+    with pytest.raises(UserError, match=r"^obs is 7, which is not in the observation space Discrete\(6\) of mine\.$"):
+        encode_for_prediction(one, 7)
+    many = EnvSpaces.from_gym("mine", gs.MultiBinary(9), gs.Discrete(2))
+    with pytest.raises(UserError, match=r"^obs is not in the observation space MultiBinary\(9\) of mine\.$"):
+        encode_for_prediction(many, [2] * 9)
+
+
 def test_the_sentence_names_the_part_that_is_wrong() -> None:
     good = {"walk": [0, 0], "clock": 1, "more": {"flags": [0, 1]}}
     spaces = spaces_of("DictObservation")

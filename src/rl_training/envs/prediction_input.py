@@ -13,6 +13,8 @@ from rl_training.envs.gym_spaces import in_words
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 
+FEW = 8  # numbers that a sentence shows
+
 
 def encode_for_prediction(spaces: EnvSpaces, observation: Any) -> tuple[Array, bool]:
     """One raw observation or a batch of them, as `([N, *obs_shape], was_a_batch)`."""
@@ -62,7 +64,8 @@ def read_element(space: gs.Space[Any], value: Any, env_id: str, where: str = "ob
         element = array.astype(space.dtype)
     exact = np.isfinite(element) if element.dtype.kind == "f" else element == array
     if not exact.all() or (not isinstance(space, gs.Box) and not space.contains(element)):
-        raise UserError(f"{where} is not in the observation space {in_words(space)} of {env_id}.")
+        shown = f"{where} is {array.tolist()}, which" if array.size <= FEW else where
+        raise UserError(f"{shown} is not in the observation space {in_words(space)} of {env_id}.")
     return element[()]
 
 
