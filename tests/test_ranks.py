@@ -24,7 +24,7 @@ from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.experiment.checkpointing import is_alive, load_checkpoint
 from rl_training.runtime import interruption, workflows
 from rl_training.runtime.callback import Callback
-from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks
+from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks, leave_ranks
 from rl_training.runtime.restoring import part_of_rank
 from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, open_session
@@ -240,10 +240,11 @@ def run_rank(rank: int, folder: Path) -> None:
     check_runs(ranks, folder / "runs")
     check_ends(ranks, folder / "ends")
     if rank == 1:
-        dist.destroy_process_group()
+        leave_ranks()
     else:
         with pytest.raises(RankFailure, match="lost another learner"):
             ranks.largest(0)
+        leave_ranks()
 
 
 def test_two_ranks_are_one_process_on_the_joined_batch(tmp_path: Path) -> None:
@@ -259,13 +260,15 @@ def test_one_process_settles_with_nobody() -> None:
 
 # Each rank says its number and process when it has learned, and how its run ended.
 SCRIPT = """
-import os, sys
+import atexit, os, sys
+import torch.distributed as dist
 from rl_training.cli.exits import run_to_exit_code
 from rl_training.errors import EnvironmentFailure
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.workflows import resume_training, train
 
 what, path, breaks = sys.argv[1:]
+atexit.register(lambda: os.write(1, b"still joined\\n" if dist.is_initialized() else b"left\\n"))
 
 class Tell(Callback):
     told = False
@@ -333,7 +336,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint_that_resumes(tmp_path: Path,
     run = Torchrun(tmp_path, "train", endless(tmp_path))
     os.kill(run.process.pid if to == "torchrun" else run.pids[int(to[-1])], signal.SIGTERM)
     code = run.wait()
-    assert run.said.count("ended SIGTERM") == 2, run.said
+    assert (run.said.count("ended SIGTERM"), run.said.count("left")) == (2, 2), run.said
     assert (code == 0) == (to != "torchrun")
     path, tree = saved_in(tmp_path)
     assert not tree["run"]["abandoned"]
@@ -349,6 +352,7 @@ def test_an_environment_that_breaks_in_one_rank_ends_all_with_a_checkpoint(tmp_p
     run = Torchrun(tmp_path, "train", endless(tmp_path), breaks="1")
     assert run.wait() == 1
     assert run.said.count("error: it broke") == 2, run.said
+    assert "still joined" not in run.said
     _, tree = saved_in(tmp_path)
     assert (tree["run"]["abandoned"], len(tree["ranks"])) == (True, 1)
 

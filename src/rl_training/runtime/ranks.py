@@ -7,6 +7,7 @@ order, because a call waits for the others.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import pickle
@@ -234,4 +235,12 @@ def join_ranks() -> Ranks:
     if not dist.is_initialized():
         gpus = torch.cuda.is_available() and dist.is_nccl_available()
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=LONGEST_WAIT)
+        if not gpus:  # NCCL would wait for ranks that may be gone
+            atexit.register(leave_ranks)
     return TorchRanks()
+
+
+def leave_ranks() -> None:
+    """End the connections to the other ranks: gloo's threads may otherwise abort a process that has done its work."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
