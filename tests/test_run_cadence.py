@@ -41,6 +41,12 @@ def test_a_run_that_will_learn_nothing_says_so(tmp_path: Path) -> None:
     assert result.metrics["updates"] == 0
 
 
+@pytest.mark.filterwarnings("error:learning_starts")
+def test_a_run_that_learns_from_prior_data_alone_learns(tmp_path: Path) -> None:
+    late = {"learning_starts": 128, "offline_pretrain_updates": 2}
+    assert train(tiny("rlpd", tmp_path, kwargs=late, eval_episodes=0), console=False).metrics["updates"] == 2
+
+
 def test_workers_where_there_are_none_are_named(tmp_path: Path) -> None:
     said = "^num_workers is 2, but execution_backend is 'local_sync', which has no workers$"
     with pytest.warns(UserWarning, match=said):

@@ -172,7 +172,7 @@ def open_session(
 def find_idle_settings(config: TrainConfig, params: Params) -> Iterator[str]:
     """What was asked for and will not happen."""
     starts = getattr(params, "learning_starts", 0)
-    if starts >= config.total_timesteps:
+    if starts >= config.total_timesteps and not getattr(params, "offline_pretrain_updates", 0):
         yield f"learning_starts is {starts}, but the run ends after {config.total_timesteps} steps: it learns nothing"
     if config.num_workers != "auto" and not config.has_workers:
         yield f"num_workers is {config.num_workers}, but execution_backend is 'local_sync', which has no workers"
