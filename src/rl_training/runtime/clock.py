@@ -11,7 +11,7 @@ RECENT_SECONDS = 30.0
 
 
 class RecentSpeeds:
-    """How fast counts have grown over the last half minute of training, or since the first call if that is shorter."""
+    """How fast counts have grown over the last half minute of training, or since this was made."""
 
     def __init__(self, seconds: float, *counts: int) -> None:
         self._seen = deque([(seconds, *counts)])
