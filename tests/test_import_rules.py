@@ -15,7 +15,7 @@ LOGGED = {f"experiment.{name}" for name in ("appender", "metrics_file", "event_f
 LOW_EXPERIMENT = {"experiment.config", "experiment.checkpointing", "experiment.logging", *LOGGED}
 ANYWHERE = {"errors", "validation", "play", "stable_baselines3"}
 ALGORITHM_BASES = {  # shared by learners
-    "base", "optimization", "capture", "actor_critic", "exploration", "q_learning", "target",
+    "base", "optimization", "capture", "actor_critic", "exploration", "q_learning", "support", "target",
 }  # fmt: skip
 OTHERS_BY_LEAF = {"models": {"algorithms.ops"}}  # a leaf of a leaf: pure functions of tensors
 

@@ -100,9 +100,9 @@ def test_a_constant_schedule_is_the_value_itself_or_is_refused_with_the_reason(a
 
 
 REFUSALS = [  # algorithm, other settings, a schedule's key, and what the sentence says
-    ("c51_dqn", {}, "v_min", "cannot change v_min during a run; the atoms are placed once"),
-    ("rainbow_dqn", {}, "v_max", "cannot change v_max during a run; the atoms are placed once"),
-    ("d4pg", {}, "v_max", "cannot change v_max during a run; the atoms are placed once"),
+    ("c51_dqn", {}, "v_min", "cannot change v_min during a run; the atoms are placed when"),
+    ("rainbow_dqn", {}, "v_max", "cannot change v_max during a run; the atoms are placed when"),
+    ("d4pg", {}, "v_max", "cannot change v_max during a run; the atoms are placed when"),
     ("sac", {}, "alpha", "cannot change alpha during a run; it is 'auto', which tunes it"),
     ("mopo", {}, "alpha", "cannot change alpha during a run; it is 'auto', which tunes it"),
     ("rlpd", {"alpha": 0.1}, "target_entropy", "; alpha is 0.1, and only 'auto' reads it"),

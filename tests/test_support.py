@@ -1,12 +1,15 @@
-"""The support of categorical returns: derived from rewards, stored, not measured again, and watched in learning."""
+"""The support of categorical returns: derived from rewards, stored, not measured again, and widened in learning."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,24 +17,33 @@ import yaml
 import env_zoo
 from resume_cases import SPECS, StopAt, assert_same_run, tiny
 from rl_training.algorithms.base import UpdateResult
-from rl_training.algorithms.ops.distributional import outside_mass
+from rl_training.algorithms.c51_dqn import C51DQN
+from rl_training.algorithms.ops.distributional import carry_over, outside_mass
+from rl_training.collect.behaviour import Behaviour
+from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.experiment.checkpointing import load_checkpoint
+from rl_training.models.ensemble import CriticEnsemble
+from rl_training.models.mlp_q_network import MLPQNetwork
+from rl_training.runtime.restoring import load_algorithm, read_checkpoint
 from rl_training.runtime.session import open_session
 from rl_training.runtime.workflows import resume_training, train
 from rl_training.stores import support
-from rl_training.stores.support import derive_support, random_returns
+from rl_training.stores.support import SupportWatch, derive_support, random_returns
 
 HEADS = ["c51_dqn", "rainbow_dqn", "d4pg"]
 
 
 class Rewarded(env_zoo.Walk):
-    """A walk of ten steps with the rewards that are given, in turn."""
+    """A walk of `length` steps with the rewards that are given, in turn."""
 
-    def __init__(self, rewards: tuple[float, ...] = (0.0,), reward_range: tuple[float, float] | None = None) -> None:
-        super().__init__(10)
+    def __init__(
+        self, rewards: tuple[float, ...] = (0.0,), reward_range: tuple[float, float] | None = None, length: int = 10,
+        action: str = "discrete",
+    ) -> None:  # fmt: skip
+        super().__init__(length, action)
         self.rewards = rewards
         if reward_range is not None:
             self.reward_range = reward_range
@@ -62,8 +74,13 @@ def test_rare_rewards_are_not_taken_for_rewards_at_every_step() -> None:
     assert 100 < high < 500  # ten of them would be 956
 
 
-def test_a_declared_range_goes_before_random_play_and_no_reward_gives_the_papers_support() -> None:
-    assert derived(rewards=(1.0,), reward_range=(-2.0, 4.0)) == pytest.approx((-4.6, 8.6), rel=1e-2)
+def test_a_declared_range_is_of_one_reward_and_no_reward_gives_the_papers_support() -> None:
+    assert derived(gamma=0.99, reward_range=(0.0, 1.0)) == (-0.05, 1.05)  # a goal that random play does not find
+    assert derived(rewards=(1.0,), reward_range=(-2.0, 4.0)) == pytest.approx((-2.5, 8.5), rel=1e-2)
+    recipe = read_recipe("FrozenLake-v1", {"is_slippery": False})
+    low, high = derive_support(recipe, probe_spaces(recipe), 0.99, seed=0)
+    assert -1 < low <= 0
+    assert 1 <= high < 5  # its returns are from 0 to 1
     assert derived(rewards=(1.0,), reward_range=(-float("inf"), 4.0)) == derived(rewards=(1.0,))
     assert derived() == (-10.0, 10.0)
 
@@ -109,6 +126,8 @@ def test_a_support_is_stored_as_numbers_and_a_resume_does_not_measure_again(
     assert stored["v_min"] < 0 < stored["v_max"]
     assert load_checkpoint(whole.checkpoint_path)["config"]["algo_kwargs"]["v_min"] == stored["v_min"]
     given = {name: stored[name] for name in ("v_min", "v_max")}
+    assert stored["widen_support"] == "both"
+    given["widen_support"] = "both"
     told = open_session(tiny(algo, tmp_path, kwargs=given))
     told.close()
     assert f"returns from {stored['v_min']:g} to {stored['v_max']:g}" in told.store.describe()
@@ -129,6 +148,8 @@ def test_one_end_may_be_given(tmp_path: Path) -> None:
         session.close()
         ends = session.config.algo_kwargs["v_min"], session.config.algo_kwargs["v_max"]
         assert ends == pytest.approx((low, high), rel=0.1)
+        moving = "v_max" if "v_min" in given else "v_min"
+        assert session.config.algo_kwargs["widen_support"] == moving
     with pytest.raises(UserError, match=r"v_max is 1\.0; it must be above v_min \(1\.0\)"):
         open_session(tiny("d4pg", tmp_path, kwargs={"v_min": 1.0, "v_max": 1.0}))
 
@@ -168,3 +189,169 @@ def test_clipping_that_stays_is_said_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert said(0.05, 100) == []  # it has to stay high
     expected = "40% of the targets are outside the support (v_min is 0 and v_max 1); widen them."
     assert said(0.4, 3_000) == [expected]
+
+
+# widening -------------------------------------------------------------------------------------------------------
+
+GOAL = {"rewards": (-0.1,) * 39 + (100.0,), "length": 40}  # the first one comes after 24 steps of learning
+
+
+def goal_config(algo: str, folder: Path, **fields: Any) -> Any:
+    """A run whose support begins far below the goal at the end of every episode."""
+    kwargs = {"v_min": -10.0, "v_max": 1.0, "widen_support": "both"} | fields.pop("kwargs", {})
+    env_kwargs = GOAL | {"action": "continuous" if algo == "d4pg" else "discrete"}
+    given = {"env_id": "test_support:Rewarded", "env_kwargs": env_kwargs, "eval_episodes": 0, "kwargs": kwargs}
+    return tiny(algo, folder, **given, **fields)
+
+
+def support_of(checkpoint: Path) -> list[float]:
+    """The first and the last atom of the learner in a checkpoint, as prediction and export load it."""
+    algorithm: Any = load_algorithm(checkpoint, read_checkpoint(checkpoint))[0]
+    atoms = algorithm.model.support if hasattr(algorithm, "model") else algorithm.support
+    assert atoms.diff().min() > 0
+    return [float(atoms[0]), float(atoms[-1])]
+
+
+@pytest.mark.parametrize("algo", HEADS)
+def test_a_goal_beyond_the_support_widens_it_and_a_resume_is_exact(algo: str, tmp_path: Path) -> None:
+    config = goal_config(algo, tmp_path)
+    whole = train(config, console=False)
+    low, high = support_of(whole.checkpoint_path)
+    assert low == -10.0
+    assert 100.0 < high < 120.0
+    assert whole.metrics["v_max"] == pytest.approx(high)
+    assert whole.metrics["v_min"] == -10.0
+    for stop in (32, 64):  # before and after the first goal
+        early = train(config, callbacks=[StopAt(stop)], console=False)
+        assert (support_of(early.checkpoint_path)[1] > 1.0) == (stop > 40)
+        assert_same_run(whole, resume_training(early.checkpoint_path, console=False))
+
+
+def test_given_ends_stay_and_the_first_return_beyond_them_is_said_once(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = train(goal_config("c51_dqn", tmp_path, kwargs={"widen_support": "auto"}), console=False)
+    said = [str(warning.message) for warning in caught if "support" in str(warning.message)]
+    expected = "a reward of 100 was stored, above v_max (1): values there are clipped; widen the support, or leave"
+    assert said == [f"{expected} v_max out."]
+    assert support_of(result.checkpoint_path) == [-10.0, 1.0]
+    assert "v_max" not in result.metrics
+
+
+def watch(widen: str, low: float = -1.0, high: float = 1.0, num_envs: int = 1) -> SupportWatch:
+    return SupportWatch(SimpleNamespace(v_min=low, v_max=high, widen_support=widen), num_envs)
+
+
+def experience(rewards: list[list[float]], ended: list[list[bool]], **more: Any) -> Experience:
+    """Rows of rewards and ends; nothing else is read."""
+    made = Experience(ExperienceLayout(len(rewards), len(rewards[0]), (1,), "float32", holds_resets="valid" in more))
+    made.steps, made.has_resets = len(rewards), "valid" in more
+    made.rewards[:], made.truncated[:] = rewards, ended
+    if made.valid is not None:
+        made.valid[:] = more["valid"]
+    return made
+
+
+def test_returns_of_whole_episodes_count_not_only_rewards() -> None:
+    seen = watch("both")
+    seen.look(experience([[0.8], [0.8]], [[False], [False]]), gamma=0.5)
+    assert seen.ends == [-1.0, 1.0]  # the episode goes on
+    seen.look(experience([[0.8]], [[True]]), gamma=0.5)
+    assert seen.ends == [-1.0, 3.0]  # 0.8 * 1.75, and at least twice as wide
+    seen.look(experience([[0.9]], [[True]]), gamma=0.5)
+    assert seen.ends == [-1.0, 3.0]  # a new episode has its own return
+    seen.look(experience([[-50.0]], [[False]]), gamma=0.5)
+    assert seen.ends == [pytest.approx(-50.0 - 0.05 * 53.0, rel=1e-2), 3.0]
+    one_end = watch("v_min")
+    one_end.look(experience([[-5.0]], [[True]]), gamma=0.5)
+    with pytest.warns(UserWarning, match=r"a reward of 5 was stored, above v_max \(1\)"):
+        one_end.look(experience([[5.0]], [[True]]), gamma=0.5)
+    assert one_end.ends == [pytest.approx(-5.3), 1.0]
+
+
+def test_rows_that_only_reset_and_columns_of_workers_are_told_apart() -> None:
+    seen = watch("both", num_envs=2)
+    rows = experience([[0.9, 0.9], [9.0, 0.9]], [[True, False], [True, True]], valid=[[True, True], [False, True]])
+    seen.look(rows, gamma=1.0)
+    assert seen.ends == [-1.0, 3.0]  # 1.8 in the second environment; the 9 came with a reset
+    seen = watch("both", num_envs=2)
+    for env in (0, 1, 0, 1):
+        part, late = experience([[0.9]], [[False]]), experience([[0.0, 0.0]], [[False, False]])
+        late.steps, late.parts = 1, [(np.array([env]), part)]
+        seen.look(late, gamma=1.0)
+    assert seen._rewards == [pytest.approx([0.9, 0.9])] * 2
+
+
+def test_a_turn_that_was_abandoned_before_it_widened_is_made_up_for() -> None:
+    stored, learner = watch("both"), C51DQN(q_network=q_network(), v_min=-1.0, v_max=1.0, num_atoms=5)
+    stored.look(experience([[7.0]], [[False]]), gamma=0.5)
+    resumed = watch("both")
+    resumed.load_state_dict(stored.state_dict())
+    resumed.widen(learner)
+    assert learner.support[-1] == pytest.approx(resumed.ends[1])
+    resumed.look(experience([[7.0]], [[True]]), gamma=1.0)
+    assert resumed.ends[1] > 14.0  # with the reward of the episode's first part
+
+
+def test_learners_widen_together() -> None:
+    learner: Any = C51DQN(q_network=q_network(), v_min=-1.0, v_max=1.0, num_atoms=5)
+    others = {1.0: 1.0, 7.4: 40.0}  # -low and high here, and the largest of all ranks
+    learner.ranks = SimpleNamespace(largest=others.__getitem__)
+    seen = watch("both")
+    seen.look(experience([[7.0]], [[False]]), gamma=0.5)
+    assert seen.widen(learner) == {"v_min": -1.0, "v_max": 40.0}
+    assert learner.support[-1] == 40.0
+
+
+def q_network(**options: Any) -> MLPQNetwork:
+    return MLPQNetwork(obs_dim=3, action_dim=2, hidden_sizes=(16, 16), num_outputs=5, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"dueling": True}, {"noisy": True}, {"dueling": True, "noisy": True}])
+def test_the_last_layer_combines_its_outputs(options: dict[str, Any]) -> None:
+    network, rows = q_network(**options), torch.randn(7, 3)
+    weights, offsets = torch.randn(5, 5), torch.randn(5)
+    expected = network(rows) @ weights.T + offsets
+    network.combine_outputs(weights, offsets)
+    torch.testing.assert_close(network(rows), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_layer_of_critics_combines_its_outputs() -> None:
+    critics, rows = CriticEnsemble(num_critics=2, inputs=4, hidden_sizes=(16,), outputs=5), torch.randn(7, 3)
+    weights, offsets = torch.randn(5, 5), torch.randn(5)
+    before = critics(rows, torch.ones(7, 1))
+    critics.combine_outputs(weights, offsets)
+    torch.testing.assert_close(critics(rows, torch.ones(7, 1)), before @ weights.T + offsets, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ends", [(-8.5, 105.0), (-8.5, 9.0), (-30.0, 0.4), (-20.0, 20.0), (-9.0, 0.5)])
+@pytest.mark.parametrize("deviation", [0.1, 0.4, 2.0])
+def test_predicted_values_are_carried_over(ends: tuple[float, float], deviation: float) -> None:
+    old, new = torch.linspace(-8.5, 0.4, 51), torch.linspace(*ends, 51)
+    centers = torch.linspace(-8.0, 0.0, 33).unsqueeze(1)
+    logits = (-((old - centers) ** 2) / (2 * deviation**2)).clamp(min=-12.0)
+    weights, offsets = carry_over(old, new)
+    values, carried = logits.softmax(-1) @ old, (logits @ weights.T + offsets).softmax(-1) @ new
+    assert (carried - values).abs().max() < 0.6 * (new[1] - new[0])
+    assert torch.corrcoef(torch.stack([values, carried]))[0, 1] > 0.97
+
+
+def test_a_widened_learner_and_its_target_keep_their_values_and_workers_get_the_atoms() -> None:
+    torch.manual_seed(0)
+    make = partial(C51DQN, v_min=0.0, v_max=4.0, num_atoms=41)
+    learners: list[Any] = [
+        make(q_network=MLPQNetwork(obs_dim=3, action_dim=2, hidden_sizes=(16,), num_outputs=41)) for _ in range(2)
+    ]
+    learner, worker = learners
+    rows, memory = torch.randn(50, 3), learner.support.data_ptr()
+    before = [learner.values(network(rows)) for network in (learner.q_network, learner.target_network)]
+    learner.widen_support(-4.0, 8.0)
+    after = [learner.values(network(rows)) for network in (learner.q_network, learner.target_network)]
+    assert learner.support.data_ptr() == memory  # what a graph has captured
+    for old, new in zip(before, after, strict=True):
+        assert (old - new).abs().max() < 0.15  # half the distance of two atoms
+    spaces = probe_spaces(read_recipe("CartPole-v1", {}))
+    ends = [Behaviour(one, spaces, 1, np.random.default_rng(0)) for one in (learner, worker)]
+    ends[1].unpack(ends[0].pack())
+    torch.testing.assert_close(worker.act(rows, deterministic=True).actions, after[0].argmax(-1))
+    assert torch.equal(worker.support, learner.support)

@@ -101,6 +101,10 @@ class Algorithm(nn.Module):
         """The modules that acting, evaluation and prediction need: policy and normalizer."""
         raise NotImplementedError
 
+    def acting_tensors(self) -> list[Tensor]:
+        """The tensors that acting reads: what is sent to workers."""
+        return [value for value in self.acting().state_dict().values() if isinstance(value, Tensor)]
+
     def numpy_policy(self) -> NumpyPolicy | None:
         """A function that acts on the same weights without torch; None if the network is too large to gain from it."""
         make = getattr(self.acting(), "numpy_policy", None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.ops.distributional import cross_entropy, outside_mass, project_categorical
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
+from rl_training.algorithms.support import move_support
 from rl_training.errors import UserError
 
 
@@ -32,6 +33,14 @@ class C51DQN(QLearning):
         self.support: Tensor
         self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))
         self.make_target()
+
+    def acting_tensors(self) -> list[Tensor]:
+        """The network's, and the support."""
+        return [*super().acting_tensors(), self.support]
+
+    def widen_support(self, v_min: float, v_max: float) -> None:
+        """Place the atoms from `v_min` to `v_max` and carry over what was learned (see `move_support`)."""
+        move_support(self.support, v_min, v_max, self.q_network, self.target_network)
 
     def values(self, outputs: Tensor) -> Tensor:
         """Means of the distributions [B, A]."""

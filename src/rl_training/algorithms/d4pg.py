@@ -18,6 +18,7 @@ from rl_training.algorithms.ddpg import DDPG, actor_loss
 from rl_training.algorithms.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
 from rl_training.algorithms.ops.losses import weighted_mean
 from rl_training.algorithms.ops.targets import fold_discounts
+from rl_training.algorithms.support import move_support
 from rl_training.errors import UserError
 
 
@@ -53,6 +54,10 @@ class D4PG(DDPG):
         for name, value in {"v_min": v_min, "v_max": v_max, "num_atoms": num_atoms}.items():
             if value is not None and abs(value - found[name]) > 1e-4 * (1.0 + abs(value)):
                 raise UserError(f"{name} is {value}; the model was made with {found[name]}.")
+
+    def widen_support(self, v_min: float, v_max: float) -> None:
+        """Place the atoms from `v_min` to `v_max` and carry over what was learned (see `move_support`)."""
+        move_support(self.model.support, v_min, v_max, self.model.critics, self.target_network.critics)
 
     def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """Take one gradient step on the cross-entropy to the projected target; return metrics and priorities [B]."""

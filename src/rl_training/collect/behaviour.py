@@ -84,20 +84,18 @@ class Behaviour:
         """The number of updates that produced the weights."""
         return self.algorithm.num_updates
 
-    def _tensors(self) -> list[Tensor]:
-        return [value for value in self.algorithm.acting().state_dict().values() if isinstance(value, Tensor)]
-
     def pack(self) -> Array:
         """Network, normalizers, exploration numbers and version as one array of bytes."""
         numbers = [math.nan if number is None else float(number) for number in self.algorithm.numbers.values()]
-        arrays = [tensor.detach().cpu().numpy() for tensor in self._tensors()] + [np.array([*numbers, self.version])]
+        arrays = [tensor.detach().cpu().numpy() for tensor in self.algorithm.acting_tensors()]
+        arrays.append(np.array([*numbers, self.version]))
         return np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
 
     @torch.no_grad()
     def unpack(self, packed: Array) -> None:
         """Load the result of `pack` from another process or an earlier time."""
         begin = 0
-        for tensor in self._tensors():
+        for tensor in self.algorithm.acting_tensors():
             end = begin + tensor.numel() * tensor.element_size()
             tensor.copy_(torch.from_numpy(packed[begin:end].copy()).view(tensor.dtype).view(tensor.shape))
             begin = end

@@ -76,6 +76,13 @@ class MLPEnsemble(nn.Module):
             return evaluate([split], lambda x: [self._run_plainly(x, layers)], x)[0]
         return self._run_plainly(x, layers)
 
+    @torch.no_grad()
+    def combine_outputs(self, weights: Tensor, offsets: Tensor) -> None:
+        """Change the last layer so that the outputs [K] become `weights` [K, K] @ outputs + `offsets`."""
+        head = self._layers[-1]
+        head.weight.copy_(head.weight @ weights.T)
+        head.bias.copy_(head.bias @ weights.T + offsets)
+
     def _run_plainly(self, x: Tensor, layers: Sequence[_Layer]) -> Tensor:
         if x.dim() == 2:
             x = x.expand(layers[0].weight.shape[0], *x.shape)

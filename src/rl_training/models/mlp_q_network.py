@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, activation_layer, encode, encoded_dim
@@ -48,6 +50,10 @@ class DuelingHead(nn.Module):
         advantages = self.advantage(advantage).unflatten(-1, (self.action_dim, self.outputs))
         baseline = self.value(value).unsqueeze(-2) - advantages.mean(-2, keepdim=True)
         return (advantages + baseline).flatten(-2)
+
+    def output_layers(self) -> list[nn.Module]:
+        """The layers whose outputs are summed; a constant added to the first one's bias reaches every action."""
+        return [self.value, self.advantage]
 
     def numpy_step(self) -> NumpyStep | None:
         """The same in numpy."""
@@ -112,6 +118,17 @@ class MLPQNetwork(NoisyNetwork):
         if len(self.output_shape) == 1:
             return outputs, backward
         return outputs.view(-1, *self.output_shape), lambda grad: backward(grad.flatten(1))
+
+    @torch.no_grad()
+    def combine_outputs(self, weights: Tensor, offsets: Tensor) -> None:
+        """Change the last layer so that every action's outputs [K] become `weights` [K, K] @ outputs + `offsets`."""
+        layers = self.head.output_layers() if isinstance(self.head, DuelingHead) else [self.head]
+        for layer in layers:
+            for parameter in layer.parameters():  # [A * K, ...], deviations of noisy layers too
+                rows = parameter.unflatten(0, (-1, len(offsets)))
+                parameter.copy_(torch.tensordot(rows, weights, dims=([1], [1])).movedim(-1, 1).flatten(0, 1))
+        bias: Any = layers[0].bias
+        bias.unflatten(0, (-1, len(offsets))).add_(offsets)
 
     def numpy_network(self) -> NumpyNetwork | None:
         """The forward pass in numpy on the same weights; None with an encoder, on a GPU or for wide layers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from rl_training.algorithms.base import Algorithm, Batch, UpdateResult, read_metrics
+from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
 from rl_training.collect.local import Request
 from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
 from rl_training.data.experience import Experience
@@ -23,9 +22,9 @@ from rl_training.errors import UserError
 from rl_training.runtime.networks import build_on_model
 from rl_training.runtime.params import Activation, Params, Schedule, Widths
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
+from rl_training.stores.support import SupportWatch
 from rl_training.validation import StrictModel
 
-LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
 WIDE_BATCH = 500_000  # bytes of observations from which a GPU gathers a batch faster than the host sends it
 # Why a number cannot be scheduled: the end of a sentence.
 DIVIDED_ONCE = "batches are divided once, when the run is built"
@@ -213,7 +212,8 @@ class ReplayStore(BufferStore):
         )
         rows = -(-self.params.train_frequency // context.num_envs)
         self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
-        self._updates = self._looks_at_clipping = 0
+        has_support = getattr(self.params, "v_min", None) is not None
+        self.support = SupportWatch(self.params, context.num_envs) if has_support else None
         # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
         plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
         self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
@@ -231,8 +231,7 @@ class ReplayStore(BufferStore):
     def describe(self) -> str:
         """The buffer's size, for the start of a run."""
         kind = "prioritized replay" if self.params.prioritized else "replay"
-        ends = [getattr(self.params, name, None) for name in ("v_min", "v_max")]
-        support = "" if None in ends else f", returns from {ends[0]:g} to {ends[1]:g}"
+        support = "" if self.support is None else ", returns from {:g} to {:g}".format(*self.support.ends)
         return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}"
 
     def request(self, step: int) -> Request:
@@ -248,10 +247,14 @@ class ReplayStore(BufferStore):
     def add(self, experience: Experience, step: int) -> int:
         """Add to the buffer; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
+        if self.support is not None:
+            self.support.look(experience, self.gamma)
         return experience.transitions
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """Yield `gradient_updates_per_step` samples for each training turn that is due."""
+        if self.support is not None:
+            self.metrics |= self.support.widen(algorithm)
         if len(self.buffer) < min(self.params.learning_starts, self.buffer.capacity):
             self.credit = 0  # resumed without its buffer: fill it again first
         while self.credit >= self.params.train_frequency and len(self.buffer):
@@ -262,8 +265,14 @@ class ReplayStore(BufferStore):
 
     def state_dict(self) -> dict[str, Any]:
         """The state before the batch of the next turn was drawn."""
-        ahead = self.buffer.ahead
-        return super().state_dict() | ({} if ahead is None else {"rng": ahead.before})
+        ahead, support = self.buffer.ahead, {} if self.support is None else self.support.state_dict()
+        return super().state_dict() | support | ({} if ahead is None else {"rng": ahead.before})
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        if self.support is not None:
+            self.support.load_state_dict(state)
+        return super().load_state_dict(state)
 
     def sample(self) -> dict[str, Any]:
         """One batch."""
@@ -275,19 +284,8 @@ class ReplayStore(BufferStore):
         """Update priorities from the errors of an update."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
-        if "clipped_targets" in result.metrics:
-            self._watch_clipping(result.metrics["clipped_targets"])
-
-    def _watch_clipping(self, clipped: Any) -> None:
-        """Warn once if many targets have been outside the support for a while."""
-        self._updates += 1
-        if self._updates % LOOK_EVERY or self._looks_at_clipping >= LOOKS:
-            return
-        share = read_metrics({"share": clipped})["share"]
-        self._looks_at_clipping = self._looks_at_clipping + 1 if share > MUCH_CLIPPED else 0
-        if self._looks_at_clipping == LOOKS:
-            ends = f"v_min is {self.params.v_min:g} and v_max {self.params.v_max:g}"
-            warnings.warn(f"{share:.0%} of the targets are outside the support ({ends}); widen them.", stacklevel=2)
+        if self.support is not None and "clipped_targets" in result.metrics:
+            self.support.watch_clipping(result.metrics["clipped_targets"])
 
 
 def make_buffer(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rl_training.algorithms.ops.losses import with_slope
 
+UNLIKELY = 1e-4  # the weight of a new atom outside of the old support
 CHUNK = 2**18  # pairs of quantiles at a time on a CPU: three arrays of them stay in its cache
 
 
@@ -40,6 +41,20 @@ def outside_mass(atoms: Tensor, probs: Tensor, support: Tensor) -> Tensor:
     slack = 1e-3 * (support[1] - support[0])
     outside = (atoms < support[0] - slack) | (atoms > support[-1] + slack)
     return (probs * outside).sum(-1)
+
+
+def carry_over(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [K, M] and offsets [K] that turn logits on `old` [M] into logits on the wider support `new` [K].
+
+    The projection of a distribution is log sum_m w_km exp(logit_m). A linear layer cannot compute that, but it can
+    compute the mean of the logits in its place: sum_m w_km logit_m / w_k + log w_k with w_k = sum_m w_km, which is the
+    same where neighboring logits are equal. A new atom with no old one near it gets the logit of the nearest end,
+    less a large constant.
+    """
+    mass = two_hot(old, new).T
+    total = mass.sum(-1, keepdim=True)
+    weights = torch.where(total > 0.0, mass / total.clamp(min=UNLIKELY), two_hot(new, old))
+    return weights, total.squeeze(-1).clamp(min=UNLIKELY).log()
 
 
 def categorical_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
