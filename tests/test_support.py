@@ -15,7 +15,7 @@ import torch
 import yaml
 
 import env_zoo
-from resume_cases import SPECS, StopAt, assert_same_run, tiny
+from resume_cases import SPECS, StopAt, assert_same, assert_same_run, tiny
 from rl_training.algorithms.base import UpdateResult
 from rl_training.algorithms.c51_dqn import C51DQN
 from rl_training.algorithms.ops.distributional import carry_over, outside_mass
@@ -227,6 +227,18 @@ def test_a_goal_beyond_the_support_widens_it_and_a_resume_is_exact(algo: str, tm
         assert_same_run(whole, resume_training(early.checkpoint_path, console=False))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["c51_dqn", "d4pg"])
+def test_workers_act_on_the_widened_support_and_a_resume_is_exact(algo: str, tmp_path: Path) -> None:
+    config = goal_config(algo, tmp_path, execution_backend="local_async", num_workers=2, num_envs=2)
+    whole = train(config, console=False)
+    assert support_of(whole.checkpoint_path)[1] > 100.0
+    early = train(config, callbacks=[StopAt(100)], console=False)
+    resumed = resume_training(early.checkpoint_path, console=False)
+    one, other = (load_checkpoint(result.checkpoint_path)["algorithm"] for result in (whole, resumed))
+    assert_same(one, other)
+
+
 def test_given_ends_stay_and_the_first_return_beyond_them_is_said_once(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -291,6 +303,18 @@ def test_a_turn_that_was_abandoned_before_it_widened_is_made_up_for() -> None:
     assert learner.support[-1] == pytest.approx(resumed.ends[1])
     resumed.look(experience([[7.0]], [[True]]), gamma=1.0)
     assert resumed.ends[1] > 14.0  # with the reward of the episode's first part
+
+
+def test_a_state_of_other_environments_or_with_a_forged_support_is_noticed() -> None:
+    stored, resumed = watch("both", num_envs=2), watch("both", num_envs=1)
+    stored.look(experience([[7.0, 0.0]], [[False, False]]), gamma=0.5)
+    resumed.load_state_dict(stored.state_dict())
+    assert resumed.ends == stored.ends
+    assert resumed._rewards == [[]]
+    for ends in ([1.0, 1.0], [float("nan"), 1.0], [0.0, float("inf")], ["a", 1.0], [1.0]):
+        with pytest.raises(ValueError, match=r"support|convert|unpack"):
+            resumed.load_state_dict({"support": {"ends": ends, "rewards": []}})
+    assert watch("none").state_dict() == {}  # as in older checkpoints
 
 
 def test_learners_widen_together() -> None:

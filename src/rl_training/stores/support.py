@@ -201,7 +201,13 @@ class SupportWatch:
         return {"support": {"ends": list(self.ends), "rewards": [np.array(earned) for earned in self._rewards]}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        if any(self.moves):
-            self.ends, self._reached = list(state["support"]["ends"]), None
-            self._rewards = [earned.tolist() for earned in state["support"]["rewards"]]
+        """The inverse of `state_dict`; with another number of environments, which begin new episodes, no rewards."""
+        if not any(self.moves):
+            return
+        low, high = map(float, state["support"]["ends"])
+        if not -math.inf < low < high < math.inf:
+            raise ValueError(f"its support is from {low} to {high}")
+        self.ends, self._reached = [low, high], None
+        rewards = [earned.tolist() for earned in state["support"]["rewards"]]
+        if len(rewards) == len(self._rewards):
+            self._rewards = rewards
