@@ -274,6 +274,9 @@ def test_returns_of_whole_episodes_count_not_only_rewards() -> None:
     assert seen.ends == [-1.0, 3.0]  # a new episode has its own return
     seen.look(experience([[-50.0]], [[False]]), gamma=0.5)
     assert seen.ends == [pytest.approx(-50.0 - 0.05 * 53.0, rel=1e-2), 3.0]
+    far_from_zero = watch("both", 1000.0, 1010.0)
+    far_from_zero.look(experience([[1021.0]], [[False]]), gamma=0.5)
+    assert far_from_zero.ends == [1000.0, pytest.approx(1022.05)]
     one_end = watch("v_min")
     one_end.look(experience([[-5.0]], [[True]]), gamma=0.5)
     with pytest.warns(UserWarning, match=r"a reward of 5 was stored, above v_max \(1\)"):

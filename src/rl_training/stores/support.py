@@ -161,8 +161,8 @@ class SupportWatch:
         above = value > high
         name, near, far = ("v_max", high, low) if above else ("v_min", low, high)
         if self.moves[above]:
-            wanted = value + EDGE * (value - far), far + 2 * (near - far)
-            self.ends[above] = float(f"{(max if above else min)(wanted):.3g}")
+            further = max if above else min
+            self.ends[above] = further(value + EDGE * (value - far), far + 2.0 * (near - far))
         elif not self._warned:
             self._warned = True
             where = f"{'above' if above else 'below'} {name} ({near:g})"
