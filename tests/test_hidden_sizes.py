@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium.spaces as gs
+import numpy as np
 import pytest
 from torch import nn
 
@@ -54,7 +56,31 @@ def test_heads_on_images_are_those_of_the_papers() -> None:
     assert layers_of("rainbow_dqn", LARGE, num_atoms=11) == [(True, 576, 1024), (True, 512, 11), (True, 512, 22)]
     inputs = layers_of("dqn", SMALL)[0][1]
     assert layers_of("noisy_dqn", SMALL)[0] == (True, inputs, 128)
-    assert layers_of("iqn", SMALL, noisy=True, embedding_dim=4)[0] == (True, inputs, 128)
+
+
+@pytest.mark.parametrize("algo", ["iqn", "fqf"])
+def test_fractions_multiply_the_features_of_the_convolutions(algo: str) -> None:
+    """Dabney et al. 2018, section 3: psi is the convolutions, then come phi and two layers on their product."""
+    fractions = [(False, 3136, 32)] if algo == "fqf" else []
+    atari = EnvSpaces.from_gym("Screen", gs.Box(0, 255, (4, 84, 84), np.uint8), gs.Discrete(6))
+    assert layers_of(algo, atari) == [(False, 64, 3136), (False, 3136, 512), (False, 512, 6), *fractions]
+    fractions = [(False, 576, 32)] if algo == "fqf" else []
+    embedding = (False, 4, 576)
+    assert layers_of(algo, LARGE, embedding_dim=4, noisy=True) == [
+        embedding, (True, 576, 512), (True, 512, 2), *fractions,
+    ]  # fmt: skip
+    assert layers_of(algo, LARGE, embedding_dim=4, dueling=True) == [
+        embedding, (False, 576, 1024), (False, 512, 1), (False, 512, 2), *fractions,
+    ]  # fmt: skip
+    assert layers_of(algo, LARGE, embedding_dim=4, head_hidden_sizes=(7, 9), noisy=True) == [
+        embedding, (False, 576, 7), (True, 7, 9), (True, 9, 2), *fractions,
+    ]  # fmt: skip
+    assert layers_of(algo, LARGE, embedding_dim=4, head_hidden_sizes=()) == [embedding, (False, 576, 2), *fractions]
+    vectors = probe_spaces(read_recipe("CartPole-v1", {}))
+    fractions = [(False, 5, 32)] if algo == "fqf" else []
+    assert layers_of(algo, vectors, hidden_sizes=(7, 5), embedding_dim=4, noisy=True) == [
+        (False, 4, 7), (True, 7, 5), (False, 4, 5), (True, 5, 2), *fractions,
+    ]  # fmt: skip
 
 
 def test_hidden_layers_behind_the_convolutions_may_be_given() -> None:

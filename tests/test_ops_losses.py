@@ -21,6 +21,7 @@ from rl_training.algorithms.ops.losses import (
     huber,
     policy_gradient,
     squared_error,
+    value_error,
     weighted_mean,
 )
 from rl_training.algorithms.ops.policy import categorical_log_prob
@@ -71,6 +72,31 @@ def test_slopes_are_those_of_autograd(name: str) -> None:
     values, slopes = function(x, *others)
     assert not slopes.requires_grad
     torch.testing.assert_close(slopes, torch.autograd.grad(values.sum(), x)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_clipped_value_error_and_its_slope_in_numbers() -> None:
+    """Old value 1 and clip 0.5: inside the clip, beyond it on the side of the return, and beyond it on the other."""
+    values, returns = torch.tensor([1.25, 2.0, 2.0, 0.0]), torch.tensor([3.0, 3.0, 1.0, -1.0])
+    errors, slopes = value_error(values, returns, torch.ones(4), 0.5)
+    assert errors.tolist() == [0.5 * 1.75**2, 0.5 * 1.5**2, 0.5, 0.5 * 1.5**2]
+    assert slopes.tolist() == [-1.75, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("clip", [0.1, 1.0, torch.tensor(0.3)], ids=["narrow", "wide", "tensor"])
+def test_the_slope_of_the_clipped_value_error_survives_rounding(clip: Any) -> None:
+    """Inside the clip old + (v - old) often rounds to another number than v; loss and slope must not depend on it."""
+    old, returns = 0.3 * normal(5000), normal(5000, seed=1)
+    values = (0.3 * normal(5000, seed=2)).requires_grad_()
+    inside = (values - old).abs() <= clip
+    assert (old + (values - old) != values)[inside].float().mean() > 0.02
+    errors, slopes = value_error(values, returns, old, clip)
+    torch.testing.assert_close(slopes, torch.autograd.grad(errors.sum(), values)[0])
+    assert torch.equal(slopes[inside], (values - returns)[inside])
+    exact, start, end = values.detach().double().requires_grad_(), old.double(), returns.double()
+    held = (start + (exact - start).clamp(-float(clip), float(clip)) - end).square()
+    wanted = 0.5 * torch.maximum((exact - end).square(), held)
+    torch.testing.assert_close(errors.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(slopes.double(), torch.autograd.grad(wanted.sum(), exact)[0], rtol=1e-5, atol=1e-6)
 
 
 OUTPUTS = {"a2c": "logprobs", "ppo": "new_logprobs", "impala": "target_logprobs", "appo": "target_logprobs"}

@@ -2,16 +2,19 @@
 
 import math
 
+import gymnasium.spaces as gs
 import numpy as np
 import pytest
 import torch
 
 import rl_training.models as models
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.models.noisy import NoisyLinear
+from rl_training.runtime.spec import get_algorithm_spec
 
 NAMES = ["MLPQNetwork", "MLPDuelingQNetwork", "MLPNoisyQNetwork", "MLPDuelingNoisyQNetwork"]
 AXES = [(False, False), (True, False), (False, True), (True, True)]
@@ -50,6 +53,41 @@ def test_images_go_through_an_encoder(make, dueling):
     outputs = network(images) if make is MLPQNetwork else network(images, torch.rand(2, 5)).mean(-1)
     assert outputs.shape == (2, 3)
     assert (network.numpy_network() if make is MLPQNetwork else network.numpy_parts()) is None
+
+
+@pytest.mark.parametrize("algo", ["iqn", "fqf"])
+@pytest.mark.parametrize("dueling", [False, True])
+def test_quantiles_of_an_image_are_those_of_the_paper(algo, dueling):
+    """Z = W2 relu(W1 (psi * relu(W cos(pi i tau) + b)) + b1) + b2 with psi the convolutions, written out."""
+    spaces = EnvSpaces.from_gym("Screen", gs.Box(0, 255, (2, 10, 10), np.uint8), gs.Discrete(3))
+    spec = get_algorithm_spec(algo)
+    network = spec.build(spec.params(embedding_dim=6, head_hidden_sizes=(7,), dueling=dueling), spaces).q_network
+    weights = {name: value.detach().numpy().astype(np.float64) for name, value in network.state_dict().items()}
+    images = torch.randint(256, (4, 2, 10, 10), dtype=torch.uint8)
+    taus = torch.rand(4, 5)
+    patches = np.lib.stride_tricks.sliding_window_view(images.numpy() / 255, (3, 3), axis=(2, 3))
+    filters = np.einsum("bchwij,ocij->bohw", patches, weights["encoder.0.weight"])
+    psi = np.maximum(filters + weights["encoder.0.bias"][:, None, None], 0).reshape(4, -1)
+    assert psi.shape == (4, 16 * 8 * 8) == (4, network.feature_dim)
+    cosines = np.cos(np.pi * np.arange(6) * taus.numpy()[..., None])
+    phi = np.maximum(cosines @ weights["embedding.weight"].T + weights["embedding.bias"], 0)
+    product = psi[:, None] * phi
+
+    def layer(name, x):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    if dueling:
+        hidden = np.maximum(layer("head.hidden", product), 0)
+        advantages = layer("head.advantage", hidden[..., 7:])
+        wanted = layer("head.value", hidden[..., :7]) + advantages - advantages.mean(-1, keepdims=True)
+    else:
+        wanted = layer("head", np.maximum(layer("middle.0", product), 0))
+    found = network(images, taus).detach().numpy()
+    np.testing.assert_allclose(found, wanted.swapaxes(1, 2), rtol=1e-4, atol=1e-5)
+    features = network.features(images)
+    means = network.expected_values(features, taus[:1]).detach().numpy()
+    everywhere = network.quantiles(features, taus[:1].expand(4, 5)).detach().numpy()
+    np.testing.assert_allclose(means, everywhere.mean(-1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_outputs", [None, 5])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
@@ -20,8 +21,33 @@ NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array
 FIRST = slice(0, 1)  # of the critics: the one that the actor maximizes
 
 
+class ReturningTanh(torch.autograd.Function):
+    """tanh with a way back from its ends: a gradient that leads toward 0 passes unchanged.
+
+    One that leads away from 0 is multiplied by 1 - tanh^2, as usual. So steps become smaller toward a bound but not
+    away from it, as with the inverted gradients of Hausknecht & Stone 2016 (arXiv:1511.04143).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """tanh(x)."""
+        outputs = x.tanh()
+        ctx.save_for_backward(outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> Tensor:  # type: ignore[override]
+        """Gradients of a loss that is minimized, so a step goes against them."""
+        (outputs,) = ctx.saved_tensors
+        return torch.where(gradients * outputs < 0, gradients * (1.0 - outputs.square()), gradients)
+
+
 class DeterministicActor(nn.Module):
-    """mu(s) in [-1, 1]: observations [B, ...] -> actions [B, A]."""
+    """mu(s) in [-1, 1]: observations [B, ...] -> actions [B, A].
+
+    After an `encoder`, its tanh is a `ReturningTanh`: thousands of features move mu with each step, so a critic that
+    knows nothing yet can drive it to one bound in all states within 50 steps. There, tanh has no gradient left.
+    """
 
     def __init__(
         self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str,
@@ -36,7 +62,10 @@ class DeterministicActor(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         """Actions without noise."""
         x = encode(self.encoder, self.observation_input(obs))
-        return self._passes(x, list(self.network)[:-1])[0].tanh()
+        outputs = self._passes(x, list(self.network)[:-1])[0]
+        if self.encoder is None or not outputs.requires_grad:
+            return outputs.tanh()
+        return ReturningTanh.apply(outputs)
 
     def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
         """Acting in numpy on the same weights, with noise of the current deviation; None on a GPU or if large."""

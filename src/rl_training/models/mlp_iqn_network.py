@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, linear
-from rl_training.models.mlp_q_network import DuelingHead, hidden_layers
-from rl_training.models.noisy import NoisyNetwork, make_layer
-from rl_training.models.numpy_forms import numpy_input, numpy_step
+from rl_training.models.mlp_q_network import hidden_layers, value_layers
+from rl_training.models.noisy import NoisyNetwork
+from rl_training.models.numpy_forms import numpy_chain, numpy_input, numpy_step
 from rl_training.models.passes import WrittenOut, runs_written_out
 
 Array = NDArray[Any]
@@ -23,27 +23,28 @@ Array = NDArray[Any]
 class MLPIQNNetwork(NoisyNetwork):
     """Z_tau(s, a) = f(psi(s) * phi(tau))_a (Dabney et al. 2018, arXiv:1806.06923): fractions [B, N] -> [B, A, N].
 
-    psi is an encoder or the hidden layers, phi(tau) = ReLU(W cos(pi i tau) + b) with i from 0 to `embedding_dim` - 1,
-    f one linear layer, or with `dueling` two streams of one hidden layer each.
+    psi is the encoder, if there is one, and then layers of `hidden_sizes`; phi(tau) = ReLU(W cos(pi i tau) + b) with i
+    from 0 to `embedding_dim` - 1; f has layers of `head_sizes` and an output layer, or with `dueling` two streams.
+    The paper has images only: psi is the convolutions, and f has a layer of 512 units. For vectors, `head_sizes` is
+    empty by default: a linear f needs psi(s) once for all fractions and no layer per fraction.
     """
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), embedding_dim: int = 64,
-        activation: str = "relu", dueling: bool = False, noisy: bool = False,
+        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
+        head_sizes: Sequence[int] = (), embedding_dim: int = 64, activation: str = "relu", dueling: bool = False,
+        noisy: bool = False,
         encoder: nn.Module | None = None, observation_input: ObservationInput | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.observation_input = observation_input or ObservationInput()
         self.encoder = encoder
         features = encoded_dim(obs_dim, encoder)
-        self.trunk, self.feature_dim = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
+        self.trunk, self.feature_dim = hidden_layers(features, hidden_sizes, activation, noisy=noisy and not head_sizes)
         self.embedding = linear(embedding_dim, self.feature_dim)
-        self.action_dim, self.dueling = action_dim, dueling
-        self.head: nn.Module
-        if dueling:
-            self.head = DuelingHead(self.feature_dim, self.feature_dim, action_dim, 1, activation, noisy=noisy)
-        else:
-            self.head = make_layer(self.feature_dim, action_dim, noisy=noisy, gain=1.0)
+        self.action_dim, self.is_affine = action_dim, not (dueling or head_sizes)  # f, in psi * phi
+        self.middle, self.head = value_layers(
+            self.feature_dim, head_sizes, action_dim, 1, activation, dueling=dueling, noisy=noisy
+        )
         self.frequencies: Tensor
         self.register_buffer("frequencies", math.pi * torch.arange(embedding_dim).float())
         self._passes = WrittenOut()
@@ -66,8 +67,8 @@ class MLPIQNNetwork(NoisyNetwork):
 
     def quantiles(self, features: Tensor, taus: Tensor) -> Tensor:
         """Quantiles of every action at fractions [B, N] -> [B, A, N]."""
-        if not isinstance(self.head, nn.Linear):
-            return self.head(features.unsqueeze(-2) * self.embed(taus)).transpose(-1, -2)
+        if not (self.is_affine and isinstance(self.head, nn.Linear)):
+            return self.head(self.middle(features.unsqueeze(-2) * self.embed(taus))).transpose(-1, -2)
         # f as one small product per state, W_a * psi [B, A, D] with phi [B, N, D]: a third of the time of a layer with
         # so few outputs, and psi * phi is never formed.
         factors = self.head.weight * features.unsqueeze(1)
@@ -76,10 +77,9 @@ class MLPIQNNetwork(NoisyNetwork):
     def expected_values(self, features: Tensor, taus: Tensor, widths: Tensor | None = None) -> Tensor:
         """Action values [B, A]: the mean of the quantiles at `taus` [B or 1, N], weighted by `widths` where given."""
         embedding = self.embed(taus)
-        if self.dueling:  # not linear in the embedding
-            quantiles = self.head(features.unsqueeze(-2) * embedding)
-            return average(quantiles, widths)
-        return self.head(features * average(embedding, widths))
+        if self.is_affine:
+            return self.head(features * average(embedding, widths))
+        return average(self.head(self.middle(features.unsqueeze(-2) * embedding)), widths)
 
     def forward(self, obs: Tensor, taus: Tensor) -> Tensor:
         """[B, ...], [B, N] -> [B, A, N]."""
@@ -87,11 +87,11 @@ class MLPIQNNetwork(NoisyNetwork):
 
     def numpy_parts(self) -> tuple[Callable[..., Array], Callable[..., Array]] | None:
         """psi and the expected values in numpy on the same memory: (obs, rng) and (features, taus, widths, rng)."""
-        prepare, trunk, head = numpy_input(self.observation_input), numpy_step(self.trunk), numpy_step(self.head)
-        embedding = numpy_step(self.embedding)
+        prepare, trunk, embedding = numpy_input(self.observation_input), *map(numpy_step, (self.trunk, self.embedding))
+        head = numpy_chain([numpy_step(self.middle), numpy_step(self.head)])
         if self.encoder is not None or prepare is None or trunk is None or head is None or embedding is None:
             return None
-        frequencies, dueling = self.frequencies.numpy(), self.dueling
+        frequencies, is_affine = self.frequencies.numpy(), self.is_affine
 
         def features(obs: Array, rng: np.random.Generator | None) -> Array:
             return trunk(prepare(obs), rng)
@@ -100,9 +100,9 @@ class MLPIQNNetwork(NoisyNetwork):
             """taus and widths [N or 1, K]."""
             phi = embedding(np.cos(taus[..., None] * frequencies), None)
             np.maximum(phi, 0.0, out=phi)
-            if dueling:
-                return np.matmul(widths[:, None], head(psi[:, None] * phi, rng))[:, 0]
-            return head(psi * np.matmul(widths[:, None], phi)[:, 0], rng)
+            if is_affine:
+                return head(psi * np.matmul(widths[:, None], phi)[:, 0], rng)
+            return np.matmul(widths[:, None], head(psi[:, None] * phi, rng))[:, 0]
 
         return features, expected
 

@@ -72,11 +72,26 @@ class DuelingHead(nn.Module):
         return forward
 
 
+def value_layers(
+    inputs: int, sizes: Sequence[int], action_dim: int, outputs: int, activation: str, *, dueling: bool, noisy: bool
+) -> tuple[nn.Sequential, nn.Module]:
+    """Hidden layers of these widths, and the head after them: [..., inputs] -> [..., A * K].
+
+    `dueling` gives value and advantage their own last hidden layers, inside the head; `noisy` makes the last hidden
+    layer and the output layer noisy.
+    """
+    if dueling:
+        width = sizes[-1] if sizes else inputs
+        hidden, inputs = hidden_layers(inputs, sizes[:-1], activation, noisy=False)
+        return hidden, DuelingHead(inputs, width, action_dim, outputs, activation, noisy=noisy)
+    hidden, inputs = hidden_layers(inputs, sizes, activation, noisy=noisy)
+    return hidden, make_layer(inputs, action_dim * outputs, noisy=noisy, gain=1.0)
+
+
 class MLPQNetwork(NoisyNetwork):
     """Observations [B, ...] -> action values [B, A], or [B, A, K] with `num_outputs` K (logits, quantiles).
 
-    `dueling` gives value and advantage their own last hidden layers; `noisy` makes the last hidden layer and the
-    output layer noisy. With an `encoder`, its features replace the observation.
+    `dueling` and `noisy` are those of `value_layers`. With an `encoder`, its features replace the observation.
     """
 
     def __init__(
@@ -89,16 +104,10 @@ class MLPQNetwork(NoisyNetwork):
         self.encoder = encoder
         self.action_dim = action_dim
         self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
-        features = encoded_dim(obs_dim, encoder)
-        outputs = num_outputs or 1
-        self.head: nn.Module
-        if dueling:
-            width = hidden_sizes[-1] if hidden_sizes else features
-            self.trunk, inputs = hidden_layers(features, hidden_sizes[:-1], activation, noisy=False)
-            self.head = DuelingHead(inputs, width, action_dim, outputs, activation, noisy=noisy)
-        else:
-            self.trunk, inputs = hidden_layers(features, hidden_sizes, activation, noisy=noisy)
-            self.head = make_layer(inputs, action_dim * outputs, noisy=noisy, gain=1.0)
+        self.trunk, self.head = value_layers(
+            encoded_dim(obs_dim, encoder), hidden_sizes, action_dim, num_outputs or 1, activation,
+            dueling=dueling, noisy=noisy,
+        )  # fmt: skip
         self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:

@@ -117,14 +117,17 @@ HEADS: dict[type[QLearning], tuple[type[DQNParams], type[nn.Module], str]] = {
 def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLearning:
     """Build a head with a new network of hidden layers, after convolutions for images.
 
-    The layer after the convolutions belongs to the head, so it is noisy, or one per stream, as in the papers.
+    The layer after the convolutions belongs to the head, so it is noisy, or one per stream, as in the papers. In IQN
+    and FQF it comes after the product of the convolutions' features with the embedded fractions.
     """
     _, network, outputs = HEADS[learner]
     others: dict[str, Any] = {"num_outputs": getattr(params, outputs)} if outputs else {}
     if spaces.obs_kind == "image" and params.network is None:
         encoder = ImageEncoder(spaces.obs_shape, out_dim=0)
         sizes = (encoder.width,) if params.head_hidden_sizes is None else params.head_hidden_sizes
-        others |= {"encoder": encoder, "hidden_sizes": sizes}
+        multiplies = issubclass(network, MLPIQNNetwork)
+        others |= {"hidden_sizes": (), "head_sizes": sizes} if multiplies else {"hidden_sizes": sizes}
+        others["encoder"] = encoder
     return learner(q_network=make_network(network, params, spaces, **others), **params.arguments_of(learner))
 
 

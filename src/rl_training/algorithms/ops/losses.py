@@ -76,8 +76,9 @@ def value_error(
     halves = 0.5 * errors.square()
     if old_values is None:
         return halves, errors.detach()
-    apart = (values - old_values).clamp(-clip_coef, clip_coef)  # type: ignore[arg-type]  # floats or tensors
-    held = 0.5 * (old_values + apart - returns).square()
+    moved = values - old_values
+    excess = moved - moved.clamp(-clip_coef, clip_coef)  # type: ignore[arg-type]  # floats or tensors
+    held = 0.5 * (errors - excess).square()  # exactly `halves` inside the clip, where the excess is 0
     return torch.maximum(halves, held), errors.detach().masked_fill(held > halves, 0.0)
 
 
