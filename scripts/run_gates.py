@@ -58,6 +58,8 @@ ADDED_LATER = {
 }  # fmt: skip
 ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
 ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms
+# A synonym, at the value that earlier records have; the other name has the number that is used.
+STORED_AS = {"trpo": {"learning_rate": 3e-4}}
 BAD = ("fail", "stale", "incomplete")
 
 Record = dict[str, Any]
@@ -170,6 +172,7 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     plain["env_kwargs"] |= {} if said is None else {"wrappers": said}
     params = dump_params(read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs))
     params["eval_interval"] = params["eval_interval"] or 0  # which was the default; what is learned is the same
+    params |= STORED_AS.get(config.algo, {})
     added = {**ADDED_LATER, **ADDED_TO.get(config.algo, {})}
     always = ALWAYS_THERE.get(config.algo, ())
     later = [name for name, value in params.items() if name not in always and added.get(name, ...) == value]

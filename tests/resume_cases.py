@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.experiment.metrics_file import read_metrics
@@ -55,6 +56,19 @@ def take_steps(session: Session, step: int) -> int:
     """The first half of a turn of the loop: collect and keep; returns the timesteps that it counts as."""
     store = session.store
     return store.add(session.collect(store.request(step)), step)
+
+
+def reward_scales(result: TrainResult) -> list[RewardScale]:
+    """The parts of a learner that scale rewards."""
+    return [part for part in result.policy.algorithm.modules() if isinstance(part, RewardScale)]
+
+
+class FirstReturns(Callback):
+    """Remembers with which running returns the learner's reward scale starts the run."""
+
+    def on_start(self, run: Run) -> None:
+        parts = run.session.algorithm.modules()
+        self.running = [part.running for part in parts if isinstance(part, RewardScale)]
 
 
 class StopAt(Callback):

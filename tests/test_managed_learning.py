@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import env_zoo
-from resume_cases import StopAt, assert_same_run, tiny
+from resume_cases import FirstReturns, StopAt, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO
 from rl_training.errors import UserError
 from rl_training.runtime.callback import Callback
@@ -152,6 +152,17 @@ def test_a_policy_goes_on_in_another_environment_of_the_same_spaces(
     assert after.metrics["episode_length_mean"] <= 3
     assert loaded.config.env_id == "Hill"
     assert loaded.learn(16).run_dir == after.run_dir  # from here on it is a run like any other
+
+
+def test_new_episodes_in_another_environment_start_with_no_return(tmp_path: Path) -> None:
+    """Only a resume in the same environments continues their discounted returns."""
+    managed = make(tmp_path, PPO, env_kwargs={"length": 500, "wrappers": {"normalize_reward": True}})
+    path = managed.learn().checkpoint_path
+    for env, starts_anew in ((None, False), (Hill, True)):
+        watch = FirstReturns()
+        PPO.load(path, env=env).learn(16, callbacks=[watch])
+        (running,) = watch.running
+        assert (running is None) == starts_anew
 
 
 @pytest.mark.filterwarnings("error")

@@ -180,23 +180,27 @@ def test_the_two_learning_rates_move_apart() -> None:
         make(num_elites=8)
 
 
-@pytest.mark.parametrize("algo", ["mbpo", "mopo"])
-def test_learning_rate_and_policy_learning_rate_are_one_number(algo: str) -> None:
+@pytest.mark.parametrize(
+    ("algo", "other", "default"),
+    [("mbpo", "policy_learning_rate", 3e-4), ("mopo", "policy_learning_rate", 3e-4),
+     ("trpo", "value_learning_rate", 1e-3)],
+)  # fmt: skip
+def test_learning_rate_and_its_own_name_are_one_number(algo: str, other: str, default: float) -> None:
     model = SPECS[algo].params
 
     def rates(**given: Any) -> tuple[float, float]:
         params: Any = read_params(model, given)
-        return params.learning_rate, params.policy_learning_rate
+        return params.learning_rate, getattr(params, other)
 
-    assert rates() == (3e-4, 3e-4)
-    assert rates(learning_rate=0.01) == rates(policy_learning_rate=0.01) == (0.01, 0.01)
-    assert rates(learning_rate="1e-2", policy_learning_rate=0.01) == (0.01, 0.01)
-    assert rates(learning_rate=3e-4, policy_learning_rate=0.01) == (0.01, 0.01)  # as earlier runs stored it
-    with pytest.raises(UserError, match=r"learning_rate is 0\.5 and policy_learning_rate 0\.01; they mean the same"):
-        rates(learning_rate=0.5, policy_learning_rate=0.01)
+    assert rates() == (default, default)
+    assert rates(learning_rate=0.01) == rates(**{other: 0.01}) == (0.01, 0.01)
+    assert rates(learning_rate="1e-2", **{other: 0.01}) == (0.01, 0.01)
+    assert rates(learning_rate=3e-4, **{other: 0.01}) == (0.01, 0.01)  # as earlier runs stored it
+    with pytest.raises(UserError, match=rf"learning_rate is 0\.5 and {other} 0\.01; they mean the same"):
+        rates(learning_rate=0.5, **{other: 0.01})
     schedule = {"start": 0.1, "end": 0.0}
-    with pytest.raises(UserError, match="learning_rate_schedule and policy_learning_rate_schedule mean the same"):
-        rates(learning_rate_schedule=schedule, policy_learning_rate_schedule=schedule)
+    with pytest.raises(UserError, match=f"learning_rate_schedule and {other}_schedule mean the same"):
+        rates(**dict.fromkeys(("learning_rate_schedule", f"{other}_schedule"), schedule))
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "policy_learning_rate"])

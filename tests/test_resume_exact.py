@@ -11,9 +11,11 @@ import pytest
 
 from resume_cases import (
     SPECS,
+    FirstReturns,
     StopAt,
     assert_same,
     assert_same_run,
+    reward_scales,
     rows_of,
     stop_and_resume,
     tiny,
@@ -174,6 +176,27 @@ def test_any_other_change_needs_force_and_is_told(
     forced = resume_training(halfway.checkpoint_path, changes=changes, force=True, console=True)
     assert f"changed by --force: {key} is now" in capsys.readouterr().err
     assert forced.metrics["global_step"] >= 128
+
+
+@pytest.mark.parametrize(
+    ("algo", "backend"),
+    [("a2c", "local_sync"), ("ppo", "local_sync"), ("impala", "local_sync"), ("appo", "local_sync"),
+     ("gail", "local_sync"), ("ppo", "local_async")],
+)  # fmt: skip
+def test_scaled_rewards_allow_another_number_of_environments(tmp_path: Path, algo: str, backend: str) -> None:
+    """The running return of an environment is dropped with its episode; what was learned about rewards stays."""
+    fields: dict[str, Any] = {"execution_backend": backend, "env_kwargs": {"wrappers": {"normalize_reward": True}}}
+    config = tiny(algo, tmp_path, num_envs=2, eval_episodes=0, **fields)
+    halfway = train(config, callbacks=[StopAt(64)], console=False)
+    seen = reward_scales(halfway)[0].moments[0]
+    watch = FirstReturns()
+    resumed = resume_training(
+        halfway.checkpoint_path, changes={"num_envs": 4}, force=True, callbacks=[watch], console=False
+    )
+    assert watch.running == [None]
+    (scale,) = reward_scales(resumed)
+    assert scale.running.shape == (4,)
+    assert scale.moments[0] > seen
 
 
 def test_what_is_given_again_unchanged_is_no_change(tmp_path: Path) -> None:

@@ -161,13 +161,6 @@ def test_a_schedule_stays_within_the_bounds_of_its_number(name: str, value: floa
         open_session(tiny("sac", tmp_path, kwargs={"alpha": 0.2, **schedule}))
 
 
-def test_both_rates_of_trpo_are_one_number(tmp_path: Path) -> None:
-    schedule = {"start": 0.5, "end": 0.6}
-    kwargs = {"learning_rate_schedule": schedule, "value_learning_rate_schedule": schedule}
-    with pytest.raises(UserError, match="value_learning_rate_schedule moves the same number"):
-        open_session(tiny("trpo", tmp_path, kwargs=kwargs))
-
-
 def test_a_common_rate_that_nobody_follows_is_refused(tmp_path: Path) -> None:
     rates = {f"{part}_learning_rate": 1e-4 for part in ("world_model", "actor", "critic")}
     kwargs = {**rates, "learning_rate_schedule": {"start": 0.5, "end": 0.6}}

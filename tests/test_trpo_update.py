@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch.func import functional_call
 
 import rl_training.algorithms.trpo as trpo_module
 from registry_contract import ReferenceScript, TrainerSmoke
+from resume_cases import StopAt, edit_checkpoint, tiny
 from rl_training.algorithms.trpo import TRPO, trpo_loss
+from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.runtime.workflows import resume_training, train
 from rollout_cases import (
     KINDS,
     assert_same_weights,
@@ -99,7 +103,7 @@ def test_update_takes_flat_rows_and_reports_every_part_of_the_step() -> None:
     [
         ("max_kl", 0.0, "> 0"), ("max_kl", -0.1, "> 0"), ("cg_damping", 0.0, "> 0"), ("cg_iterations", 0, ">= 1"),
         ("line_search_steps", 0, ">= 1"), ("line_search_shrink", 0.0, r"in \(0, 1\)"),
-        ("line_search_shrink", 1.0, r"in \(0, 1\)"), ("value_updates", -1, ">= 0"),
+        ("line_search_shrink", 1.0, r"in \(0, 1\)"), ("value_updates", 0, ">= 1"),
         ("value_learning_rate", 0.0, "> 0"), ("value_minibatch_size", 0, ">= 1"), ("gamma", 1.1, r"in \[0, 1\]"),
         ("gae_lambda", -0.1, r"in \[0, 1\]"), ("max_grad_norm", 0.0, "> 0"), ("optimizer_eps", 0.0, "> 0"),
     ],
@@ -136,7 +140,7 @@ def test_step_is_the_natural_gradient_with_the_length_of_the_trust_region() -> N
     direction = torch.linalg.solve(fisher, gradient)
     expected = direction * (2 * 1e-3 / (direction @ fisher @ direction)).sqrt()
     before = weights_of(policy.actor)
-    learner = TRPO(policy=policy, max_kl=1e-3, cg_iterations=50, cg_damping=0.1, value_updates=0)
+    learner = TRPO(policy=policy, max_kl=1e-3, cg_iterations=50, cg_damping=0.1, value_updates=1)
     metrics = learner.update(rows).metrics
     step = weights_of(policy.actor) - before
     assert metrics["accepted_step"] == 1.0
@@ -153,7 +157,7 @@ def test_an_accepted_step_stays_in_the_trust_region_and_improves_the_surrogate(k
     rows = flat_rows(make_rollout(policy))
     with torch.no_grad():
         old, before = policy.distribution(rows["obs"]), surrogate_of(policy, rows)
-    metrics = TRPO(policy=policy, max_kl=max_kl, cg_damping=0.01, value_updates=0).update(rows).metrics
+    metrics = TRPO(policy=policy, max_kl=max_kl, cg_damping=0.01, value_updates=1).update(rows).metrics
     with torch.no_grad():
         kl, after = old.kl(policy.distribution(rows["obs"])).mean(), surrogate_of(policy, rows)
     assert metrics["accepted_step"] == 1.0
@@ -217,12 +221,25 @@ def test_value_updates_counts_minibatches(size: int | None, expected: int) -> No
     assert sizes == [expected] * 5
 
 
-def test_no_value_updates_leave_the_critic_alone() -> None:
-    policy = make_policy()
-    before = weights_of(policy.critic)
-    result = TRPO(policy=policy, value_updates=0).update(flat_rows(make_rollout(policy)))
-    assert result.num_gradient_steps == 1
-    assert torch.equal(weights_of(policy.critic), before)
+@pytest.mark.parametrize("name", ["learning_rate", "value_learning_rate"])
+@pytest.mark.parametrize("rate", [3e-4, 0.02])
+def test_a_forced_resume_changes_the_critics_rate_by_either_name(tmp_path: Path, name: str, rate: float) -> None:
+    """Also in a checkpoint of an earlier version, whose unused `learning_rate` was 3e-4."""
+    halfway = train(tiny("trpo", tmp_path, eval_episodes=0), callbacks=[StopAt(64)], console=False).checkpoint_path
+
+    def differ(tree: dict[str, Any]) -> None:
+        assert tree["config"]["algo_kwargs"]["learning_rate"] == 1e-3
+        tree["config"]["algo_kwargs"]["learning_rate"] = 3e-4
+
+    earlier = edit_checkpoint(halfway, tmp_path / "earlier.ckpt", differ)
+    for path in (halfway, earlier):
+        kept: Any = resume_training(path, output_dir=tmp_path, console=False)
+        assert kept.policy.algorithm.value_optimizer.learning_rate == 1e-3
+        changes = {"algo_kwargs": {name: rate}}
+        result: Any = resume_training(path, output_dir=tmp_path, changes=changes, force=True, console=False)
+        assert result.policy.algorithm.value_optimizer.learning_rate == rate
+        stored = load_checkpoint(result.checkpoint_path)["config"]["algo_kwargs"]
+        assert stored["learning_rate"] == stored["value_learning_rate"] == rate
 
 
 # ---- another implementation ------------------------------------------------------------------------------------------

@@ -51,6 +51,10 @@ class RewardScale(nn.Module):
         deviation = (squares / total).sqrt().to(rewards.dtype) + 1e-8
         return (rewards / deviation).clamp(-self.clip, self.clip)
 
+    def forget_episodes(self) -> None:
+        """Drop the returns so far, because new episodes start; the statistics stay."""
+        self.running = None
+
     def get_extra_state(self) -> dict[str, Any]:
         """The discounted return of each environment so far."""
         return {"running": self.running}

@@ -11,7 +11,7 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "learning_rate critic_learning_rate actor_learning_rate policy_learning_rate model_learning_rate "
         "world_model_learning_rate fraction_learning_rate discriminator_learning_rate alpha ent_coef vf_coef kl_coef "
         "entropy_coef penalty_coef gradient_penalty exploration_noise policy_noise noise_clip kappa free_nats "
-        "value_updates discriminator_updates",
+        "discriminator_updates",
     ),
     "> 0": (
         lambda x: x > 0,
@@ -20,9 +20,9 @@ _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     ">= 1": (
         lambda x: x >= 1,
-        "cg_iterations line_search_steps update_epochs minibatch_size value_minibatch_size target_update_interval "
-        "policy_delay actor_update_interval num_quantiles num_target_quantiles num_acting_quantiles "
-        "imagination_horizon discriminator_batch_size",
+        "cg_iterations line_search_steps update_epochs minibatch_size value_updates value_minibatch_size "
+        "target_update_interval policy_delay actor_update_interval num_quantiles num_target_quantiles "
+        "num_acting_quantiles imagination_horizon discriminator_batch_size",
     ),
     "in [0, 1]": (lambda x: 0 <= x <= 1, "gamma gae_lambda epsilon"),
     "in (0, 1]": (lambda x: 0 < x <= 1, "tau"),

@@ -138,10 +138,8 @@ class TRPO(ActorCriticAlgorithm):
         for minibatch in self._value_minibatches(value_rows):
             losses.append(self.value_step(minibatch["features"], minibatch["returns"]))
         self.move_normalizers(rows)
-        zero = torch.zeros((), device=self.device)
         metrics |= {
-            "value_loss": torch.stack(losses).mean() if losses else zero,
-            "final_value_loss": losses[-1] if losses else zero,
+            "value_loss": torch.stack(losses).mean(), "final_value_loss": losses[-1],
             "value_updates": self.value_updates,
-        }
+        }  # fmt: skip
         return UpdateResult(metrics, num_gradient_steps=1 + self.value_updates, watch="surrogate_gain")

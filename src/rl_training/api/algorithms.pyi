@@ -950,7 +950,7 @@ class TRPO(ManagedAlgorithm):
         matmul_precision: Literal['highest', 'high'] = 'highest', max_seconds: float | None = None,
         loggers: Sequence[Literal['tensorboard', 'wandb', 'mlflow']] = ('tensorboard',), name: str | None = None,
         tags: Sequence[str] = (), benchmark: Mapping[str, Any] = ..., algo_kwargs: Mapping[str, Any] = ...,
-        env_kwargs: Mapping[str, Any] = ..., learning_rate: float = 0.0003, gamma: float = 0.99,
+        env_kwargs: Mapping[str, Any] = ..., learning_rate: float = 0.001, gamma: float = 0.99,
         hidden_sizes: Sequence[int] = (64, 64), activation: Literal['tanh', 'relu', 'elu', 'silu', 'gelu'] = 'tanh',
         network: Any | None = None, optimizer: Literal['adam', 'rmsprop', 'rmsprop_tf', 'sgd'] = 'adam',
         optimizer_eps: float = 1e-05, max_grad_norm: float | None = None, eval_interval: int | None = None,

@@ -285,7 +285,8 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
     merged = {**before, **chosen, **moved, **wanted}
     if isinstance(wanted.get("algo_kwargs"), Mapping):
         model = get_algorithm_spec(stored.algo).params
-        merged["algo_kwargs"] = change_params(model, stored.algo_kwargs, wanted["algo_kwargs"])
+        settled = dump_params(read_params(model, stored.algo_kwargs))
+        merged["algo_kwargs"] = change_params(model, settled, wanted["algo_kwargs"])
     config = validate(TrainConfig, merged, "resume")
     said = wanted.get("env_id"), (wanted.get("algo_kwargs") or {}).get("network")
     config = config.naming(*(name for name in said if isinstance(name, str)))

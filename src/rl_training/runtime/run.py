@@ -383,6 +383,7 @@ class Run:
         """Discard the experience of the current turn that is not stored yet, and the environments' episodes."""
         self.in_turn, self.abandoned = False, True
         self.session.collector.abandon()
+        self.session.forget_returns()
         self.logger.message(
             "warning: stopped in the middle of a turn: an unfinished rollout is discarded, episodes start over, "
             "and a resume from here is not exact"

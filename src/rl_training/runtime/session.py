@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.device import DeviceCollector
@@ -75,7 +76,16 @@ class Session:
 
     def load_source(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `source_state`; return one sentence for each thing that was not restored exactly."""
-        return self.collector.load_state_dict(state) + self.store.load_state_dict(state)
+        sentences = self.collector.load_state_dict(state)
+        if not self.collector.started or (self.config.has_workers and sentences):  # new episodes start
+            self.forget_returns()
+        return sentences + self.store.load_state_dict(state)
+
+    def forget_returns(self) -> None:
+        """Drop the learner's running return of each environment."""
+        for part in self.algorithm.modules():
+            if isinstance(part, RewardScale):
+                part.forget_episodes()
 
     def close(self) -> None:
         """Close environments and files."""

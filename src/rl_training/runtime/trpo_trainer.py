@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
-from rl_training.runtime.params import SCHEDULE
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.rollouts import RolloutParams, rollout_spec
 
@@ -15,10 +15,13 @@ from rl_training.stores.rollouts import RolloutParams, rollout_spec
 class TRPOParams(RolloutParams):
     """Hyper-parameters of TRPO."""
 
+    synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "value_learning_rate"}
+
+    learning_rate: float = Field(1e-3, ge=0, le=10, description="The same as value_learning_rate.")
     value_learning_rate: float = Field(
         1e-3, gt=0, le=10, description="Learning rate of the critic; the policy has none."
     )
-    value_updates: int = Field(80, ge=0, description="Gradient steps of the critic per rollout.")
+    value_updates: int = Field(80, ge=1, description="Gradient steps of the critic per rollout.")
     value_minibatch_size: int = Field(128, ge=1, description="Rows per step of the critic.")
     max_grad_norm: float | None = Field(
         None, gt=0, description="Maximum gradient norm of the critic; null: no clipping."
@@ -37,15 +40,14 @@ class TRPOParams(RolloutParams):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_learning_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Accept `learning_rate` as the critic's, which is the only one."""
-        return {"value_learning_rate": data["learning_rate"], **data} if "learning_rate" in data else data
+    def _leave_out_unused_rate(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Accept what earlier versions stored: `learning_rate` with a default that nothing used."""
+        unused = "value_learning_rate" in data and data.get("learning_rate") == 3e-4
+        return {name: value for name, value in data.items() if name != "learning_rate"} if unused else data
 
     def fixed_numbers(self) -> dict[str, str]:
         """Numbers that are not read, because policy and critic have separate steps instead of one sum of losses."""
         unread = dict.fromkeys(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it")
-        if "value_learning_rate" in self.schedules:
-            unread["learning_rate"] = f"value_learning_rate{SCHEDULE} moves the same number"
         return super().fixed_numbers() | unread
 
 
