@@ -1,4 +1,4 @@
-"""Open files that a stranger may have made: a pipe, a device or a socket in place of a file must not block a command."""
+"""Open files that a stranger may have made: a pipe, device or socket in place of a file must not block a command."""
 
 from __future__ import annotations
 

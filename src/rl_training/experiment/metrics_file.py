@@ -12,6 +12,7 @@ from typing import Any
 from rl_training.errors import UserError
 from rl_training.safe_files import read_regular
 
+LARGEST = 1e100  # numbers in files must be smaller
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
 
@@ -45,6 +46,11 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value from a file is a finite number, small enough to compute with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def trim_rows(path: Path, last_step: int | None) -> float:
