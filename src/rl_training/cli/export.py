@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from rich.markup import escape
+
 from rl_training.cli.options import (
     CheckpointOption,
     ImportOption,
@@ -60,8 +62,8 @@ def export(
         made.path.with_name(f"{made.path.name}.md").write_text(text, encoding="utf-8")
     print_facts(make_console(), [
         ("policy", quote(made.path)),
-        ("inputs", describe(facts["inputs"])),
-        ("outputs", describe(facts["outputs"])),
+        ("inputs", escape(describe(facts["inputs"]))),
+        ("outputs", escape(describe(facts["outputs"]))),
         ("checked", f"{parity['observations']:,} observations, {parity['different']} actions differ from predict, "
                     f"largest difference {parity['max_abs_difference']:.2g}"),
         ("details", quote(made.path.with_name(f"{made.path.name}.json"))),

@@ -46,10 +46,9 @@ def compare(
     scale = dict(read_reference(text) for text in references or ())
     from rl_training.tools.compare import compare_groups, find_runs, group_runs
 
-    found = find_runs(runs)
-    envs = ", ".join(dict.fromkeys(run.env_id for run in found))
-    result = compare_groups(group_runs(found, by), scale, bar, shared_steps=shared_steps, trained=training)
-    print_comparison(make_console(), result, envs, bar)
+    groups = group_runs(find_runs(runs), by)
+    result = compare_groups(groups, scale, bar, shared_steps=shared_steps, trained=training)
+    print_comparison(make_console(), result, bar)
 
 
 def report(
@@ -120,11 +119,12 @@ def read_reference(text: str) -> tuple[str, tuple[float, float]]:
     return env, (ends[0], ends[1])
 
 
-def print_comparison(console: Console, result: Comparison, envs: str, threshold: float | None) -> None:
+def print_comparison(console: Console, result: Comparison, threshold: float | None) -> None:
     """Print groups, pairs of groups, returns over steps, profiles, and notes."""
     from rl_training.tools.compare import describe_groups, describe_pairs, metric_name
 
-    console.print(f"[bold]{escape(envs)}[/bold]: {metric_name(result.scored_by)} at the end, best first")
+    envs = escape(", ".join(result.envs))
+    console.print(f"[bold]{envs}[/bold]: {metric_name(result.scored_by)} at the end, best first")
     print_table(console, *describe_groups(result, threshold))
     if result.pairs:
         print_table(console, *describe_pairs(result))

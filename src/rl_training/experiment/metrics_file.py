@@ -36,7 +36,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, row in enumerate(rows[:-1], start=1):
         if row is None and lines[number - 1].strip():
             raise UserError(f"{path} is damaged in line {number}, which is not a row of metrics; remove that line.")
-    return [{key: _unspell(value) for key, value in row.items()} for row in rows if row is not None]
+    return [{key: unspell(value) for key, value in row.items()} for row in rows if row is not None]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -85,5 +85,6 @@ def _spell(value: Any) -> Any:
     return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _unspell(value: Any) -> Any:
+def unspell(value: Any) -> Any:
+    """The number that a value from a file stands for; JSON has no NaN and no infinity."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -212,6 +212,7 @@ class PairScores:
 class Comparison:
     """Groups of runs compared, the best first."""
 
+    envs: list[str]
     groups: list[GroupScores]
     pairs: list[PairScores]
     scored_by: str
@@ -333,7 +334,7 @@ def compare_groups(
     ]
     steps = None if grids is None else grids[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
     notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
-    return Comparison(scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, notes)
+    return Comparison(envs, scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, notes)
 
 
 def choose_curve(runs: Sequence[RunRecord], *, trained: bool = False) -> tuple[str | None, list[str]]:

@@ -162,10 +162,10 @@ def describe_environment(env: str, own: Groups, result: Comparison | str) -> lis
 
 def plot_curves(groups: Groups, ending: str, *, shared_steps: bool = False) -> tuple[str | bytes, list[str]]:
     """The learning curves of runs on one environment as an `.svg` or a `.png` file, and notes on what is drawn."""
-    envs = list(dict.fromkeys(run.env_id for group in groups.values() for run in group))
+    selected, notes = select_runs(groups, shared_steps=shared_steps)
+    envs = list(dict.fromkeys(run.env_id for group in selected.values() for run in group))
     if len(envs) > 1:
         raise UserError(f"the runs are on {' and '.join(envs[:3])}; plot runs on one environment.")
-    selected, notes = select_runs(groups, shared_steps=shared_steps)
     metric, lines, more = learning_curves(selected)
     if not lines:
         raise UserError("the runs have too few evaluations and finished training episodes to draw a curve.")
