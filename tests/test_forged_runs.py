@@ -183,3 +183,14 @@ def test_errors_warnings_and_progress_lines_are_printable(tmp_path: Path) -> Non
     for line in stream.getvalue().splitlines():
         check_plain(line)
     assert stream.getvalue().count("title") == 2
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
+def test_a_data_set_that_is_not_a_file_is_one_sentence(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_in_place(Path("data.npz"), kind)
+    result = invoke("dataset", "check", "--path", "data.npz")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "data.npz cannot be read as npz" in result.stderr
