@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
+from rl_training.safe_files import read_regular
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
@@ -27,7 +28,7 @@ def format_row(row: Mapping[str, Any]) -> bytes:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`; a last line cut off by a kill is left out."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a run's metrics.jsonl.") from None
     rows = [parse_row(line) for line in lines]

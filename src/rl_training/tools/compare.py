@@ -16,6 +16,7 @@ from rl_training.errors import UserError, counted, did_you_mean
 from rl_training.experiment.config import read_yaml
 from rl_training.experiment.metrics_file import read_metrics
 from rl_training.runtime.run_status import find_run_folders
+from rl_training.safe_files import read_regular
 from rl_training.tools.drawing import Series
 from rl_training.tools.statistics import (
     Array,
@@ -102,7 +103,7 @@ def read_run(folder: Path) -> RunRecord:
         if not isinstance(config.get(name), str):
             raise UserError(f"{folder / 'config.yaml'}: {name} is {config.get(name)!r}; it must be a name.")
     try:
-        manifest = _mapping(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+        manifest = _mapping(json.loads(read_regular(folder / "manifest.json")))
     except (OSError, ValueError, RecursionError):
         manifest = {}
     return RunRecord(folder, config, manifest, read_metrics(folder / "metrics.jsonl"))
