@@ -165,7 +165,7 @@ def test_a_class_of_an_environment_may_stand_in_a_file(runs: dict[str, Path]) ->
     succeed("eval", "--checkpoint", moved, "--num-episodes", "1")
 
 
-@pytest.mark.parametrize("network", ["attack:Net", "installed.program:Net", "installed.__main__:Net", "torch.nn:Nothing"])
+@pytest.mark.parametrize("network", ["attack:Net", "installed.program:Net", "installed.__main__:N", "torch.nn:Nothing"])
 def test_no_command_imports_the_network_that_a_file_names(network: str, runs: dict[str, Path]) -> None:
     params = {**load_checkpoint(runs["ppo"])["config"]["algo_kwargs"], "network": network}
     evil = edit(runs["ppo"], "net.ckpt", algo_kwargs=params)
@@ -192,7 +192,7 @@ def test_a_program_is_never_imported_for_a_file_even_if_it_is_loaded(monkeypatch
     assert is_provided("gymnasium.envs.box2d")  # in Gymnasium's registry, loaded or not
 
 
-def test_a_module_that_is_loaded_may_stand_in_a_file_and_workers_import_it(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_loaded_module_may_stand_in_a_file_and_workers_import_it(runs: dict[str, Path], tmp_path: Path) -> None:
     moved = edit(runs["ppo"], "moved.ckpt", env_id="mine:Short", env_kwargs={"max_episode_steps": 9})
     sys.path.append(str(tmp_path))
     with pytest.raises(UserError, match="import mine first or give env='mine:Short'"):

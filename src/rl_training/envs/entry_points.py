@@ -1,8 +1,8 @@
 """Import the objects behind names such as `module:Class` in a config or on the command line.
 
 A name may come from a file, and a file must not run code. Importing a module runs it, so a module that only a file
-names is not imported (`check_module`), and what it holds is used only if it is a class of the wanted kind. A function is
-used only if the user named it (`named_by_user`).
+names is not imported (`check_module`), and what it holds is used only if it is a class of the wanted kind. A function
+is used only if the user named it (`named_by_user`).
 """
 
 from __future__ import annotations
