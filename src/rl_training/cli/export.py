@@ -18,6 +18,7 @@ from rl_training.cli.options import (
 )
 from rl_training.cli.screen import make_console, mean_interval, print_facts, quote
 from rl_training.errors import UserError
+from rl_training.safe_files import write_text
 
 FRESH_SEED = 10_000  # added to the run's seed, so a card does not use the episodes that chose `best.ckpt`
 
@@ -59,7 +60,7 @@ def export(
         mean, half = mean_interval(scores["eval_returns"])
         interval = (mean - (half or 0.0), mean + (half or 0.0))
         text = render_card(made, config, scores, interval)
-        made.path.with_name(f"{made.path.name}.md").write_text(text, encoding="utf-8")
+        write_text(made.path.with_name(f"{made.path.name}.md"), text)
     print_facts(make_console(), [
         ("policy", quote(made.path)),
         ("inputs", escape(describe(facts["inputs"]))),

@@ -17,6 +17,7 @@ from rich.table import Table
 from rl_training.cli.options import ImportOption, OwnEnvOption, Text, Texts, name_environment, option
 from rl_training.cli.screen import make_console, quote
 from rl_training.errors import UserError
+from rl_training.safe_files import output_written, replacing
 
 if TYPE_CHECKING:
     from rl_training.tools.compare import Comparison
@@ -93,10 +94,8 @@ def plot(
 
 def write_output(target: str, content: str | bytes) -> None:
     """Write the file; a UserError says why it cannot be written."""
-    try:
-        Path(target).write_bytes(content if isinstance(content, bytes) else content.encode())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--output {target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+    with output_written(target, "--output"), replacing(target) as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
 
 
 def read_number(name: str, text: str) -> float:

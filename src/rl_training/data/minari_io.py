@@ -202,6 +202,8 @@ def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str,
     name = env_id or dataset.metadata.get("env_id")
     if name is None:
         raise UserError("a Minari data set needs the environment it comes from; give env_id.")
+    if env_id is None and ":" in str(name):  # Gymnasium would import the module that the file names
+        raise UserError(f"the data set names the environment {name!r}, a module that a file names; give env_id.")
     with contextlib.closing(open_env(name)) as env:
         space = env.observation_space
         if not isinstance(space, gymnasium.spaces.Box):

@@ -44,7 +44,7 @@ class RunLogger:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        elapsed = trim_rows(self.path, resume_step) if append and self.path.exists() else 0.0
+        elapsed = trim_rows(self.path, resume_step) if append else 0.0
         self._clock, self._start = clock, clock() - elapsed
         self._stream = (stream or sys.stderr) if console else None
         dumb = os.environ.get("TERM") in ("dumb", "unknown")  # such a terminal cannot move its cursor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
-from rl_training.safe_files import read_regular
+from rl_training.safe_files import open_regular, read_regular, replacing
 
 LARGEST = 1e100  # numbers in files must be smaller
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -55,9 +55,9 @@ def is_number(value: Any) -> bool:
 
 def trim_rows(path: Path, last_step: int | None) -> float:
     """Drop rows after `last_step`, rows marked `last`, and lines that are not rows; returns the last row's time."""
-    kept, elapsed = path.with_name(f".{path.name}.tmp"), 0.0  # one writer: a leftover file is overwritten
+    elapsed = 0.0
     try:
-        with open(path, "rb") as source, open(kept, "wb") as target:
+        with open_regular(path) as source, replacing(path) as target:
             for line in source:
                 row = parse_row(line)
                 if row is None or row.get("last") is True:
@@ -65,9 +65,10 @@ def trim_rows(path: Path, last_step: int | None) -> float:
                 if last_step is None or row["step"] <= last_step:
                     target.write(line.rstrip() + b"\n")
                     elapsed = row["time"] if isinstance(row.get("time"), float) else elapsed
-        os.replace(kept, path)
-    finally:
-        kept.unlink(missing_ok=True)
+    except FileNotFoundError:  # none, or a link to nothing
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be continued ({error.strerror}); fix that, or give --output-dir.") from None
     return elapsed
 
 
