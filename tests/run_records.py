@@ -14,14 +14,15 @@ HOSTILE = "<script>alert(1)</script>&\"'"
 
 def write_run(
     parent: Path, returns: Sequence[Any], *, algo: str = "ppo", seed: int = 0, env_id: str = "CartPole-v1",
-    kind: str = "eval", manifest: Any = None, step: int = 1_000, **algo_kwargs: Any,
+    kind: str = "eval", manifest: Any = None, step: int = 1_000, budget: int | None = None, **algo_kwargs: Any,
 ) -> Path:  # fmt: skip
-    """A run with one row per return, `step` steps apart."""
+    """A run with one row per return, `step` steps apart; with a larger budget it is unfinished."""
     number = len(list(parent.iterdir())) if parent.exists() else 0
     folder = parent / f"{algo}-{env_id.replace(':', '_')}-s{seed}-{number}"
     folder.mkdir(parents=True)
     config = {
-        "algo": algo, "env_id": env_id, "seed": seed, "total_timesteps": step * len(returns), "algo_kwargs": algo_kwargs
+        "algo": algo, "env_id": env_id, "seed": seed, "total_timesteps": budget or step * len(returns),
+        "algo_kwargs": algo_kwargs,
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     name = "eval_return_mean" if kind == "eval" else "episode_return_mean"

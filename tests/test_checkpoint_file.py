@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 import torch
 
+from rl_training import safe_files
 from rl_training.errors import UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import (
     CheckpointFolder,
     load_checkpoint,
-    remove_stale_temporaries,
     save_checkpoint,
 )
+from rl_training.safe_files import remove_stale_temporaries
 
 DEAD_PROCESS = 999_999_999
 
@@ -420,7 +421,7 @@ def test_two_threads_may_write_the_same_file(tmp_path: Path) -> None:
 
 
 def test_stale_temporaries_of_dead_processes_only_are_removed(tmp_path: Path) -> None:
-    host = checkpointing._host()
+    host = safe_files.host_name()
     stale = [tmp_path / f".a.other0host-{os.getpid()}-5.tmp", tmp_path / f".latest.ckpt.{host}-{DEAD_PROCESS}-5.tmp"]
     others = [f".latest.ckpt.{host}-{os.getpid()}-5.tmp", ".b.tmp", "a.ckpt"]
     for path in [*stale, *(tmp_path / name for name in others)]:
@@ -483,6 +484,6 @@ def test_keep_counts(tmp_path: Path, keep: int) -> None:
 
 
 def test_a_new_folder_object_removes_what_a_killed_run_left(tmp_path: Path) -> None:
-    (tmp_path / f".latest.ckpt.{checkpointing._host()}-{DEAD_PROCESS}-1.tmp").write_text("")
+    (tmp_path / f".latest.ckpt.{safe_files.host_name()}-{DEAD_PROCESS}-1.tmp").write_text("")
     CheckpointFolder(tmp_path)
     assert names(tmp_path) == []

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from resume_cases import StopAt, rows_of, tiny
 from rl_training.cli.main import app
 from rl_training.cli.runs import format_age, summarize_runs
+from rl_training.cli.screen import print_seeds
 from rl_training.runtime.run_folder import locked
 from rl_training.runtime.workflows import resume_training, train
 
@@ -82,6 +86,33 @@ def test_a_seed_that_fails_is_told_and_the_others_go_on() -> None:
     assert "mean over 1 seed" in done.stdout
 
 
+def seeds_table(*ends: dict[str, Any]) -> str:
+    """What `train --seeds` prints after runs that ended like this."""
+    console = Console(file=io.StringIO(), width=160)
+    common = {"global_step": 100, "train_seconds": 1.0, "stop_reason": "total_timesteps"}
+    runs = [(seed, SimpleNamespace(metrics=common | end, run_dir=Path("runs"))) for seed, end in enumerate(ends, 1)]
+    print_seeds(console, runs, "ppo [/] on CartPole-v1")
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_stopped_run_is_not_part_of_the_mean_over_seeds() -> None:
+    done = {"eval_return_mean": 10.0, "eval_return_std": 0.0}
+    stopped = {"episode_return_mean": 90.0, "stop_reason": "SIGINT"}
+    text = seeds_table(done, done, stopped)
+    assert "mean over 2 seeds 10.0" in text
+    assert "unfinished and left out: seed 3 (stopped by Ctrl-C)" in text
+    assert "90.0 in training" in text  # another measure than the others
+    assert "mean over" not in seeds_table(stopped, stopped)
+
+
+def test_an_interval_of_few_seeds_beyond_what_was_seen_says_so() -> None:
+    text = seeds_table(*({"eval_return_mean": value} for value in (354.0, 408.0, 500.0)))
+    line = next(line for line in text.splitlines() if "mean over 3 seeds" in line)
+    assert "95 % interval 237.3 to 604.1 (Student's t, 3 seeds only, reaches above the highest return, 500.0)" in line
+    many = seeds_table(*({"eval_return_mean": 10.0 + seed} for seed in range(8)))
+    assert "(Student's t)" in many
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -111,14 +142,14 @@ def test_a_signal_stops_every_run_and_starts_no_other() -> None:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert out.count("stopped at step") == 2
-    assert {(run.state, run.steps > 0) for run in summarize_runs(Path("runs"))} == {("stopped", True)}
+    assert {(run.state, run.steps > 0) for run in summarize_runs(Path("runs"))[0]} == {("stopped", True)}
 
 
 # ---- what became of runs ---------------------------------------------------------------------------------------------
 
 
 def states() -> dict[str, str]:
-    return {run.name: run.state for run in summarize_runs(Path("runs"))}
+    return {run.name: run.state for run in summarize_runs(Path("runs"))[0]}
 
 
 def test_runs_are_listed_with_what_became_of_them() -> None:
@@ -133,7 +164,7 @@ def test_runs_are_listed_with_what_became_of_them() -> None:
     row = next(line.split() for line in result.stdout.splitlines() if "good" in line)
     best = done.metrics["eval_return_mean"]
     assert {"good", "done", "a2c", "CartPole-v1", "128"} <= set(row)
-    (good,) = (run for run in summarize_runs(folder) if run.name == "good")
+    (good,) = (run for run in summarize_runs(folder)[0] if run.name == "good")
     assert good.last == best
     assert good.best is not None
     assert good.best >= best

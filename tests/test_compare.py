@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,88 @@ def test_training_returns_stand_in_where_evaluations_are_too_few(tmp_path: Path)
     result = compare_groups({"both": find_runs([str(tmp_path)])})
     assert result.scored_by == result.curve_of == "episode_return_mean"
     assert "return of training episodes" in compare(str(tmp_path))
+
+
+# ---- unfinished runs, and what is measured ---------------------------------------------------------------------------
+
+
+def write_evaluated(parent: Path, algo: str, finals: list[float], trained: float) -> None:
+    """Finished runs that were evaluated, and whose training returns say something else."""
+    for seed, final in enumerate(finals):
+        folder = write_run(parent, [0.0, final / 2, final], algo=algo, seed=seed)
+        rows = (folder / "metrics.jsonl").read_text().splitlines()
+        more = [json.loads(row) | {"kind": "train", "episode_return_mean": trained + seed} for row in rows]
+        for row in more:
+            del row["eval_return_mean"]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in [*rows, *map(json.dumps, more)]))
+
+
+def test_one_unfinished_run_is_named_and_changes_nothing(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, "ppo", [50.0, 51.0, 52.0, 53.0, 54.0], trained=10.0)
+    write_evaluated(tmp_path, "a2c", [20.0, 21.0, 22.0, 23.0, 24.0], trained=90.0)
+    before = compare(str(tmp_path))
+    assert "ppo is better" in before
+    write_run(tmp_path, [99.0], algo="dqn", seed=3, kind="train", budget=9_000)  # stopped before any evaluation
+    text = compare(str(tmp_path))
+    assert text.startswith(before)
+    assert "dqn-CartPole-v1-s3-10 (stopped at step 1,000 of 9,000)" in text
+    assert "left out" in text
+    assert "dqn " not in text.partition("note:")[0]
+
+
+def test_an_unfinished_run_does_not_count_in_its_group(tmp_path: Path) -> None:
+    write_group(tmp_path, [10.0, 11.0])
+    write_run(tmp_path, [0.0, 500.0], seed=2, budget=3_000)
+    failed = write_run(tmp_path, [0.0, 500.0, 500.0], seed=3)
+    (failed / "end.json").write_text('{"failure": "ZeroDivisionError"}')
+    group = compare_groups(group_runs(find_runs([str(tmp_path)]))).groups[0]
+    assert (group.runs, group.best) == (2, 10.5)
+
+
+def test_all_runs_are_compared_up_to_the_step_that_all_reached_on_request(tmp_path: Path) -> None:
+    write_run(tmp_path, [1.0, 2.0, 3.0, 40.0], algo="a2c")
+    write_run(tmp_path, [5.0, 6.0, 7.0], algo="ppo", budget=9_000)
+    text = compare(str(tmp_path), "--shared-steps")
+    assert "up to step 3,000" in text
+    groups = compare_groups(group_runs(find_runs([str(tmp_path)])), shared_steps=True).groups
+    assert [(group.name, group.final) for group in groups] == [("ppo", 7.0), ("a2c", 3.0)]
+
+
+def test_runs_that_are_all_unfinished_are_compared_up_to_the_step_that_all_reached(tmp_path: Path) -> None:
+    write_run(tmp_path, [1.0, 2.0, 3.0], algo="a2c", budget=9_000)
+    write_run(tmp_path, [1.0, 2.0], algo="ppo", budget=9_000)
+    assert "no run is finished, so all are compared up to step 2,000" in compare(str(tmp_path))
+
+
+def test_a_finished_run_without_evaluations_does_not_change_what_is_compared(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, "ppo", [50.0, 51.0, 52.0, 53.0, 54.0], trained=10.0)
+    write_run(tmp_path, [7.0, 8.0, 9.0], seed=9, kind="train")
+    groups = group_runs(find_runs([str(tmp_path)]))
+    result = compare_groups(groups)
+    assert (result.scored_by, result.groups[0].runs) == ("eval_return_mean", 5)
+    assert any("never evaluated and left out: ppo-CartPole-v1-s9-5" in note for note in result.notes)
+    on_request = compare_groups(groups, trained=True)
+    assert (on_request.scored_by, on_request.groups[0].runs) == ("episode_return_mean", 6)
+    assert "return of training episodes" in compare(str(tmp_path), "--training")
+
+
+def test_curves_of_another_measure_are_announced(tmp_path: Path) -> None:
+    write_evaluated(tmp_path, "ppo", [50.0, 51.0], trained=10.0)
+    last = tmp_path / "ppo-CartPole-v1-s1-1" / "metrics.jsonl"
+    last.write_text("".join(line for line in last.open() if '"step": 1000, "kind": "eval"' not in line))
+    result = compare_groups(group_runs(find_runs([str(tmp_path)])))
+    assert (result.scored_by, result.curve_of) == ("eval_return_mean", "episode_return_mean")
+    assert any("fewer than 3 evaluations of ppo-CartPole-v1-s1-1: curves" in note for note in result.notes)
+
+
+def test_a_verdict_from_few_runs_says_so(tmp_path: Path) -> None:
+    write_group(tmp_path, [10.0, 11.0], algo="a2c")
+    write_group(tmp_path, [50.0, 51.0, 52.0, 53.0, 54.0], algo="ppo")
+    text = compare(str(tmp_path))
+    assert "ppo is better (2 runs only)" in " ".join(text.split())
+    from rl_training.tools.report import build_report
+
+    assert "ppo is better (2 runs only)" in build_report(group_runs(find_runs([str(tmp_path)])))
 
 
 def test_environments_are_not_mixed_unless_normalized(tmp_path: Path) -> None:

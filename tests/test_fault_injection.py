@@ -67,7 +67,7 @@ class Faults:
             patch.setattr(io, "open", opened)  # pathlib's
             for name in ("reset", "step", "close"):
                 patch.setattr(Breakable, name, self.counting(getattr(Breakable, name), f"env.{name}", by_path=False))
-            patch.setattr(run_folder, "git_state", lambda: None)  # two processes, which take a third of the time
+            patch.setattr(run_folder, "git_state", lambda: None)  # it reads files outside of the folder
             yield
 
     def counting(self, original: Callable[..., Any], kind: str, *, by_path: bool) -> Callable[..., Any]:

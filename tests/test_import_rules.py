@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
 LOGGED = {f"experiment.{name}" for name in ("appender", "metrics_file", "event_file", "services")}  # parts of logging
 LOW_EXPERIMENT = {"experiment.config", "experiment.checkpointing", "experiment.logging", *LOGGED}
-ANYWHERE = {"errors", "validation", "play", "stable_baselines3"}
+ANYWHERE = {"errors", "validation", "play", "safe_files", "stable_baselines3"}
 ALGORITHM_BASES = {  # shared by learners
     "base", "optimization", "capture", "actor_critic", "exploration", "q_learning", "support", "target",
 }  # fmt: skip

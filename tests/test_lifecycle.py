@@ -18,6 +18,7 @@ import torch
 
 from env_zoo import Walk
 from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of, tiny
+from rl_training import safe_files
 from rl_training.algorithms.a2c import A2C
 from rl_training.data.rings import TransitionRings
 from rl_training.envs.engines import SyncEngine
@@ -711,9 +712,9 @@ def test_a_buffer_is_closed_though_the_environments_cannot_be(
 
 
 def test_temporary_files_of_a_killed_run_go_at_the_next_start(stopped: TrainResult) -> None:
-    host = checkpointing._host()
+    host = safe_files.host_name()
     checkpoints = [f"checkpoints/.latest.ckpt.{name}-1.tmp" for name in (f"{host}-{DEAD}", "an0ther-17")]
-    for name in [f".manifest.json.{host}-{DEAD}-1.tmp", ".metrics.jsonl.tmp", *checkpoints]:
+    for name in [f".manifest.json.{host}-{DEAD}-1.tmp", f".metrics.jsonl.{host}-{DEAD}-1.tmp", *checkpoints]:
         (stopped.run_dir / name).write_text("")
     resume_training(stopped.checkpoint_path, total_timesteps=160, console=False)
     assert not list(stopped.run_dir.rglob(".*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 from collections.abc import Iterator
@@ -273,6 +274,7 @@ def run(*words: str) -> Any:
 def test_a_file_does_not_call_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(".")
     file = write_config("my_nets:make")
+    importlib.import_module("my_nets")
     failed = run("train", "--config", file)
     assert failed.exit_code == 2
     said = " ".join(failed.stderr.split())
@@ -312,6 +314,9 @@ def test_the_command_line_names_it(command: str) -> None:
 @pytest.mark.usefixtures("_my_nets")
 def test_a_class_may_come_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(".")
+    with pytest.raises(UserError, match="in Python import my_nets first or give network='my_nets:Mine'"):
+        PPO(write_config("my_nets:Mine")).learn(progress=False)
+    importlib.import_module("my_nets")
     result = PPO(write_config("my_nets:Mine")).learn(progress=False)
     assert PPO.load(result.checkpoint_path).predict(np.zeros(4, np.float32)) in (0, 1)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from resume_cases import StopAt, assert_same_run, take_steps, tiny
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
-from rl_training.experiment.checkpointing import is_alive, load_checkpoint
+from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.runtime import interruption, workflows
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks, leave_ranks
@@ -29,6 +29,7 @@ from rl_training.runtime.restoring import part_of_rank
 from rl_training.runtime.run import Run
 from rl_training.runtime.session import Session, open_session
 from rl_training.runtime.workflows import resume_training, train
+from rl_training.safe_files import is_alive
 
 LIMIT = 120  # seconds; a run that takes longer hangs
 NORMALIZED = {"wrappers": {"normalize_observation": True, "normalize_reward": True}}

@@ -123,6 +123,21 @@ def test_a_run_that_stopped_early_and_one_that_was_resumed_are_told_apart(tmp_pa
     assert "rl-training\npython x.py" in text
 
 
+def test_a_report_names_unfinished_runs_and_leaves_them_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for seed in range(2):
+        write_run(tmp_path / "runs", [0.0, 5.0, 7.0, 10.0 + seed], seed=seed)
+    write_run(tmp_path / "runs", [0.0, 5.0, 500.0], seed=2, budget=4_000)
+    text = Words(page_of("runs", "--no-episode")).text
+    assert "ppo 10.5 [10, 11]" in text
+    assert "unfinished and left out: ppo-CartPole-v1-s2-2 (stopped at step 3,000 of 4,000)" in text
+    result = run_command("plot", "runs")
+    assert "unfinished and left out: ppo-CartPole-v1-s2-2" in result
+    assert "ppo goes from 0 to 10.5" in Path("curves.svg").read_text()
+    run_command("plot", "runs", "--shared-steps")
+    assert "ppo goes from 0 to 171.3" in Path("curves.svg").read_text()  # of 7, 7 and 500 at step 3,000
+
+
 class Drawn(gym.Env[Any, Any]):
     """Ten steps; renders frames that count them, or fails as it is told to."""
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from rl_training import safe_files
 from rl_training.errors import UserError
-from rl_training.experiment import appender
 from rl_training.experiment.logging import RunLogger, format_duration
 from rl_training.experiment.metrics_file import read_metrics
 
@@ -253,7 +253,7 @@ def test_rows_and_events_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatc
                 raise OSError(errno.ENOSPC, "No space left on device")
             return int(self.file.write(data[:20] if full else data))
 
-    monkeypatch.setattr(appender, "open", Disk, raising=False)
+    monkeypatch.setattr(safe_files, "open", Disk, raising=False)
     screen = io.StringIO()
     logger = make(tmp_path, console=True, stream=screen)
     for step in range(5):
@@ -295,7 +295,7 @@ def test_a_folder_without_room_for_events_still_gets_rows(tmp_path: Path, monkey
             raise OSError(errno.EACCES, "Permission denied")
         return open(path, *arguments, **options)
 
-    monkeypatch.setattr(appender, "open", refuse, raising=False)
+    monkeypatch.setattr(safe_files, "open", refuse, raising=False)
     with make(tmp_path, console=True, stream=io.StringIO()) as logger:
         logger.log(1, {"loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]

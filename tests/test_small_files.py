@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,9 @@ def damage(folder: Path, name: str) -> None:
     elif name == "huge Discrete":
         space = {"type": "Discrete", "dtype": "int64", "start": 0, "n": 10**9}
         metadata.write_text(json.dumps({**described, "observation_space": json.dumps(space)}))
+    elif name.startswith("a pipe for"):
+        data.joinpath(name.split()[-1]).unlink()
+        os.mkfifo(data / name.split()[-1])
     elif name == "another format":
         metadata.write_text(json.dumps({**described, "data_format": "nonsense"}))
     else:
@@ -261,6 +265,18 @@ def damage(folder: Path, name: str) -> None:
             elif name == "huge claim":
                 del opened["episode_0/rewards"]
                 opened.create_dataset("episode_0/rewards", (10**12,), "f4", chunks=(1024,))
+            elif name in ("a link to another file", "values in another file", "a view of another file"):
+                os.mkfifo(pipe := data.parent / "pipe")
+                length = len(opened["episode_0/rewards"])
+                del opened["episode_0/rewards"]
+                if name == "a link to another file":
+                    opened["episode_0/rewards"] = h5py.ExternalLink(str(pipe), "rewards")
+                elif name == "values in another file":
+                    opened.create_dataset("episode_0/rewards", (length,), "f4", external=[(str(pipe), 0, 4 * length)])
+                else:
+                    view = h5py.VirtualLayout((length,), "f4")
+                    view[:] = h5py.VirtualSource(str(pipe), "rewards", (length,))
+                    opened.create_virtual_dataset("episode_0/rewards", view)
             else:
                 raise AssertionError(name)
 
@@ -269,7 +285,8 @@ DAMAGES = (
     "no data file", "cut short", "empty", "not HDF5", "no metadata", "metadata is not JSON", "metadata is a list",
     "metadata without observation_space", "metadata without data_format", "metadata without dataset_id",
     "too many episodes", "huge shape", "huge Discrete", "another format", "no groups", "no rewards",
-    "words for rewards", "numbers for observations", "huge claim",
+    "words for rewards", "numbers for observations", "huge claim", "a pipe for main_data.hdf5",
+    "a pipe for metadata.json", "a link to another file", "values in another file", "a view of another file",
 )  # fmt: skip
 
 

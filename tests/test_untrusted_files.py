@@ -6,6 +6,7 @@ Every attack tries to leave a canary, a file that exists only if something was c
 from __future__ import annotations
 
 import os
+import pickle
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from typer.testing import CliRunner
 import rl_training
 from resume_cases import tiny
 from rl_training.cli.main import app
+from rl_training.envs.entry_points import is_provided
+from rl_training.envs.factory import make_env
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
 from rl_training.experiment.config import TrainConfig, load_config
@@ -39,6 +43,9 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "gymnasium:make": {"id": "CartPole-v1"},
     "attack:make": {},  # a module of the working directory
     "attack:Env-v0": {},  # as Gymnasium reads it: import the module, then make the id
+    "installed.program:Env": {},  # a module that could be imported
+    "installed.program:Env-v0": {},
+    "installed.__main__:Env": {},
 }
 ATTACK = f"open({CANARY!r}, 'w').close()\n"
 MINE = """
@@ -62,9 +69,14 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("attack.py").write_text(ATTACK)
     Path("mine.py").write_text(MINE)
+    package = tmp_path / "site" / "installed"
+    package.mkdir(parents=True)
+    for name in ("program", "__main__"):
+        (package / f"{name}.py").write_text(f"open({str(tmp_path / CANARY)!r}, 'w').close()\n")
+    sys.path.append(str(package.parent))
     yield
-    for name in ("attack", "mine"):
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("attack", "mine", "installed")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +133,12 @@ def test_no_command_calls_what_a_file_names(env_id: str, runs: dict[str, Path]) 
         refuse("dataset", "collect", "--checkpoint", evil["dqn"], "--num-steps", 5, "--output", "x"),
         refuse("train", "--config", "gail.yaml"),
     ]
-    if not env_id.startswith("attack"):  # Python found it, and it is not an environment
-        assert all("comes from a file and is not a gymnasium.Env class" in sentence for sentence in sentences)
+    assert all(f"env_id {env_id!r} comes from a file" in sentence for sentence in sentences)
+    if is_provided(env_id.partition(":")[0]):  # it is loaded, and it is not an environment
+        assert all("is not a gymnasium.Env class" in sentence for sentence in sentences)
         assert all(f"--env {env_id} or --import" in sentence for sentence in sentences)
+    else:
+        assert all(f"add --import {env_id.partition(':')[0]}, in Python" in sentence for sentence in sentences)
     succeed("config", "--config", config)
     succeed("predict", "--checkpoint", evil["ppo"], "--obs", "[0, 0, 0, 0]")
     succeed("dataset", "collect", "--checkpoint", evil["dqn"], "--from-replay", "--output", "replay.npz")
@@ -150,6 +165,46 @@ def test_a_class_of_an_environment_may_stand_in_a_file(runs: dict[str, Path]) ->
     succeed("eval", "--checkpoint", moved, "--num-episodes", "1")
 
 
+@pytest.mark.parametrize("network", ["attack:Net", "installed.program:Net", "installed.__main__:N", "torch.nn:Nothing"])
+def test_no_command_imports_the_network_that_a_file_names(network: str, runs: dict[str, Path]) -> None:
+    params = {**load_checkpoint(runs["ppo"])["config"]["algo_kwargs"], "network": network}
+    evil = edit(runs["ppo"], "net.ckpt", algo_kwargs=params)
+    config = {**tiny("ppo", Path("out")).model_dump(mode="json"), "algo_kwargs": {"network": network}}
+    Path("net.yaml").write_text(yaml.safe_dump(config))
+    sentences = [
+        refuse("train", "--config", "net.yaml"),
+        refuse("eval", "--checkpoint", evil),
+        refuse("predict", "--checkpoint", evil, "--obs", "[0, 0, 0, 0]"),
+        refuse("export", "--checkpoint", evil),
+        refuse("resume", "--checkpoint", evil, "--total-timesteps", 200),
+    ]
+    wanted = "has no class" if network == "torch.nn:Nothing" else f"add --import {network.partition(':')[0]}"
+    assert all(wanted in sentence for sentence in sentences)
+    with pytest.raises(UserError, match=wanted):
+        rl_training.PPO.load(evil)
+    assert not Path("out").exists()
+
+
+def test_a_program_is_never_imported_for_a_file_even_if_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "installed.__main__", sys)
+    assert not is_provided("installed.__main__")
+    assert not is_provided("__main__")
+    assert is_provided("gymnasium.envs.box2d")  # in Gymnasium's registry, loaded or not
+
+
+def test_a_loaded_module_may_stand_in_a_file_and_workers_import_it(runs: dict[str, Path], tmp_path: Path) -> None:
+    moved = edit(runs["ppo"], "moved.ckpt", env_id="mine:Short", env_kwargs={"max_episode_steps": 9})
+    sys.path.append(str(tmp_path))
+    with pytest.raises(UserError, match="import mine first or give env='mine:Short'"):
+        evaluate_checkpoint(moved, num_episodes=1)
+    import mine  # type: ignore[import-not-found]  # noqa: F401
+
+    evaluate_checkpoint(moved, num_episodes=1)
+    recipe = read_recipe("mine:Short", {})
+    del sys.modules["mine"]  # as in a worker process, which has the recipe and not the module
+    make_env(pickle.loads(pickle.dumps(recipe))).close()
+
+
 # ---- what the user names --------------------------------------------------------------------------------------------
 
 
@@ -171,8 +226,11 @@ def test_a_function_that_the_user_names_works_and_so_do_the_commands_that_are_pr
     succeed("dataset", "collect", "--checkpoint", checkpoint, "--env", env_id, "--num-steps", 5, "--output", "x.npz")
     succeed("dataset", "check", "--path", "x.npz", "--env", env_id)
     succeed("eval", "--checkpoint", checkpoint, "--import", "mine")
-    if env_id == "mine:make":
-        assert "--env mine:make or --import mine" in refuse("eval", "--checkpoint", checkpoint)
+    wanted = "--env mine:make or --import mine" if env_id == "mine:make" else "return"
+    assert wanted in (refuse if env_id == "mine:make" else succeed)("eval", "--checkpoint", checkpoint)
+    del sys.modules["mine"]
+    assert "add --import mine" in refuse("eval", "--checkpoint", checkpoint)
+    assert "add --import mine" in refuse("resume", "--checkpoint", checkpoint)
 
 
 def test_importing_a_module_names_its_functions_for_a_config_too() -> None:
@@ -201,7 +259,7 @@ def test_python_code_names_what_it_writes(tmp_path: Path) -> None:
 
 def test_a_policy_of_a_callable_is_evaluated_and_resumed_under_the_users_own_name(tmp_path: Path) -> None:
     sys.path.append(str(tmp_path))
-    import mine  # type: ignore[import-not-found]
+    import mine
 
     checkpoint = train(tiny("ppo", tmp_path, env_id="custom"), env=lambda: mine.make(), console=False).checkpoint_path
     assert "'custom' is not registered" in refuse("eval", "--checkpoint", checkpoint)
@@ -267,3 +325,13 @@ def test_a_module_that_the_user_imports_is_found_last() -> None:
     succeed("config", "--config", "ppo/cartpole", "--import", "mine")
     assert sys.path[-1] == os.getcwd()
     assert not Path(CANARY).exists()
+
+
+# ---- what a checkpoint contains -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["(", "((.+)+)+Z", "gamma|.*"])
+def test_a_key_of_a_checkpoint_is_no_pattern(key: str, runs: dict[str, Path]) -> None:
+    params = load_checkpoint(runs["ppo"])["config"]["algo_kwargs"]
+    evil = edit(runs["ppo"], "keys.ckpt", algo_kwargs={**params, key: 1})
+    assert repr(key) in refuse("resume", "--checkpoint", evil, "--set", f"learning_rate={'1' * 40}")

@@ -22,6 +22,12 @@ NAMES_LENGTH = 250  # characters of the names that are listed when none is near
 ALSO_CALLED = {"lr": "learning_rate", "env": "env_id"}
 
 
+# control characters except tab and newline, and marks that change the direction of text
+_CONTROLS = [*range(9), *range(11, 32), *range(127, 160)]
+_DIRECTIONS = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_UNPRINTABLE = dict.fromkeys([*_CONTROLS, *_DIRECTIONS])
+
+
 class UserError(ValueError):
     """A wrong command, config, file or environment; the command line prints the message and exits with 2.
 
@@ -92,8 +98,13 @@ class TrainingFailure(RuntimeError):
     """The run cannot continue (because of a NaN, for example); the last good checkpoint is kept."""
 
 
+def printable(text: str) -> str:
+    """The text without control characters, so that a name from a file cannot give orders to the terminal."""
+    return text.translate(_UNPRINTABLE)
+
+
 def _one_line(message: str) -> str:
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 83]}...{line[-80:]}"
 
 

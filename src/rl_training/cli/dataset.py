@@ -271,6 +271,7 @@ def minari_options(dataset: TransitionDataset, source: str, env: str | None) -> 
     recipe = recipe_of(dataset, env)
     if recipe is None:
         raise UserError(f"{source} does not name its environment, which Minari stores; give --env ID.")
-    if recipe.is_plain and not recipe.kwargs and recipe.max_episode_steps is None:
+    registered = recipe.named_by_user or ":" not in recipe.env_id  # Gymnasium imports the module of module:Name-v0
+    if registered and recipe.is_plain and not recipe.kwargs and recipe.max_episode_steps is None:
         return {"env_id": recipe.env_id}
     return spaces_of(recipe)

@@ -101,7 +101,7 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
     limit = checks.PROCESS_SECONDS if config is None else config.worker_timeout
     lives = checks.check_process(recipe, timeout=limit)
     looked = probe(recipe) if lives.status != "fail" else None  # it might never return
-    console.print(f"[bold]{env}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
+    console.print(f"[bold]{escape(env)}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
     found = [_show(console, lives)]
     if looked is not None:
         found += [_show(console, check) for check in checks.check_environment(recipe, looked, spec)]

@@ -49,7 +49,7 @@ def evaluate(
     if imagine:
         from rl_training.tools.imagination import draw_imagination
 
-        pictures = draw_imagination(path, Path(path).resolve().parent, seed=first, env=named)
+        pictures = draw_imagination(path, Path(path).parent, seed=first, env=named)
     metrics = evaluate_checkpoint(
         path, num_episodes=episodes, deterministic=not stochastic, seed=first, record_video_dir=record_video,
         render=render, env=named, network=tuple(modules or ()),

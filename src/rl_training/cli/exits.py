@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from rl_training.errors import EnvironmentFailure, TrainingFailure, UnknownKey, UserError, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UnknownKey, UserError, did_you_mean, printable
 
 FAILED, WRONG_INPUT, STOPPED = 1, 2, 130
 
@@ -36,7 +36,7 @@ def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
 
 def _report(error: Exception, debug: bool) -> int:
     if debug:
-        traceback.print_exception(error)
+        typer.echo(printable("".join(traceback.format_exception(error))), err=True)
     code, sentence = describe(error)
     if code == WRONG_INPUT and not is_first_rank():  # rank 0 prints it
         return code
@@ -54,7 +54,7 @@ def is_first_rank() -> bool:
 def describe_warning(message: object) -> str:
     """A Python warning as a line; without the colors and the `WARN: ` of Gymnasium's."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(message))
-    return f"warning: {plain.removeprefix('WARN: ')}"
+    return f"warning: {printable(plain).removeprefix('WARN: ')}"
 
 
 def describe(error: Exception) -> tuple[int, str]:
@@ -75,7 +75,7 @@ def describe(error: Exception) -> tuple[int, str]:
 
 def one_sentence(text: str) -> str:
     """The text on one line, with a period at the end."""
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if line.endswith((".", "?", "!", ")")) else f"{line}."
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from rich.markup import escape
+
 from rl_training.cli.options import (
     CheckpointOption,
     ImportOption,
@@ -16,6 +18,7 @@ from rl_training.cli.options import (
 )
 from rl_training.cli.screen import make_console, mean_interval, print_facts, quote
 from rl_training.errors import UserError
+from rl_training.safe_files import write_text
 
 FRESH_SEED = 10_000  # added to the run's seed, so a card does not use the episodes that chose `best.ckpt`
 
@@ -57,11 +60,11 @@ def export(
         mean, half = mean_interval(scores["eval_returns"])
         interval = (mean - (half or 0.0), mean + (half or 0.0))
         text = render_card(made, config, scores, interval)
-        made.path.with_name(f"{made.path.name}.md").write_text(text, encoding="utf-8")
+        write_text(made.path.with_name(f"{made.path.name}.md"), text)
     print_facts(make_console(), [
         ("policy", quote(made.path)),
-        ("inputs", describe(facts["inputs"])),
-        ("outputs", describe(facts["outputs"])),
+        ("inputs", escape(describe(facts["inputs"]))),
+        ("outputs", escape(describe(facts["outputs"]))),
         ("checked", f"{parity['observations']:,} observations, {parity['different']} actions differ from predict, "
                     f"largest difference {parity['max_abs_difference']:.2g}"),
         ("details", quote(made.path.with_name(f"{made.path.name}.json"))),

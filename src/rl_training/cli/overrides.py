@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rl_training.cli.exits import is_first_rank
-from rl_training.errors import UserError
+from rl_training.errors import UserError, printable
 
 if TYPE_CHECKING:
     from rl_training.experiment.config import TrainConfig
@@ -86,7 +86,8 @@ def drop_replaced_schedules(data: dict[str, Any], settings: Iterable[str]) -> di
     kwargs = dict(data["algo_kwargs"])
     for key, name in replaced_schedules(get_algorithm_spec(str(data.get("algo"))).params, kwargs, given).items():
         if is_first_rank():
-            typer.echo(f"--set {name}={kwargs[name]} replaces {key} {describe_schedule(kwargs[key])}", err=True)
+            replaces = f"--set {name}={kwargs[name]} replaces {key} {describe_schedule(kwargs[key])}"
+            typer.echo(printable(replaces), err=True)
         del kwargs[key]
     return {**data, "algo_kwargs": kwargs}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ from rich.table import Table
 from rl_training.cli.options import ImportOption, OwnEnvOption, Text, Texts, name_environment, option
 from rl_training.cli.screen import make_console, quote
 from rl_training.errors import UserError
+from rl_training.safe_files import output_written, replacing
 
 if TYPE_CHECKING:
     from rl_training.tools.compare import Comparison
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of several runs.")]
 ByOption = Annotated[
     Text, option("Group by algo or by a setting; default: by what differs.", "--by", metavar="NAME")
+]
+SharedOption = Annotated[
+    bool, option("Use all runs, unfinished ones too, up to the step that all reached.", "--shared-steps")
 ]
 SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the range of returns
 
@@ -33,21 +39,24 @@ def compare(
     references: Annotated[
         Texts, option("Returns of an environment that score 0 and 1.", "--reference", metavar="ENV=LOW,HIGH")
     ] = None,
+    shared_steps: SharedOption = False,
+    training: Annotated[bool, option("Compare returns of training episodes.", "--training")] = False,
 ) -> None:
     """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference."""
     bar = None if threshold is None else read_number("--threshold", threshold)
     scale = dict(read_reference(text) for text in references or ())
     from rl_training.tools.compare import compare_groups, find_runs, group_runs
 
-    found = find_runs(runs)
-    envs = ", ".join(dict.fromkeys(run.env_id for run in found))
-    print_comparison(make_console(), compare_groups(group_runs(found, by), scale, bar), envs, bar)
+    groups = group_runs(find_runs(runs), by)
+    result = compare_groups(groups, scale, bar, shared_steps=shared_steps, trained=training)
+    print_comparison(make_console(), result, bar)
 
 
 def report(
     runs: RunsArgument,
     output: Annotated[str, option("The file to write.", "--output", metavar="F.html")] = "report.html",
     by: ByOption = None,
+    shared_steps: SharedOption = False,
     no_episode: Annotated[bool, option("Leave out the episode; no environment is made.", "--no-episode")] = False,
     env: OwnEnvOption = None,
     modules: ImportOption = None,
@@ -58,9 +67,10 @@ def report(
     from rl_training.tools.report import build_report, show_episodes
 
     groups = group_runs(find_runs(runs), by)
-    write_output(output, build_report(groups))  # a renderer that crashes must not end this process
+    page = partial(build_report, groups, shared_steps=shared_steps)
+    write_output(output, page())  # a renderer that crashes must not end this process
     if not no_episode:
-        write_output(output, build_report(groups, show_episodes(groups, named)))
+        write_output(output, page(show_episodes(groups, named)))
     make_console().print(f"report: {quote(Path(output))}", soft_wrap=True)
 
 
@@ -68,6 +78,7 @@ def plot(
     runs: RunsArgument,
     output: Annotated[str, option("The file to write, .svg or .png.", "--output", metavar="F")] = "curves.svg",
     by: ByOption = None,
+    shared_steps: SharedOption = False,
 ) -> None:
     """Draw learning curves with intervals over seeds."""
     if Path(output).suffix not in (".svg", ".png"):
@@ -75,16 +86,16 @@ def plot(
     from rl_training.tools.compare import find_runs, group_runs
     from rl_training.tools.report import plot_curves
 
-    write_output(output, plot_curves(group_runs(find_runs(runs), by), Path(output).suffix))
-    make_console().print(f"plot: {quote(Path(output))}", soft_wrap=True)
+    drawn, notes = plot_curves(group_runs(find_runs(runs), by), Path(output).suffix, shared_steps=shared_steps)
+    write_output(output, drawn)
+    print_notes(console := make_console(), notes)
+    console.print(f"plot: {quote(Path(output))}", soft_wrap=True)
 
 
 def write_output(target: str, content: str | bytes) -> None:
     """Write the file; a UserError says why it cannot be written."""
-    try:
-        Path(target).write_bytes(content if isinstance(content, bytes) else content.encode())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--output {target} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+    with output_written(target, "--output"), replacing(target) as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
 
 
 def read_number(name: str, text: str) -> float:
@@ -107,11 +118,12 @@ def read_reference(text: str) -> tuple[str, tuple[float, float]]:
     return env, (ends[0], ends[1])
 
 
-def print_comparison(console: Console, result: Comparison, envs: str, threshold: float | None) -> None:
+def print_comparison(console: Console, result: Comparison, threshold: float | None) -> None:
     """Print groups, pairs of groups, returns over steps, profiles, and notes."""
     from rl_training.tools.compare import describe_groups, describe_pairs, metric_name
 
-    console.print(f"[bold]{escape(envs)}[/bold]: {metric_name(result.scored_by)} at the end, best first")
+    envs = escape(", ".join(result.envs))
+    console.print(f"[bold]{envs}[/bold]: {metric_name(result.scored_by)} at the end, best first")
     print_table(console, *describe_groups(result, threshold))
     if result.pairs:
         print_table(console, *describe_pairs(result))
@@ -124,7 +136,12 @@ def print_comparison(console: Console, result: Comparison, envs: str, threshold:
         at = [round(share * (len(result.thresholds) - 1)) for share in SHOWN_SHARES[:-1]]
         rows = [[g.name, *(f"{g.profile.value[i]:.0%}" for i in at)] for g in result.groups]
         print_table(console, ["share of runs above", *(f"{result.thresholds[i]:.4g}" for i in at)], rows)
-    for note in result.notes:
+    print_notes(console, result.notes)
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """One line for each note."""
+    for note in notes:
         console.print(f"note: {escape(note)}", style="yellow", soft_wrap=True)
 
 

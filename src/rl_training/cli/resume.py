@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 from rl_training.cli.options import (
@@ -75,10 +74,9 @@ def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:
     stored = read_checkpoint(path)["config"]
     changed = apply_settings(stored, settings)
     changes = {name: value for name, value in changed.items() if stored.get(name) != value}
+    said = {text.partition("=")[0].strip().removeprefix("algo_kwargs.") for text in settings}
     params, before = (data.get("algo_kwargs") or {} for data in (changed, stored))
     changes["algo_kwargs"] = {
-        name: value
-        for name, value in params.items()
-        if before.get(name) != value or any(re.match(rf"(algo_kwargs\.)?{name}\s*=", text.strip()) for text in settings)
+        name: value for name, value in params.items() if before.get(name) != value or name in said
     }
     return changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from contextlib import suppress
@@ -39,8 +40,8 @@ def list_runs(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
-    found = summarize_runs(Path(folder))
-    if not found:
+    found, damaged = summarize_runs(Path(folder))
+    if not found and not damaged:
         raise UserError(f"{folder} contains no runs; give another folder, or train: rl-training train ppo/cartpole.")
     table = Table(**TABLE_STYLE)
     table.add_column("run", overflow="fold")
@@ -51,53 +52,74 @@ def list_runs(
     for run in found:
         steps = f"{run.steps:,}" if run.steps >= run.budget else f"{run.steps:,} ({run.steps / run.budget:.0%})"
         numbers = ["-" if value is None else f"{value:.1f}" for value in (run.last, run.best)]
+        name, algo, env = map(escape, (run.name, run.algo, run.env))
         state = f"[{COLORS[run.state]}]{run.state}[/]"
-        table.add_row(escape(run.name), state, run.algo, escape(run.env), steps, *numbers, format_age(run.changed))
-    make_console().print(table)
+        table.add_row(name, state, algo, env, steps, *numbers, format_age(run.changed))
+    console = make_console()
+    if found:
+        console.print(table)
+    for problem in damaged:
+        console.print(f"note: {escape(problem)}", style="yellow", soft_wrap=True)
 
 
-def summarize_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder, the newest first."""
+def summarize_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
+    """The runs in a folder, the newest first, and a sentence about each that cannot be read."""
     from rl_training.runtime.run_status import find_run_folders
 
-    runs = find_run_folders(folder, "manifest.json")
-    found = [summary for run in runs if (summary := read_run(run, folder)) is not None]
-    return sorted(found, key=lambda run: -run.changed)
+    found, damaged = [], []
+    for run in find_run_folders(folder, "manifest.json"):
+        name = run.name if run == folder else str(run.relative_to(folder))
+        try:
+            found.append(read_run(run, name))
+        except (UserError, OSError) as error:
+            damaged.append(f"{name} cannot be read: {error}")
+    return sorted(found, key=lambda run: -run.changed), damaged
 
 
-def read_run(run_dir: Path, folder: Path) -> RunSummary | None:
-    """Read the files of a run; None if its config is not that of a run."""
+def read_run(run_dir: Path, name: str) -> RunSummary:
+    """Read the files of a run; a UserError names the value that a run would not have."""
     from rl_training.experiment.config import read_yaml
     from rl_training.runtime.run_status import find_status
 
-    try:
-        config = read_yaml(run_dir / "config.yaml")
-        algo, env, budget = str(config["algo"]), str(config["env_id"]), int(config["total_timesteps"])
-    except (UserError, KeyError, TypeError, ValueError):
-        return None
-    metrics = run_dir / "metrics.jsonl"
+    config, metrics = read_yaml(run_dir / "config.yaml"), run_dir / "metrics.jsonl"
+    for field in ("algo", "env_id"):
+        if not isinstance(config.get(field), str):
+            raise UserError(f"{field} is {config.get(field)!r:.60} in its config.yaml; it must be a name.")
+    algo, env, budget = config["algo"], config["env_id"], read_number(config, "total_timesteps", "config.yaml")
     newest, returns = read_returns(metrics)
     changed = (metrics if metrics.is_file() else run_dir).stat().st_mtime
-    steps = int(newest.get("step", 0))
-    last = returns[-1] if returns else newest.get("episode_return_mean")
-    name = run_dir.name if run_dir == folder else str(run_dir.relative_to(folder))
+    steps = int(read_number({"step": 0} | newest, "step"))
+    trained = read_number(newest, "episode_return_mean") if "episode_return_mean" in newest else None
     state = find_status(run_dir, is_complete=steps >= budget)
-    return RunSummary(name, state, algo, env, steps, budget, last, max(returns, default=None), changed)
+    best = max((value for value in returns if math.isfinite(value)), default=None)
+    return RunSummary(name, state, algo, env, steps, int(budget), returns[-1] if returns else trained, best, changed)
 
 
 def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
     """The newest complete row and the mean return of every evaluation; other rows are not parsed."""
     from rl_training.experiment.metrics_file import parse_row
+    from rl_training.safe_files import open_regular
 
     returns: list[float] = []
     tail: deque[bytes] = deque(maxlen=2)  # a kill may have truncated the last line
-    with suppress(FileNotFoundError), open(metrics, "rb") as file:
+    with suppress(FileNotFoundError), open_regular(metrics) as file:
         for line in file:
             tail.append(line)
             if b'"eval_return_mean"' in line and (row := parse_row(line)) is not None:
-                returns.append(float(row["eval_return_mean"]))
+                returns.append(read_number(row, "eval_return_mean"))
     newest = next((row for line in reversed(tail) if (row := parse_row(line)) is not None), {})
     return newest, returns
+
+
+def read_number(row: dict[str, Any], name: str, file: str = "metrics.jsonl") -> float:
+    """The number of that name, which may be NaN or infinite, as our files write them."""
+    from rl_training.experiment.metrics_file import is_number, unspell
+
+    value = unspell(row.get(name))
+    if is_number(value) or (isinstance(value, float) and not math.isfinite(value)):
+        return float(value)
+    shown = "too large" if isinstance(value, int) and not isinstance(value, bool) else f"{value!r:.60}"
+    raise UserError(f"{name} is {shown} in its {file}; it must be a number.")
 
 
 def format_age(changed: float) -> str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 
 from rl_training.cli.exits import is_first_rank
-from rl_training.errors import counted
+from rl_training.errors import counted, printable
 
 if TYPE_CHECKING:
     from rl_training.runtime.workflows import TrainResult
 
 PIPE_WIDTH = 160  # a table in a file or pipe has no width limit
+FEW_SEEDS = 5  # with fewer, an interval is to be doubted
 # Two-sided 95 % points of Student's t by degrees of freedom
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -36,9 +38,18 @@ REASONS = {
 }  # fmt: skip
 
 
+class PlainConsole(Console):
+    """A console whose text gives no orders to the terminal; its own colors and cursor movements do."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        """The segments of what is printed, their text made printable."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 def make_console() -> Console:
     """The console on stdout; only rank 0 prints."""
-    console = Console(highlight=False, quiet=not is_first_rank())
+    console = PlainConsole(highlight=False, quiet=not is_first_rank())
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
@@ -72,7 +83,7 @@ def print_run(
     steps, seconds = metrics["global_step"], metrics["train_seconds"]
     rate = f"({steps / seconds:,.0f} steps/s)" if seconds > 0 else ""
     reason = REASONS.get(str(metrics["stop_reason"]), str(metrics["stop_reason"]))
-    console.print(f"\n[bold]{title}[/bold]: {reason}")
+    console.print(f"\n[bold]{escape(title)}[/bold]: {escape(reason)}")
     if trained == 0 and (budget := larger_budget(metrics)):
         console.print(f"  the budget is used up; give a larger one, such as {budget}", style="yellow")
     print_facts(console, [
@@ -129,25 +140,49 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, factor * deviation / math.sqrt(len(values))
 
 
+def describe_interval(values: Sequence[float], what: str = "return") -> str:
+    """The 95 % interval of the mean of several values, with what makes it doubtful; empty for one value."""
+    mean, half = mean_interval(values)
+    if half is None:
+        return ""
+    notes = ["Student's t"]
+    if len(values) < FEW_SEEDS:
+        notes.append(f"{counted(len(values), 'seed')} only")
+    if mean + half > max(values):
+        notes.append(f"reaches above the highest {what}, {max(values):.1f}")
+    return f", 95 % interval {mean - half:.1f} to {mean + half:.1f} ({', '.join(notes)})"
+
+
 def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
-    """One row per seed, then the mean over seeds with its interval."""
-    table = Table(title=title, **TABLE_STYLE)
+    """One row per seed, then the mean over the seeds whose runs are finished, with its interval."""
+    from rl_training.runtime.run_status import COMPLETE
+
+    finished = [result.metrics for _, result in runs if result.metrics["stop_reason"] in COMPLETE]
+    evaluated = any("eval_return_mean" in metrics for metrics in finished)
+    table = Table(title=escape(title), **TABLE_STYLE)
     for name in ("seed", "return", "steps", "steps/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("run", overflow="fold")
-    returns = []
     for seed, result in runs:
         metrics = result.metrics
         value = metrics.get("eval_return_mean", metrics.get("episode_return_mean"))
         shown = "-" if value is None else f"{value:.1f}"
         if "eval_return_std" in metrics:
             shown += f" ± {metrics['eval_return_std']:.1f}"
-        returns += [] if value is None else [float(value)]
+        elif value is not None and evaluated:
+            shown += " in training"
         rate = metrics["global_step"] / max(metrics["train_seconds"], 1e-9)
         table.add_row(str(seed), shown, f"{metrics['global_step']:,}", f"{rate:,.0f}", quote(result.run_dir))
     console.print()
     console.print(table)
+    measure = "eval_return_mean" if evaluated else "episode_return_mean"
+    returns = [float(metrics[measure]) for metrics in finished if measure in metrics]
     if returns:
-        mean, half = mean_interval(returns)
-        ends = "" if half is None else f", 95 % interval {mean - half:.1f} to {mean + half:.1f} (Student's t)"
-        console.print(f"mean over {counted(len(returns), 'seed')} [bold]{mean:.1f}[/bold]{ends}")
+        mean, _ = mean_interval(returns)
+        kind = "" if evaluated else " of training episodes"
+        over = f"mean over {counted(len(returns), 'seed')}{kind} [bold]{mean:.1f}[/bold]{describe_interval(returns)}"
+        console.print(over, soft_wrap=True)
+    reasons = [(seed, str(result.metrics["stop_reason"])) for seed, result in runs]
+    if stopped := [(seed, reason) for seed, reason in reasons if reason not in COMPLETE]:
+        named = ", ".join(f"seed {seed} ({REASONS.get(reason, reason)})" for seed, reason in stopped)
+        console.print(f"unfinished and left out: {escape(named)}", style="yellow", soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from rl_training.cli.exits import STOPPED
@@ -26,7 +27,7 @@ from rl_training.cli.options import (
     option,
     whole_number,
 )
-from rl_training.cli.screen import make_console, mean_interval, print_facts, quote
+from rl_training.cli.screen import describe_interval, make_console, mean_interval, print_facts, quote
 from rl_training.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def tune(
     folder = Path(study or f"{built.output_dir}/tune-{built.algo}-{built.env_id.replace('/', '_').replace(':', '_')}")
     opened = Study(built, space, folder, workers)
     console = make_console()
-    console.print(f"[bold]{built.algo} on {built.env_id}[/bold]: {counted(count, 'trial')} in {quote(folder)}")
-    print_facts(console, [(name, one.describe()) for name, one in space.items()])
+    title = escape(f"{built.algo} on {built.env_id}")
+    console.print(f"[bold]{title}[/bold]: {counted(count, 'trial')} in {quote(folder)}")
+    print_facts(console, [(name, escape(one.describe())) for name, one in space.items()])
     before = len(opened.trials())
     if before:
         console.print(f"continuing after {counted(before, 'trial')}")
@@ -149,7 +151,7 @@ def trial_cells(trial: Any) -> list[str]:
     state = "done" if trial.state.name == "COMPLETE" else trial.state.name.lower()
     result = trial.user_attrs.get("error", params) if state == "fail" else params
     shown = "-" if value is None else f"{value:.1f}"
-    return [f"{trial.number:4d}", f"{state:7}", f"{shown:>8}", f"{len(values):3d}", result]
+    return [f"{trial.number:4d}", f"{state:7}", f"{shown:>8}", f"{len(values):3d}", escape(result)]
 
 
 def shorten(value: Any) -> str:
@@ -179,25 +181,20 @@ def print_result(console: Console, study: Study, config: Any, best: Any) -> None
     for name, by_seed in returns.items():
         scores = [value for value in by_seed.values() if value is not None]
         if len(scores) > 1:
-            lines.append(f"{name} on {len(scores)} new seeds: {with_interval(scores)}.")
+            mean = sum(scores) / len(scores)
+            lines.append(f"{name} on {len(scores)} new seeds: {mean:.1f}{describe_interval(scores)}.")
     tuned, default = returns.values()
     pairs = [(tuned.get(seed), default[seed]) for seed in default]
     gains = [one - other for one, other in pairs if one is not None and other is not None]
     if len(gains) > 1:
         mean, half = mean_interval(gains)
         verdict = "no difference shown" if half is None or abs(mean) <= half else "better" if mean > 0 else "worse"
-        lines.append(f"difference: {with_interval(gains)}; {verdict}.")
+        lines.append(f"difference: {mean:.1f}{describe_interval(gains, 'difference')}; {verdict}.")
     path = study.write_preset(config, "\n".join([f"Found by rl-training tune: {lines[0]}", *lines[1:]]))
     console.print()
     for line in lines:
         console.print(line, soft_wrap=True)
     print_facts(console, [
-        *((name, shorten(value)) for name, value in best.params.items()),
+        *((name, escape(shorten(value))) for name, value in best.params.items()),
         ("preset", quote(path)), ("train", f"rl-training train --config {quote(path)}"),
     ])  # fmt: skip
-
-
-def with_interval(values: list[float]) -> str:
-    """A mean with its interval."""
-    mean, half = mean_interval(values)
-    return f"{mean:.1f}, 95 % interval {mean - (half or 0.0):.1f} to {mean + (half or 0.0):.1f}"

@@ -21,6 +21,7 @@ from rl_training.data.checking import check_dataset
 from rl_training.data.memory import Array, as_tensors, available_memory, format_bytes
 from rl_training.data.replay import ReplayBuffer
 from rl_training.errors import UserError
+from rl_training.safe_files import open_regular, replacing
 
 MOST_EXPANSION, SMALL = 100, 2**28  # a file may expand this many times, or to this many bytes
 REQUIRED = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated")
@@ -110,7 +111,8 @@ class TransitionDataset:
         target = Path(path) if str(path).endswith(".npz") else Path(f"{path}.npz")
         target.parent.mkdir(parents=True, exist_ok=True)
         write = np.savez_compressed if compress else np.savez
-        write(target, metadata_json=np.array(json.dumps(self.metadata)), **self.arrays())  # type: ignore[arg-type]
+        with replacing(target) as file:
+            write(file, metadata_json=np.array(json.dumps(self.metadata)), **self.arrays())  # type: ignore[arg-type]
         return target
 
     @cached_property
@@ -194,6 +196,7 @@ class TransitionDataset:
 def read_npz(path: str | Path) -> dict[str, Array]:
     """Every array of an npz file; a missing, damaged, pickled or oversized file is refused with one sentence."""
     try:
+        open_regular(path).close()  # anything else is an error here
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
         if isinstance(loaded, np.lib.npyio.NpzFile):
             with loaded as archive:

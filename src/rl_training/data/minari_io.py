@@ -17,6 +17,7 @@ from rl_training.data.datasets import TransitionDataset, refuse_too_large
 from rl_training.data.generated import open_env
 from rl_training.data.memory import Array
 from rl_training.errors import UserError
+from rl_training.safe_files import read_regular
 
 _FOLDER = "MINARI_DATASETS_PATH"
 _MISSING = "Minari data sets need the packages minari and h5py; run: pip install 'rl-training[offline]'."
@@ -76,7 +77,9 @@ def _check_metadata(dataset_id: str) -> None:
     folder = Path(get_dataset_path(dataset_id)) / "data"
     if not folder.is_dir():
         raise FileNotFoundError(folder)
-    metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+    if odd := [path for path in folder.rglob("*") if path.exists() and not path.is_file() and not path.is_dir()]:
+        raise UserError(f"the Minari data set {dataset_id} holds {odd[0].name}, which is not a file; remove it.")
+    metadata = json.loads(read_regular(folder / "metadata.json"))
     if missing := [name for name in ("observation_space", "action_space") if not isinstance(metadata.get(name), str)]:
         raise UserError(f"the Minari data set {dataset_id} has no {missing[0]} in its metadata.json; it must have one.")
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -92,7 +95,7 @@ def _read_episodes(source: Any, dataset_id: str, size: int | None) -> Transition
     file = Path(source.storage.data_path) / "main_data.hdf5"
     if file.is_file():
         width = 0 if isinstance(source.observation_space, spaces.Box) else spaces.flatdim(source.observation_space)
-        claimed, steps = _claimed_bytes(file), max(1, source.total_steps)
+        claimed, steps = _claimed_bytes(file, dataset_id), max(1, source.total_steps)
         refuse_too_large(file, claimed + 8 * width * steps, share=min(1.0, (size or steps) / steps))
     parts, rows = [], 0
     for episode in source.iterate_episodes():
@@ -109,13 +112,23 @@ def _read_episodes(source: Any, dataset_id: str, size: int | None) -> Transition
     return TransitionDataset.from_arrays(arrays, dataset_id, **metadata)
 
 
-def _claimed_bytes(file: Path) -> int:
-    """Bytes of all arrays in an HDF5 file, by their shapes."""
+def _claimed_bytes(file: Path, dataset_id: str) -> int:
+    """Bytes of all arrays in an HDF5 file, by their shapes; a file whose values lie in other files is refused."""
     import h5py
 
     sizes: list[int] = []
+    elsewhere: list[str] = []
+
+    def look(name: str, part: Any) -> None:
+        if isinstance(part, h5py.Dataset):
+            sizes.append(part.nbytes)
+            elsewhere.extend([name] if part.external or part.is_virtual else [])
+
     with h5py.File(file) as opened:
-        opened.visititems(lambda _, part: sizes.append(part.nbytes) if isinstance(part, h5py.Dataset) else None)
+        opened.visititems_links(lambda n, link: elsewhere.append(n) if isinstance(link, h5py.ExternalLink) else None)
+        opened.visititems(look)
+    if elsewhere:
+        raise UserError(f"the Minari data set {dataset_id} has {elsewhere[0]} in another file, which is not opened.")
     return sum(sizes)
 
 
@@ -189,6 +202,8 @@ def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str,
     name = env_id or dataset.metadata.get("env_id")
     if name is None:
         raise UserError("a Minari data set needs the environment it comes from; give env_id.")
+    if env_id is None and ":" in str(name):  # Gymnasium would import the module that the file names
+        raise UserError(f"the data set names the environment {name!r}, a module that a file names; give env_id.")
     with contextlib.closing(open_env(name)) as env:
         space = env.observation_space
         if not isinstance(space, gymnasium.spaces.Box):

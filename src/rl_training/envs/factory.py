@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from rl_training.envs.entry_points import import_entry_point, looks_like_entry_point
+from rl_training.envs.entry_points import check_module, import_entry_point, looks_like_entry_point
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.user_env import Env, device_kinds
 from rl_training.envs.wrappers import wrap
@@ -28,6 +28,8 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     """Make one environment without the wrappers of the config, except for its time limit."""
     kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
     maker = recipe.maker
+    if maker is None and ":" in recipe.env_id and not recipe.may_import:
+        check_module("env_id", recipe.env_id, "env")
     try:
         if maker is None and looks_like_entry_point(recipe.env_id):
             maker = import_entry_point("env_id", recipe.env_id, gym.Env, recipe.named_by_user, "--env ", "env")

@@ -8,7 +8,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from rl_training.envs.entry_points import looks_like_entry_point
+from rl_training.envs.entry_points import is_provided, looks_like_entry_point
 from rl_training.envs.user_env import Env, MadeEnvironment, UserEnv, read_env
 from rl_training.envs.wrappers import WrapperOptions
 from rl_training.errors import UserError
@@ -25,6 +25,7 @@ class EnvRecipe:
     wrappers: WrapperOptions = field(default_factory=WrapperOptions)
     maker: Callable[..., Env] | None = None
     named_by_user: bool = False  # if not, `env_id` may come from a file
+    may_import: bool = False  # its module was known where the recipe was read; a worker has to import it
 
     @property
     def user_env(self) -> UserEnv:
@@ -62,7 +63,9 @@ def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None 
         raise UserError(f"env_kwargs.max_episode_steps is {limit!r}; it must be a whole number of at least 1.")
     wrappers = kwargs.pop("wrappers", None)
     options = validate(WrapperOptions, {} if wrappers is None else wrappers, "env_kwargs.wrappers")
-    return EnvRecipe(env_id if maker is not None else _with_version(env_id), kwargs, limit, options, maker, named)
+    env_id = env_id if maker is not None else _with_version(env_id)
+    known = named or is_provided(env_id.partition(":")[0])
+    return EnvRecipe(env_id, kwargs, limit, options, maker, named, known)
 
 
 def _with_version(env_id: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rl_training.safe_files import continue_file, create_file, start_file
+
 _MOST_PENDING = 1 << 24  # bytes of rows or events that wait while the disk is full
 
 
@@ -17,7 +19,8 @@ class Appender:
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None], *, fresh: bool = True) -> None:
-        self._path, self._warn, self._mode = path, warn, "wb" if fresh else "ab"
+        self._path, self._warn = path, warn
+        self._open: Callable[[Path], Any] = start_file if fresh else continue_file
         self._file: Any = None
         self._pending, self._unwritten = bytearray(), 0
         self.flush()
@@ -37,7 +40,7 @@ class Appender:
                 self._file = None
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file, self._mode = open(self._path, self._mode, buffering=0), "ab"  # noqa: SIM115
+                self._file, self._open = self._open(self._path), create_file
             while self._pending:
                 del self._pending[: self._file.write(self._pending)]
             self._unwritten = 0

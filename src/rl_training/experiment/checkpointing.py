@@ -17,11 +17,9 @@ import math
 import mmap
 import os
 import re
-import socket
 import struct
-import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 
 from rl_training.errors import UserError, near_name
+from rl_training.safe_files import remove_stale_temporaries, replacing
 
 FORMAT_VERSION = 1
 MAPPED_BYTES = 1 << 30  # a file of this size or more is memory-mapped: its replay may not fit into memory
@@ -55,7 +54,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Mapping[str, Any], *, du
     if path.is_dir():
         raise UserError(f"{path} is a directory; give the name of the checkpoint file to write.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(path) as temporary, open(temporary, "wb", buffering=1 << 20) as file:
+    with replacing(path) as file:
         _Writer(file).write(tree)
         file.flush()
         if durable:
@@ -63,25 +62,6 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Mapping[str, Any], *, du
     if durable:
         _sync_folder(path.parent)
     return path
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a small text file whole or not at all."""
-    with _replacing(Path(path)) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A hidden name next to `path` that becomes `path` when the block succeeds and disappears when it does not."""
-    # Process and thread make the name unique among live writers; a later process with the same ids reuses it.
-    temporary = path.with_name(f".{path.name}.{_host()}-{os.getpid()}-{threading.get_native_id()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):  # a file that cannot be removed now is removed when a run next starts here
-            temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -92,10 +72,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
 
 
 class _Writer:
@@ -334,26 +310,3 @@ class CheckpointFolder:
             with contextlib.suppress(OSError):  # failing to delete an old file is not failing to save
                 path.unlink(missing_ok=True)
         return written
-
-
-def remove_stale_temporaries(folder: str | os.PathLike[str]) -> list[Path]:
-    """Remove files that killed writers left in `folder` (no other host may write to it); return what was removed."""
-    pattern = re.compile(r"\..+\.(\w+)-(\d{1,9})-\d+\.tmp")
-    matches = [(path, pattern.fullmatch(path.name)) for path in Path(folder).glob(".*.tmp")]
-    stale = [path for path, match in matches if match and not (match[1] == _host() and is_alive(int(match[2])))]
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return stale
-
-
-def is_alive(process: int) -> bool:
-    """Whether a process of this host runs."""
-    if os.name == "nt":  # there, os.kill(pid, 0) sends Ctrl-C
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

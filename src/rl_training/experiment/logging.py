@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rl_training.errors import printable
 from rl_training.experiment.appender import Appender
 from rl_training.experiment.event_file import EventFile
 from rl_training.experiment.metrics_file import format_row, trim_rows
@@ -43,7 +44,7 @@ class RunLogger:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        elapsed = trim_rows(self.path, resume_step) if append and self.path.exists() else 0.0
+        elapsed = trim_rows(self.path, resume_step) if append else 0.0
         self._clock, self._start = clock, clock() - elapsed
         self._stream = (stream or sys.stderr) if console else None
         dumb = os.environ.get("TERM") in ("dumb", "unknown")  # such a terminal cannot move its cursor
@@ -135,6 +136,7 @@ class RunLogger:
         """Print a separate line, or the progress line of this step."""
         if self._stream is None:
             return
+        text = printable(text)
         try:
             if self._live and self._line is None and step is not None:
                 self._line = _start_line(self._stream, self._total)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
+from rl_training.safe_files import open_regular, read_regular, replacing
 
+LARGEST = 1e100  # numbers in files must be smaller
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _encode_row = json.JSONEncoder(allow_nan=False, default=float).encode  # default: numpy scalars and 0-dim tensors
 
@@ -27,14 +29,14 @@ def format_row(row: Mapping[str, Any]) -> bytes:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of a `metrics.jsonl`; a last line cut off by a kill is left out."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a run's metrics.jsonl.") from None
     rows = [parse_row(line) for line in lines]
     for number, row in enumerate(rows[:-1], start=1):
         if row is None and lines[number - 1].strip():
             raise UserError(f"{path} is damaged in line {number}, which is not a row of metrics; remove that line.")
-    return [{key: _unspell(value) for key, value in row.items()} for row in rows if row is not None]
+    return [{key: unspell(value) for key, value in row.items()} for row in rows if row is not None]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -46,11 +48,16 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value from a file is a finite number, small enough to compute with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
 def trim_rows(path: Path, last_step: int | None) -> float:
     """Drop rows after `last_step`, rows marked `last`, and lines that are not rows; returns the last row's time."""
-    kept, elapsed = path.with_name(f".{path.name}.tmp"), 0.0  # one writer: a leftover file is overwritten
+    elapsed = 0.0
     try:
-        with open(path, "rb") as source, open(kept, "wb") as target:
+        with open_regular(path) as source, replacing(path) as target:
             for line in source:
                 row = parse_row(line)
                 if row is None or row.get("last") is True:
@@ -58,9 +65,10 @@ def trim_rows(path: Path, last_step: int | None) -> float:
                 if last_step is None or row["step"] <= last_step:
                     target.write(line.rstrip() + b"\n")
                     elapsed = row["time"] if isinstance(row.get("time"), float) else elapsed
-        os.replace(kept, path)
-    finally:
-        kept.unlink(missing_ok=True)
+    except FileNotFoundError:  # none, or a link to nothing
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be continued ({error.strerror}); fix that, or give --output-dir.") from None
     return elapsed
 
 
@@ -78,5 +86,6 @@ def _spell(value: Any) -> Any:
     return repr(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _unspell(value: Any) -> Any:
+def unspell(value: Any) -> Any:
+    """The number that a value from a file stands for; JSON has no NaN and no infinity."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_training.errors import first_line
 from rl_training.experiment.metrics_file import tagged_numbers
+from rl_training.safe_files import refuse_link
 
 
 class Service:
@@ -68,6 +69,7 @@ class _MLflow:
         from mlflow.entities import Metric
 
         self._metric = Metric
+        refuse_link(folder.parent / "mlflow.db")
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}")
         experiment = self._client.get_experiment_by_name("rl-training")
         number = self._client.create_experiment("rl-training") if experiment is None else experiment.experiment_id

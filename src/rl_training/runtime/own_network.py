@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rl_training.envs.entry_points import import_entry_point
+from rl_training.envs.entry_points import check_module, import_entry_point
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 
@@ -53,6 +53,8 @@ class UserNetwork:
             again = "give the module, class or function itself, as in load(path, network=...)"
             raise UserError(f"network is {self.name!r}, which cannot be imported by that name; {again}.")
         trusted = self.name in named or module in named
+        if not trusted:
+            check_module("network", self.name)
         return replace(self, given=import_entry_point("network", self.name, nn.Module, trusted, "--set network="))
 
     def make(self, spaces: EnvSpaces) -> nn.Module:

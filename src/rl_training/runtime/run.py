@@ -25,7 +25,7 @@ from rl_training.runtime.evaluation import EvaluationResult, Evaluator
 from rl_training.runtime.interruption import Interruption
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.progress import describe_workers
-from rl_training.runtime.run_folder import write_run_files
+from rl_training.runtime.run_folder import keep_lock, write_run_files
 from rl_training.runtime.run_state import RunState, checkpoint_tree
 from rl_training.runtime.session import Session, describe_machine
 
@@ -333,6 +333,7 @@ class Run:
         tree = checkpoint_tree(self, replay=replay)
 
         def write() -> None:
+            keep_lock(self.run_dir)
             if not (self.run_dir / "config.yaml").is_file():  # the folder was deleted
                 write_run_files(self.run_dir, self.config, self.messages)
             self.checkpoints.save(name, tree)

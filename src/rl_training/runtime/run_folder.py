@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -21,10 +20,22 @@ import numpy as np
 import torch
 
 import rl_training
-from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import is_alive, remove_stale_temporaries, write_text
+from rl_training.errors import TrainingFailure, UserError
 from rl_training.experiment.config import TrainConfig, dump_yaml
 from rl_training.runtime.run_status import END_FILE
+from rl_training.safe_files import (
+    create_file,
+    is_alive,
+    open_locked,
+    open_regular,
+    read_regular,
+    refuse_link,
+    remove_stale_temporaries,
+    write_text,
+)
+
+FOLDERS = ("checkpoints", "wandb")  # what a run writes besides files
+_locks: dict[Path, int] = {}  # descriptors that hold the locks of this process's runs, by folder
 
 
 def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
@@ -52,23 +63,29 @@ def branch_run_dir(config: TrainConfig, begun_in: Path | None) -> Path:
     """Make a new folder for a resumed run with the metrics of its first folder, which the logger cuts at the step."""
     run_dir = make_run_dir(config, "resumed")
     if begun_in is not None and (begun_in / "metrics.jsonl").is_file():
-        shutil.copyfile(begun_in / "metrics.jsonl", run_dir / "metrics.jsonl")
+        with open_regular(begun_in / "metrics.jsonl") as source, create_file(run_dir / "metrics.jsonl") as target:
+            shutil.copyfileobj(source, target)
     return run_dir
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:
-    """The run folder whose `checkpoints/` contains a checkpoint; a checkpoint anywhere else has none."""
+    """The run folder whose `checkpoints/` contains a checkpoint; a checkpoint anywhere else has none.
+
+    A link to a checkpoint of a run counts as that checkpoint, but a link inside a run folder never leads out of it.
+    """
     try:
-        folder = checkpoint.resolve().parent
-        files = [folder.parent / name for name in ("config.yaml", "manifest.json")]
-        return folder.parent if folder.name == "checkpoints" and all(path.is_file() for path in files) else None
+        for folder in (checkpoint.absolute().parent, checkpoint.resolve().parent):
+            files = [folder.parent / name for name in ("config.yaml", "manifest.json")]
+            if folder.name == "checkpoints" and all(path.is_file() for path in files):
+                return folder.parent.resolve()
     except (OSError, ValueError):  # an impossible name
-        return None
+        pass
+    return None
 
 
-def is_newest(checkpoint: Path) -> bool:
-    """Whether a checkpoint has the contents of the `latest.ckpt` next to it, under any name, or there is no latest."""
-    latest = checkpoint.resolve().with_name("latest.ckpt")
+def is_newest(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint has the contents of the run's `latest.ckpt`, under any name, or there is no latest."""
+    latest = run_dir / "checkpoints" / "latest.ckpt"
     if not latest.is_file() or not checkpoint.is_file() or latest.samefile(checkpoint):
         return True
     return filecmp.cmp(checkpoint, latest, shallow=False)
@@ -79,7 +96,9 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Keep other processes out of a run's folder; a second process gets an error that names the first."""
     path = run_dir / ".lock"
     try:
-        descriptor = _take_lock(path)
+        for name in FOLDERS:
+            refuse_link(run_dir / name)
+        _locks[run_dir] = _take_lock(path)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{run_dir} cannot be written to ({reason}); fix that, or give --output-dir.") from None
@@ -87,15 +106,37 @@ def locked(run_dir: Path) -> Iterator[None]:
         remove_stale_temporaries(run_dir)
         yield
     finally:
-        with suppress(OSError):  # a leftover file without a lock does no harm
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
+        if has_lock(run_dir):
+            with suppress(OSError):  # a leftover file without a lock does no harm
+                path.unlink(missing_ok=True)
+        os.close(_locks.pop(run_dir))
+
+
+def has_lock(run_dir: Path) -> bool:
+    """Whether this process's lock is still in the folder; a run that does not lock its folder has nothing to lose."""
+    try:
+        return run_dir not in _locks or os.path.samestat(os.lstat(run_dir / ".lock"), os.fstat(_locks[run_dir]))
+    except OSError:
+        return False
+
+
+def keep_lock(run_dir: Path) -> None:
+    """Take the lock again if it was deleted with the folder; fail if another process has taken it meanwhile."""
+    if has_lock(run_dir):
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        taken = _take_lock(run_dir / ".lock")
+    except UserError as error:
+        raise TrainingFailure(f"this run lost its folder, which was deleted and made again: {error}") from None
+    os.close(_locks[run_dir])
+    _locks[run_dir] = taken
 
 
 def _take_lock(path: Path) -> int:
     """Return a descriptor that holds the lock; try again if the last holder removed the file in between."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_locked(path)
         try:
             if not _is_free(descriptor):
                 holder = _read_holder(descriptor)
@@ -186,23 +227,56 @@ def end_written(run_dir: Path, *, writes: bool = True) -> Iterator[dict[str, Any
         raise
     finally:
         with suppress(OSError):  # a full disk must not hide how the run ended
-            write_text(run_dir / END_FILE, json.dumps({**end, "ended": now()}) + "\n")
+            if has_lock(run_dir):
+                write_text(run_dir / END_FILE, json.dumps({**end, "ended": now()}) + "\n")
 
 
 def earlier_starts(manifest: Path) -> list[Any]:
     """The run's starts in an existing manifest; a resume in place keeps them."""
     try:
-        previous = json.loads(manifest.read_text(encoding="utf-8"))
+        previous = json.loads(read_regular(manifest))
         return [*previous.pop("earlier", []), previous]
     except (OSError, ValueError, AttributeError, TypeError):  # none, or not as we write it
         return []
 
 
-def git_state() -> dict[str, Any] | None:
-    """The commit of the working directory, and whether it has changes; None if it is not a checkout."""
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit.stdout.strip(), "clean": not status.stdout.strip()}
+def git_state() -> dict[str, str] | None:
+    """The commit of the working directory, read from its files; None if it is not a checkout.
+
+    Git itself is not run: it executes commands that the folder's own configuration names.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / ".git").exists():
+            with suppress(OSError, ValueError):
+                return {"commit": _read_commit(folder / ".git")}
+            return None
+    return None
+
+
+def _read_commit(git: Path) -> str:
+    """The commit that HEAD names; `git` is the folder .git, or the file that names it in a linked worktree."""
+    if git.is_file():
+        git = git.parent / _read_line(git).partition("gitdir: ")[2]
+    common = git / _read_line(git / "commondir") if (git / "commondir").is_file() else git
+    head = _read_line(git / "HEAD")
+    for _ in range(5):  # a branch may be the name of another one
+        _, is_name, name = head.partition("ref: ")
+        if not is_name:
+            break
+        found = [folder / name for folder in (git, common) if (folder / name).is_file()]
+        head = _read_line(found[0]) if found else _find_packed(common / "packed-refs", name)
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", head):
+        raise ValueError("not a commit")
+    return head
+
+
+def _read_line(path: Path) -> str:
+    with open_regular(path) as file:
+        return file.readline(4096).decode().strip()
+
+
+def _find_packed(path: Path, name: str) -> str:
+    with open_regular(path) as file:
+        lines = file.read(1 << 24).decode().splitlines()
+    return next((line for line in lines if line.endswith(f" {name}")), "").partition(" ")[0]

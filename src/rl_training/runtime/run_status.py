@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl_training.safe_files import read_regular
+
 END_FILE = "end.json"  # why the run stopped, or what it failed with
 COMPLETE = ("total_timesteps", "max_updates", "max_seconds", "early_stopping")
 
@@ -59,7 +61,7 @@ def is_running(run_dir: Path) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path))
         if isinstance(found, dict):
             return found
     return {}

@@ -231,7 +231,7 @@ def resume_training(
         wanted["output_dir"] = str(output_dir)
     begun_in = run_dir_of(Path(path))
     elsewhere = not {"output_dir", "env_id"}.isdisjoint(wanted)  # another environment means another run
-    in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path)) else None
+    in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path), begun_in) else None
     ranks = join_ranks()
     with ExitStack() as held:
         if in_place is not None:  # before reading, so that no other process continues from the same state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import numpy as np
 
 from rl_training.errors import UserError, counted, did_you_mean
 from rl_training.experiment.config import read_yaml
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.run_status import find_run_folders
+from rl_training.experiment.metrics_file import is_number, read_metrics
+from rl_training.runtime.run_status import find_run_folders, find_status
+from rl_training.safe_files import read_regular
 from rl_training.tools.drawing import Series
 from rl_training.tools.statistics import (
     Array,
@@ -32,15 +33,15 @@ NEVER_COMPARED = (
     "seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "accelerate", "ray", "worker_timeout",
 )  # fmt: skip
 POINTS = 60  # of a curve
-LARGEST = 1e100  # numbers in files must be smaller
 FEW_RUNS = 5  # with fewer, a bootstrap interval is too narrow
+MOST_NAMES = 5  # of runs in a sentence
 FEW_EVALUATIONS = 3  # with fewer, there is no curve
 
 Groups = dict[str, list["RunRecord"]]
 References = Mapping[str, tuple[float, float]]  # environment -> the returns that count as 0 and 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunRecord:
     """The contents of a run's folder; nothing in it is executed."""
 
@@ -66,16 +67,31 @@ class RunRecord:
         fields = {name: value for name, value in self.config.items() if name not in nested}
         return fields | nested["algo_kwargs"] | {f"env_kwargs.{key}": v for key, v in nested["env_kwargs"].items()}
 
+    @property
+    def last_step(self) -> int:
+        """The step of the last row."""
+        return max((int(row["step"]) for row in self.rows if is_number(row["step"])), default=0)
+
+    @property
+    def unspent(self) -> str:
+        """` of 20,000` if the run has not used its whole budget."""
+        budget: Any = self.config.get("total_timesteps")
+        return f" of {budget:,}" if is_number(budget) and self.last_step < budget else ""
+
+    @property
+    def status(self) -> str:
+        """`done`, `running`, `stopped` or `failed`."""
+        return find_status(self.folder, is_complete=not self.unspent)
+
+    def up_to(self, step: int) -> RunRecord:
+        """The run without the rows after this step."""
+        return replace(self, rows=[row for row in self.rows if row["step"] <= step])
+
     def curve(self, metric: str) -> tuple[Array, Array]:
         """Steps and finite values of a metric, in the order of the steps."""
         pairs = {row["step"]: row[metric] for row in self.rows if is_number(row.get(metric)) and is_number(row["step"])}
         steps = sorted(pairs)
         return np.array(steps, dtype=np.float64), np.array([pairs[step] for step in steps], dtype=np.float64)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value from a file is a finite number, small enough to compute with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -102,7 +118,7 @@ def read_run(folder: Path) -> RunRecord:
         if not isinstance(config.get(name), str):
             raise UserError(f"{folder / 'config.yaml'}: {name} is {config.get(name)!r}; it must be a name.")
     try:
-        manifest = _mapping(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+        manifest = _mapping(json.loads(read_regular(folder / "manifest.json")))
     except (OSError, ValueError, RecursionError):
         manifest = {}
     return RunRecord(folder, config, manifest, read_metrics(folder / "metrics.jsonl"))
@@ -178,38 +194,96 @@ class PairScores:
     other: str
     difference: Estimate
     improvement: Estimate
+    runs: int  # on one environment, of the group that has fewer
 
     @property
     def verdict(self) -> str:
-        """The conclusion from the interval of the difference."""
+        """The conclusion from the interval of the difference, and its weakness if there are few runs."""
         low, high = float(self.difference.low), float(self.difference.high)
         if math.isnan(low):
             return "too few runs to tell"
-        return "no difference shown" if low <= 0 <= high else f"{self.name if low > 0 else self.other} is better"
+        if low <= 0 <= high:
+            return "no difference shown"
+        few = f" ({counted(self.runs, 'run')} only)" if self.runs < FEW_RUNS else ""
+        return f"{self.name if low > 0 else self.other} is better{few}"
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Groups of runs compared, the best first."""
 
+    envs: list[str]
     groups: list[GroupScores]
     pairs: list[PairScores]
     scored_by: str
     curve_of: str | None
     steps: Array | None  # that all runs have; shares of them where environments differ
     thresholds: Array  # of the performance profile
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]  # runs that were left out, and doubts
 
 
-def compare_groups(groups: Groups, references: References | None = None, threshold: float | None = None) -> Comparison:
-    """Compare groups of runs by their final returns, normalized where references are given."""
+def select_runs(groups: Groups, *, shared_steps: bool = False) -> tuple[Groups, list[str]]:
+    """The finished runs, or all of them up to the step that all on their environment reached; and what was done."""
+    runs = [run for group in groups.values() for run in group]
+    unfinished = [run for run in runs if run.status != "done"]
+    if not unfinished:
+        return groups, []
+    if not shared_steps and len(unfinished) < len(runs):
+        told = name_runs(unfinished, [f"{run.status} at step {run.last_step:,}{run.unspent}" for run in unfinished])
+        note = f"unfinished and left out: {told}; --shared-steps compares all runs up to the step that all reached."
+        return keep_runs(groups, [run for run in runs if run not in unfinished]), [note]
+    last = {env: min(run.last_step for run in runs if run.env_id == env) for env in {run.env_id for run in runs}}
+    steps = ", ".join(f"{step:,}" for step in sorted(set(last.values())))
+    why = "not every" if len(unfinished) < len(runs) else "no"
+    note = f"{why} run is finished, so all are compared up to step {steps}, which every run reached."
+    return {name: [run.up_to(last[run.env_id]) for run in group] for name, group in groups.items()}, [note]
+
+
+def choose_measure(groups: Groups, *, trained: bool = False) -> tuple[Groups, str, list[str]]:
+    """The groups without runs that lack the measure, the measure, and what was done.
+
+    The measure is the return of evaluations, unless no run was evaluated or `trained` asks for training episodes.
+    """
+    runs = [run for group in groups.values() for run in group]
+    has = {metric: [run for run in runs if len(run.curve(metric)[0])] for metric in (EVALUATED, TRAINED)}
+    metric = EVALUATED if has[EVALUATED] and not trained else TRAINED
+    if not has[metric]:
+        raise UserError("no run has an evaluation or a finished training episode; train them for longer.")
+    notes = []
+    if metric == TRAINED and not trained:
+        notes.append("no run was evaluated, so returns of training episodes are compared.")
+    if without := [run for run in runs if run not in has[metric]]:
+        reason = "never evaluated" if metric == EVALUATED else "without a finished training episode"
+        notes.append(f"{reason} and left out: {name_runs(without)}.")
+    return keep_runs(groups, has[metric]), metric, notes
+
+
+def keep_runs(groups: Groups, runs: Sequence[RunRecord]) -> Groups:
+    """The groups with only these runs; a group without any is dropped."""
+    kept = {name: [run for run in group if run in runs] for name, group in groups.items()}
+    return {name: group for name, group in kept.items() if group}
+
+
+def name_runs(runs: Sequence[RunRecord], states: Sequence[str] = ()) -> str:
+    """The folders of a few runs, each with its state in parentheses, and how many more there are."""
+    told = [run.folder.name + (f" ({states[i]})" if states else "") for i, run in enumerate(runs[:MOST_NAMES])]
+    return ", ".join(told) + (f" and {len(runs) - MOST_NAMES} more" if len(runs) > MOST_NAMES else "")
+
+
+def compare_groups(
+    groups: Groups, references: References | None = None, threshold: float | None = None, *,
+    shared_steps: bool = False, trained: bool = False,
+) -> Comparison:  # fmt: skip
+    """Compare groups of runs by their final returns, normalized where references are given.
+
+    Unfinished runs are left out, or with `shared_steps` all runs are cut at the step that all reached.
+    """
     references = references or {}
+    groups, left_out = select_runs(groups, shared_steps=shared_steps)
+    groups, scored_by, measured = choose_measure(groups, trained=trained)
     envs = check_environments(groups, references)
     runs = [run for group in groups.values() for run in group]
-    scored_by = choose_metric(runs, 1)
-    if scored_by is None:
-        raise UserError("some runs have neither an evaluation nor a finished episode; train them for longer.")
-    curve_of = choose_metric(runs, FEW_EVALUATIONS)
+    curve_of, drawn_by = choose_curve(runs, trained=trained)
     scale = {env: references.get(env, (0.0, 1.0)) for env in envs}
 
     def curve(run: RunRecord, metric: str) -> tuple[Array, Array]:
@@ -221,7 +295,7 @@ def compare_groups(groups: Groups, references: References | None = None, thresho
 
     grids = None
     if curve_of is not None:
-        ranges = [shared_steps([run.curve(curve_of)[0] for run in task]) for task in by_task(runs)]
+        ranges = [steps_of_all([run.curve(curve_of)[0] for run in task]) for task in by_task(runs)]
         grids = None if any(steps is None for steps in ranges) else [s for s in ranges if s is not None]
     finals = {
         name: [np.array([curve(run, scored_by)[1][-1] for run in task]) for task in by_task(group)]
@@ -250,44 +324,53 @@ def compare_groups(groups: Groups, references: References | None = None, thresho
 
     scores = sorted((score(name) for name in groups), key=lambda group: -float(group.iqm.value))
     pairs = [
-        PairScores(x, y, *(estimate(of, finals[x], finals[y]) for of in (difference, probability_of_improvement)))
+        PairScores(
+            x,
+            y,
+            *(estimate(of, finals[x], finals[y]) for of in (difference, probability_of_improvement)),
+            runs=min(len(task) for task in [*finals[x], *finals[y]]),
+        )
         for x, y in combinations([group.name for group in scores], 2)
     ]
     steps = None if grids is None else grids[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
-    return Comparison(scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, doubts(groups))
+    notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
+    return Comparison(envs, scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, notes)
 
 
-def choose_metric(runs: Sequence[RunRecord], evaluations: int) -> str | None:
-    """The return that every run has: of at least that many evaluations, else of training episodes."""
-    for metric, least in ((EVALUATED, evaluations), (TRAINED, min(2, evaluations))):
-        if all(len(run.curve(metric)[0]) >= least for run in runs):
-            return metric
-    return None
+def choose_curve(runs: Sequence[RunRecord], *, trained: bool = False) -> tuple[str | None, list[str]]:
+    """The return that every run has often enough for a curve, and a sentence if a few runs decided it."""
+    few = [run for run in runs if len(run.curve(EVALUATED)[0]) < FEW_EVALUATIONS]
+    if not few and not trained:
+        return EVALUATED, []
+    if not all(len(run.curve(TRAINED)[0]) > 1 for run in runs):
+        return None, []
+    why = f"fewer than {FEW_EVALUATIONS} evaluations of {name_runs(few)}: curves are of training episodes."
+    return TRAINED, [why] if len(few) < len(runs) and not trained else []
 
 
-def shared_steps(all_steps: Sequence[Array]) -> Array | None:
+def steps_of_all(all_steps: Sequence[Array]) -> Array | None:
     """Steps spread over the range that all runs share; None if there is no such range."""
     first, last = max(steps[0] for steps in all_steps), min(steps[-1] for steps in all_steps)
     return np.linspace(first, last, POINTS) if first < last else None
 
 
-def learning_curves(groups: Groups) -> tuple[str | None, list[Series]]:
-    """What was measured, and a line per group with enough points over the steps that its runs share.
+def learning_curves(groups: Groups) -> tuple[str | None, list[Series], list[str]]:
+    """What was measured, a line per group with enough points over the steps that its runs share, and why it was chosen.
 
     All runs are on one environment.
     """
-    drawn = {name: group for name, group in groups.items() if choose_metric(group, FEW_EVALUATIONS)}
-    metric = choose_metric([run for group in drawn.values() for run in group], FEW_EVALUATIONS)
-    if metric is None:
-        return None, []
+    drawn = {name: group for name, group in groups.items() if choose_curve(group)[0]}
+    metric, notes = choose_curve([run for group in drawn.values() for run in group])
+    if metric is None or not drawn:
+        return None, [], []
     lines = []
     for name, group in drawn.items():
         curves = [run.curve(metric) for run in group]
-        steps = shared_steps([curve[0] for curve in curves])
+        steps = steps_of_all([curve[0] for curve in curves])
         if steps is not None:
             found = estimate(interquartile_mean, [np.stack([np.interp(steps, *curve) for curve in curves], axis=-1)])
             lines.append(Series(name, steps, *found))
-    return metric, lines
+    return metric, lines, notes
 
 
 def doubts(groups: Groups) -> list[str]:

@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import TrainingFailure, UserError
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
 from rl_training.runtime.workflows import TrainedPolicy
+from rl_training.safe_files import output_written, refuse_link, write_text
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
@@ -189,7 +191,7 @@ def export_policy(
         raise UserError(f"{missing[0]} is not installed; run pip install 'rl-training[export]' for --format onnx.")
     tree = read_checkpoint(checkpoint)
     policy = TrainedPolicy(*load_algorithm(checkpoint, tree, network))
-    path = Path(checkpoint).with_suffix(SUFFIXES[file_format]) if output is None else Path(output)
+    path = Path(output or Path(checkpoint).with_suffix(SUFFIXES[file_format]))
     if not path.parent.is_dir() or path.suffix != SUFFIXES[file_format]:
         wanted = f"end with {SUFFIXES[file_format]}" if path.parent.is_dir() else "lie in a folder that exists"
         raise UserError(f"output is {path}; it must {wanted}.")
@@ -201,14 +203,14 @@ def export_policy(
         "observation": module.structure, **describe_shapes(module, policy.spaces),
         "versions": {name: version(name) for name in ("rl-training", "torch", *PACKAGES[file_format])},
     }  # fmt: skip
-    partial = path.with_name(f".part-{path.name}")
-    try:
-        write_program(module, partial, file_format, facts)
-        facts["parity"] = compare(policy, module, load_program(partial, file_format))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    path.with_name(f"{path.name}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    with output_written(path, "output"):
+        refuse_link(path.parent)
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as folder:
+            partial = Path(folder, path.name)
+            write_program(module, partial, file_format, facts)
+            facts["parity"] = compare(policy, module, load_program(partial, file_format))
+            os.replace(partial, path)
+        write_text(path.with_name(f"{path.name}.json"), json.dumps(facts, indent=2) + "\n")
     return Export(path, facts)
 
 

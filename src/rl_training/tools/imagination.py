@@ -15,6 +15,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint
+from rl_training.safe_files import output_written, refuse_link, replacing
 from rl_training.stores.recording import play_policy
 
 PLAYED = 10  # windows' worth of steps that may be played to find one window
@@ -120,14 +121,19 @@ def draw_imagination(
     algorithm, spaces, played = play_windows(path, warm_up + horizon, 1, seed=seed, env=env)
     predicted = open_loop(algorithm, played.obs, played.actions, warm_up)[0].numpy()
     real, still = played.obs[0].numpy(), Path(folder) / "imagined.png"
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    rows: list[Array] = []
     if spaces.obs_kind == "vector":
-        draw_curves(Figure(layout="constrained"), real, predicted, warm_up).savefig(still, dpi=120)
-        return [still]
-    frames = [as_colors(images / spaces.image_scale) for images in (real, predicted)]
-    rows = [*frames, np.abs(frames[0] - frames[1])]
-    draw_strip(Figure(layout="constrained"), rows, warm_up).savefig(still, dpi=120)
-    return [still, write_gif(rows, warm_up, still.with_suffix(".gif"))]
+        figure = draw_curves(Figure(layout="constrained"), real, predicted, warm_up)
+    else:
+        frames = [as_colors(images / spaces.image_scale) for images in (real, predicted)]
+        rows = [*frames, np.abs(frames[0] - frames[1])]
+        figure = draw_strip(Figure(layout="constrained"), rows, warm_up)
+    with output_written(still, "the picture"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        refuse_link(folder)
+        with replacing(still) as file:
+            figure.savefig(file, format="png", dpi=120)
+        return [still, write_gif(rows, warm_up, still.with_suffix(".gif"))] if rows else [still]
 
 
 def as_colors(images: Array) -> Array:
@@ -167,7 +173,8 @@ def write_gif(rows: list[Array], warm_up: int, target: Path) -> Path:
         line = np.concatenate([row[t] for row in rows], axis=1).repeat(factor, 0).repeat(factor, 1)
         bar = np.full((6, line.shape[1], 3), 1.0 if t < warm_up else 0.2)
         pictures.append(Image.fromarray((np.concatenate([bar, line]) * 255).astype(np.uint8)))
-    pictures[0].save(target, save_all=True, append_images=pictures[1:], duration=FRAME_MS, loop=0)
+    with replacing(target) as file:
+        pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=FRAME_MS, loop=0)
     return target
 
 

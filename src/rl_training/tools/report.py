@@ -36,6 +36,7 @@ from rl_training.tools.compare import (
     is_number,
     learning_curves,
     metric_name,
+    select_runs,
 )
 from rl_training.tools.drawing import Series, chart_style, draw_png, draw_svg
 
@@ -65,12 +66,12 @@ STYLE = (
 )
 
 
-def build_report(groups: Groups, episodes: Sequence[str] = ()) -> str:
-    """The page; `episodes` are pieces of HTML, as `show_episodes` gives them."""
+def build_report(groups: Groups, episodes: Sequence[str] = (), *, shared_steps: bool = False) -> str:
+    """The page; `episodes` are pieces of HTML, as `show_episodes` gives them; `shared_steps` is for `select_runs`."""
     runs = [run for group in groups.values() for run in group]
     envs = list(dict.fromkeys(run.env_id for run in runs))
     title = f"{', '.join(groups)} on {', '.join(envs)}"
-    compared = {env: compare_on(env, groups) for env in envs}
+    compared = {env: compare_on(env, groups, shared_steps) for env in envs}
     named = [
         (f"{name}, {f'{run.env_id}, ' if len(envs) > 1 else ''}seed {run.config.get('seed', '-')}", run)
         for name, group in groups.items()
@@ -95,14 +96,15 @@ def build_report(groups: Groups, episodes: Sequence[str] = ()) -> str:
     )
 
 
-def compare_on(env: str, groups: Groups) -> tuple[Groups, Comparison | str]:
-    """The groups' runs on one environment, and their comparison, or a sentence with why they cannot be compared."""
+def compare_on(env: str, groups: Groups, shared_steps: bool) -> tuple[Groups, Comparison | str]:
+    """The selected runs on one environment, and their comparison, or a sentence with why they cannot be compared."""
     own = {name: [run for run in group if run.env_id == env] for name, group in groups.items()}
     own = {name: group for name, group in own.items() if group}
+    selected, _ = select_runs(own, shared_steps=shared_steps)
     try:
-        return own, compare_groups(own)
+        return selected, compare_groups(own, shared_steps=shared_steps)
     except UserError as error:
-        return own, str(error)
+        return selected, str(error)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "numbers") -> str:
@@ -120,7 +122,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 def summarize(runs: Sequence[RunRecord], compared: dict[str, tuple[Groups, Comparison | str]]) -> str:
     """The number of runs and steps, and the result on each environment."""
-    steps, seconds = sum(last_step(run) for run in runs), sum(wall_seconds(run) for run in runs)
+    steps, seconds = sum(run.last_step for run in runs), sum(wall_seconds(run) for run in runs)
     lines = []
     for env, (_, result) in compared.items():
         if isinstance(result, str):
@@ -133,7 +135,7 @@ def summarize(runs: Sequence[RunRecord], compared: dict[str, tuple[Groups, Compa
 
 def describe_environment(env: str, own: Groups, result: Comparison | str) -> list[str]:
     """Learning curves, scores and verdicts of the runs on one environment."""
-    metric, lines = learning_curves(own)
+    metric, lines, _ = learning_curves(own)  # the comparison has the notes
     parts = [f"<h2>{escape(env)}</h2>"]
     if lines:
         missing = ", ".join(name for name in own if name not in {line.name for line in lines})
@@ -158,16 +160,18 @@ def describe_environment(env: str, own: Groups, result: Comparison | str) -> lis
     return [*parts, f"<h3>Read with care</h3>{bullets(result.notes)}" if result.notes else ""]
 
 
-def plot_curves(groups: Groups, ending: str) -> str | bytes:
-    """The learning curves of runs on one environment as an `.svg` or a `.png` file."""
-    envs = list(dict.fromkeys(run.env_id for group in groups.values() for run in group))
+def plot_curves(groups: Groups, ending: str, *, shared_steps: bool = False) -> tuple[str | bytes, list[str]]:
+    """The learning curves of runs on one environment as an `.svg` or a `.png` file, and notes on what is drawn."""
+    selected, notes = select_runs(groups, shared_steps=shared_steps)
+    envs = list(dict.fromkeys(run.env_id for group in selected.values() for run in group))
     if len(envs) > 1:
         raise UserError(f"the runs are on {' and '.join(envs[:3])}; plot runs on one environment.")
-    metric, lines = learning_curves(groups)
+    metric, lines, more = learning_curves(selected)
     if not lines:
         raise UserError("the runs have too few evaluations and finished training episodes to draw a curve.")
     labels = f"Learning curves on {envs[0]}", "steps", metric_name(metric)
-    return draw_png(lines, *labels) if ending == ".png" else draw_svg(lines, *labels, standalone=True)
+    drawn = draw_png(lines, *labels) if ending == ".png" else draw_svg(lines, *labels, standalone=True)
+    return drawn, [*notes, *more]
 
 
 def draw_twice(lines: Sequence[Series], title: str, x_label: str, y_label: str) -> str:
@@ -176,20 +180,9 @@ def draw_twice(lines: Sequence[Series], title: str, x_label: str, y_label: str) 
     return f"<figure style='margin:0'>{''.join(drawn)}</figure>"
 
 
-def last_step(run: RunRecord) -> int:
-    """The step of the last row."""
-    return max((int(row["step"]) for row in run.rows), default=0)
-
-
 def last_row(run: RunRecord, metric: str) -> dict[str, Any]:
     """The last row with a number for this metric; empty if there is none."""
     return next((row for row in reversed(run.rows) if is_number(row.get(metric))), {})
-
-
-def unspent(run: RunRecord) -> str:
-    """` of 20,000` if the run has not used its whole budget."""
-    budget: Any = run.config.get("total_timesteps")
-    return f" of {budget:,}" if is_number(budget) and last_step(run) < budget else ""
 
 
 def wall_seconds(run: RunRecord) -> float:
@@ -214,7 +207,7 @@ def describe_runs(named: Sequence[tuple[str, RunRecord]]) -> str:
         rows.append((
             name, f"{values[-1]:.4g}{spread}" if len(values) else "-", last.get("eval_episodes", "-"),
             f"{values.max():.4g} at {steps[values.argmax()]:,.0f}" if len(values) else "-",
-            f"{trained[-1]:.4g}" if len(trained) else "-", f"{last_step(run):,}{unspent(run)}",
+            f"{trained[-1]:.4g}" if len(trained) else "-", f"{run.last_step:,}{run.unspent}",
         ))  # fmt: skip
     return table(["run", "last evaluation", "episodes", "best evaluation", "in training", "steps"], rows)
 
@@ -284,8 +277,8 @@ def describe_warnings(runs: Sequence[RunRecord]) -> str:
         told = [message for messages in lists if isinstance(messages, list) for message in messages[1:]]
         numbers = ((key, value) for row in run.rows for key, value in row.items() if isinstance(value, float))
         told += [f"{key} was not finite in some row" for key in sorted({k for k, v in numbers if not np.isfinite(v)})]
-        if left := unspent(run):
-            told.append(f"stopped, or is still running, at step {last_step(run):,}{left}")
+        if run.status != "done":
+            told.append(f"{run.status} at step {run.last_step:,}{run.unspent}")
         for message in told:
             found.setdefault(str(message).removeprefix("warning: "), []).append(run.folder.name)
     more = {text: f" and {len(names) - 1} more" if len(names) > 1 else "" for text, names in found.items()}

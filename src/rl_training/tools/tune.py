@@ -30,6 +30,7 @@ from rl_training.runtime.params import SCHEDULE, Params, change_params, read_par
 from rl_training.runtime.run import EVALUATIONS, Run
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import train
+from rl_training.safe_files import output_written, refuse_link, write_text
 
 if TYPE_CHECKING:
     import optuna
@@ -299,7 +300,9 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder, self.space, self.config = folder, space, prepare(config, folder, workers)
-        folder.mkdir(parents=True, exist_ok=True)
+        with output_written(folder, "--study"):
+            folder.mkdir(parents=True, exist_ok=True)
+            refuse_link(folder / "study.db")
         self.states = optuna.trial.TrialState
         evaluations = max(1, config.total_timesteps // self.config.algo_kwargs["eval_interval"])
         self.study = optuna.create_study(
@@ -408,5 +411,5 @@ class Study:
         path = self.folder / "best.yaml"
         data = with_values(config, self.best_values()).model_dump(mode="json", exclude_defaults=True)
         text = "".join(f"# {line}\n" for line in note.splitlines()) + dump_yaml(data)
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
         return path
