@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import signal
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
@@ -90,6 +91,13 @@ class EnvironmentFailure(RuntimeError):
 
 class TrainingFailure(RuntimeError):
     """The run cannot continue (because of a NaN, for example); the last good checkpoint is kept."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM stopped a run, and everything is saved; a script that does not catch it exits with code 143."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 def _one_line(message: str) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rl_training.api.managed import ManagedAlgorithm
-from rl_training.errors import did_you_mean
+from rl_training.errors import Terminated, did_you_mean
 from rl_training.experiment.registry import list_algorithm_specs
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.workflows import TrainResult
 
-__all__ = ["Callback", "ManagedAlgorithm", "Schedule", "TrainResult", "find_public_name"]
+__all__ = ["Callback", "ManagedAlgorithm", "Schedule", "Terminated", "TrainResult", "find_public_name"]
 
 
 def find_public_name(name: str) -> Any:
