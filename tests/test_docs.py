@@ -96,6 +96,13 @@ def test_the_recipes_run_a_command_that_may_be_repeated() -> None:
     assert {"--requeue", "--signal=TERM@120"} <= set(re.findall(r"^#SBATCH (\S+)", SLURM, re.M))
 
 
+def test_the_first_box_for_users_of_stable_baselines3_is_about_predict() -> None:
+    text = (ROOT / "docs" / "from_sb3.md").read_text(encoding="utf-8")
+    first = text.partition("!!! ")
+    assert first[0].count("\n") == 2, "before anything else"
+    assert "action = model.predict(obs)" in first[2].partition("## ")[0]
+
+
 # everything once, as a reader would type it --------------------------------------------------------------------------
 
 

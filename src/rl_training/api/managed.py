@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
+from rl_training.api.unpacking import warn_if_unpacked
 from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
@@ -180,12 +181,15 @@ class ManagedAlgorithm:
         return dump_params(read_params(get_algorithm_spec(self.algo).params, self.config.algo_kwargs))
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
-        """Return the action for an observation, or the actions for a batch.
+        """Return the action for an observation, or the actions for a batch; nothing else, so `action, _ =` is wrong.
 
         Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
         `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
-        return self._loaded().predict(obs, deterministic, action_mask=action_mask)
+        action = self._loaded().predict(obs, deterministic, action_mask=action_mask)
+        if isinstance(action, np.ndarray):
+            warn_if_unpacked(sys._getframe(1))
+        return action
 
     def actor(self, deterministic: bool = True) -> Actor:
         """Return an actor that remembers its episode."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from rl_training.runtime.session import Session, check_same_spaces, closed_on_er
 from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.threads import torch_settings_restored
+from rl_training.stable_baselines3 import ACTION_ALONE
 from rl_training.validation import validate
 
 
@@ -105,10 +106,21 @@ def _unpickle_policy(data: bytes, network: Any = None) -> TrainedPolicy:
     return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data), network))
 
 
+class DiscreteAction(int):
+    """An int that cannot be unpacked: `action, _ = model.predict(obs)` says what to write instead."""
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(ACTION_ALONE)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a plain int."""
+        return int, (int(self),)
+
+
 def plain_action(action: Any) -> Any:
     """A discrete action as an int, any other as an array."""
     array = np.asarray(action)
-    return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
+    return DiscreteAction(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
 @torch_settings_restored()
