@@ -437,21 +437,6 @@ def test_a_video_without_moviepy_leaves_no_folder(checkpoint: str, monkeypatch: 
     assert not Path("videos").exists()
 
 
-def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
-    from rl_training.runtime import spec
-
-    point = EntryPoint("mine", "no_such_plugin:SPECS", spec.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(spec, "entry_points", lambda group: [point])
-    spec._discover.cache_clear()
-    try:
-        result = invoke("list")
-    finally:
-        spec._discover.cache_clear()
-    check_one_sentence(result.exit_code, result.stderr, "the plugin mine = no_such_plugin:SPECS cannot be loaded")
-
-
 def test_debug_shows_the_traceback_before_or_after_the_command() -> None:
     wrong = ["train", "--algo", "no", "--env", "x"]
     for words in (["--debug", *wrong], [*wrong, "--debug"]):

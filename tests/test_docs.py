@@ -179,11 +179,8 @@ def test_the_algorithm_of_the_worked_example_trains(tmp_path: Path, monkeypatch:
 
     point = EntryPoint("better", "better_trainer:SPECS", spec.ENTRY_POINT_GROUP)
     monkeypatch.setattr(spec, "entry_points", lambda group: [point])
-    spec._discover.cache_clear()
-    try:
-        config = {**yaml.safe_load((tmp_path / "cartpole.yaml").read_text()), "output_dir": tmp_path}
-        metrics = train({**config, "total_timesteps": 640}, console=False).metrics
-    finally:
-        spec._discover.cache_clear()
+    monkeypatch.setattr(spec, "_plugins", None)
+    config = {**yaml.safe_load((tmp_path / "cartpole.yaml").read_text()), "output_dir": tmp_path}
+    metrics = train({**config, "total_timesteps": 640}, console=False).metrics
     assert metrics["updates"] >= 10
     assert metrics["policy_loss"] > 0  # log-probabilities are negative, and no advantage is
