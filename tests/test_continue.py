@@ -76,11 +76,11 @@ def test_a_larger_budget_continues_a_run_that_is_done() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kwargs": {"learning_rate": 0.5}}, r"started with algo_kwargs.learning_rate 0.0007, not 0.5; give this run"),
-        ({"kwargs": {"max_grad_norm": None}}, r"started with algo_kwargs.max_grad_norm 0.5, not None"),
-        ({"seed": 9}, r"^runs/x was started with seed 3, not 9; .*another --name, or .* resume --force\.$"),
-        ({"env_id": "CartPole-v0"}, r"started with env_id 'CartPole-v1', not 'CartPole-v0'"),
-        ({"num_envs": 4}, r"started with num_envs 2, not 4"),
+        ({"kwargs": {"learning_rate": 0.5}}, r"started with algo_kwargs.learning_rate 0.0007 \(not 0.5\); give"),
+        ({"kwargs": {"max_grad_norm": None}}, r"started with algo_kwargs.max_grad_norm 0.5 \(not None\)"),
+        ({"seed": 9}, r"^runs/x was started with seed 3 \(not 9\); .*another --name, or .* resume --force\.$"),
+        ({"env_id": "CartPole-v0"}, r"started with env_id 'CartPole-v1' \(not 'CartPole-v0'\)"),
+        ({"num_envs": 4}, r"started with num_envs 2 \(not 4\)"),
         ({"total_timesteps": 32}, r"total_timesteps is 32, but .* is at step 64 already"),
     ],
 )
@@ -95,7 +95,7 @@ def test_another_config_is_refused_in_one_sentence(change: dict[str, Any], said:
 
 def test_another_algorithm_is_refused() -> None:
     train(named(), callbacks=[StopAt(64)], console=False)
-    with pytest.raises(UserError, match="started with algo 'a2c', not 'ppo'"):
+    with pytest.raises(UserError, match=r"started with algo 'a2c' \(not 'ppo'\)"):
         go_on(tiny("ppo", Path("runs"), name="x"))
 
 
@@ -112,6 +112,7 @@ def test_the_run_is_the_one_in_output_dir() -> None:
     assert load_checkpoint("runs/x/checkpoints/latest.ckpt")["run"]["step"] == 64
 
 
+@pytest.mark.filterwarnings("ignore:step 0 could not be saved")
 def test_a_run_that_crashed_before_its_first_checkpoint_starts_again_in_its_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,6 +144,21 @@ def test_a_folder_in_use_is_refused() -> None:
     run_dir = train(named(), callbacks=[StopAt(64)], console=False).run_dir
     with locked(run_dir), pytest.raises(UserError, match="runs/x is in use"):
         go_on(named())
+
+
+def test_a_run_that_another_process_made_in_the_meantime_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = workflows.open_session
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        train(named(output_dir=str(here / "runs")), console=False)
+        return original(*arguments, **options)
+
+    here = Path.cwd()
+    monkeypatch.setattr(workflows, "open_session", slowly)
+    with pytest.raises(UserError, match=r"another process has started .*runs/x in the meantime; repeat the command"):
+        go_on(named(output_dir=str(here / "runs")))
+    assert load_checkpoint(here / "runs/x/checkpoints/latest.ckpt")["run"]["step"] == 128
 
 
 def test_a_run_without_the_config_that_it_was_asked_for_is_left_to_resume() -> None:
@@ -191,7 +207,7 @@ def test_the_command_starts_then_ends_at_once_then_continues_with_a_larger_budge
     assert load_checkpoint("runs/x/checkpoints/latest.ckpt")["run"]["step"] == 96
     other = invoke("--name", "x", "--total-timesteps", "96", "--seed", "5")
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
-    assert "runs/x was started with seed 0, not 5" in other.stderr
+    assert "runs/x was started with seed 0 (not 5)" in other.stderr
 
 
 def test_without_a_name_there_is_nothing_to_continue() -> None:

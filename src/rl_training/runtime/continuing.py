@@ -51,9 +51,9 @@ def find_run(config: TrainConfig) -> FoundRun | None:
     asked, wanted = _flatten(load_config(run_dir / ASKED_FILE)), _flatten(config)
     changed = {key for key in {**asked, **wanted} if asked.get(key) != wanted.get(key)} - {"name", "output_dir"}
     if refused := sorted(changed - FREE_KEYS):
-        key = refused[0]
-        started = f"{run_dir} was started with {key} {asked.get(key)!r}, not {wanted.get(key)!r}"
-        raise UserError(f"{started}; give this run another --name, or change that one with rl-training resume --force.")
+        differences = ", ".join(f"{key} {asked.get(key)!r} (not {wanted.get(key)!r})" for key in refused)
+        other = "give this run another --name, or change that one with rl-training resume --force"
+        raise UserError(f"{run_dir} was started with {differences}; {other}.")
     stored = _flatten_plain(read_yaml(run_dir / "config.yaml"))  # a resume may have extended the budget already
     changed = {key for key in changed if stored.get(key) != wanted.get(key)}
     changes: dict[str, Any] = {key: wanted.get(key) for key in changed if "." not in key}

@@ -152,6 +152,8 @@ def train(
         with closed_on_error(session):
             run_dir = ranks.first(lambda: make_run_dir(session.config, run_suffix, reuse=continues))
             ranks.first(lambda: held.enter_context(locked(run_dir)))
+            if continues and ranks.first(lambda: find_run(config)) is not None:
+                raise UserError(f"another process has started {run_dir} in the meantime; repeat the command.")
             ranks.first(lambda: write_asked(run_dir, config))
         notes = []
         if config.name is not None and (named := run_dir.with_name(config.name)) != run_dir and run_suffix is None:
