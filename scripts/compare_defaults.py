@@ -204,7 +204,7 @@ def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) ->
     config = our_config(settings, job, folder, settings["device"])
     if job.label != "default":  # else it would get today's defaults where it says nothing
         config = load_config(fill_defaults(config.model_dump(exclude_unset=True), UNSAID))
-    result = train(config, callbacks=[Look()], console=False)
+    result = train(config, callbacks=[Look()], console=False, raise_on_signal=False)
     return result.metrics["global_step"], with_masks(result.policy)
 
 
@@ -240,7 +240,7 @@ def run_job(settings: Settings, job: Job, path: Path, folder: str, jobs: int) ->
     begun = time.perf_counter()
     examiner = Examiner(settings, job)
     steps, predict = (train_ours if job.side == "ours" else train_theirs)(settings, job, examiner, folder)
-    if steps < job.budget:  # our train() ends in good order when it is told to stop
+    if steps < job.budget:  # a signal stopped our train()
         raise SystemExit(f"stopped after {steps} of {job.budget} steps; nothing is recorded")
     returns = examiner.look(steps, predict, settings["episodes"])
     seconds = time.perf_counter() - begun

@@ -382,7 +382,8 @@ def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     managed = "from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm\n"
     along = [("callback", "Callback"), ("params", "Schedule"), ("workflows", "TrainResult")]
     others = "".join(f"from rl_training.runtime.{module} import {name} as {name}\n" for module, name in along)
-    plain = ["ManagedAlgorithm", *(name for _, name in along)]
+    terminated = "from rl_training.errors import Terminated as Terminated\n"
+    plain = ["ManagedAlgorithm", "Terminated", *(name for _, name in along)]
     exports = "".join(f"from rl_training.api.algorithms import {name} as {name}\n" for name in classes)
     learners = "".join(
         f"from {s.learner.__module__} import {s.learner.__name__} as {s.class_name}Algorithm\n"
@@ -397,9 +398,11 @@ def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     bodies = "".join([STUB_IMPORTS, managed, *map(render_class, sorted(specs, key=lambda spec: spec.class_name))])
     return {
         PACKAGE / "__init__.pyi": (
-            f"{STUB_HEADER}{learners}{exports}{managed}{config}{others}\n__version__: str\n{all_of(top)}"
+            f"{STUB_HEADER}{learners}{exports}{managed}{terminated}{config}{others}\n__version__: str\n{all_of(top)}"
         ),
-        PACKAGE / "api" / "__init__.pyi": f"{STUB_HEADER}{exports}{managed}{others}{all_of([*plain, *classes])}",
+        PACKAGE / "api" / "__init__.pyi": (
+            f"{STUB_HEADER}{exports}{managed}{terminated}{others}{all_of([*plain, *classes])}"
+        ),
         PACKAGE / "api" / "algorithms.pyi": f"{STUB_HEADER}{bodies}{all_of(['ManagedAlgorithm', *classes])}",
     }
 

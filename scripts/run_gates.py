@@ -222,8 +222,8 @@ def train_or_go_on(gate: Gate, seed: int, folder: Path, callbacks: Sequence[Call
     """Train, from the checkpoint of a run that was stopped in this folder if there is one."""
     stopped = next(folder.glob("*/checkpoints/latest.ckpt"), None)
     if stopped is not None:
-        return resume_training(stopped, callbacks=callbacks, console=False)
-    return train(gate_config(gate, seed, folder), callbacks=callbacks, console=False)
+        return resume_training(stopped, callbacks=callbacks, console=False, raise_on_signal=False)
+    return train(gate_config(gate, seed, folder), callbacks=callbacks, console=False, raise_on_signal=False)
 
 
 def run_job(gate: Gate, seed: int, results: Path, jobs: int = 1, runs: Path | None = None) -> Record:

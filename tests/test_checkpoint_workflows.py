@@ -51,7 +51,7 @@ def test_one_discrete_observation_gives_an_int_and_a_batch_gives_a_batch(
     checkpoints: dict[str, Path], algo: str
 ) -> None:
     one = predict_checkpoint(checkpoints[algo], [0.1, 0.0, -0.1, 0.2])
-    assert type(one) is int
+    assert isinstance(one, int)
     assert one in (0, 1)
     many = predict_checkpoint(checkpoints[algo], np.array([[0.1, 0.0, -0.1, 0.2]] * 5, dtype=np.float64))
     assert isinstance(many, np.ndarray)
@@ -305,7 +305,7 @@ def test_an_actor_acts_like_predict_until_it_is_told_to_forget(checkpoints: dict
     observations = np.random.default_rng(2).normal(size=(10, 4))
     assert [actor.act(obs) for obs in observations] == [loaded.predict(obs) for obs in observations]
     actor.reset()
-    assert type(actor.act(observations[0])) is int
+    assert isinstance(actor.act(observations[0]), int)
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(checkpoints: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from rl_training.cli.exits import describe, describe_warning, run_to_exit_code
 from rl_training.cli.main import app
 from rl_training.cli.overrides import apply_settings
 from rl_training.cli.screen import larger_budget, mean_interval
-from rl_training.errors import UserError
+from rl_training.errors import Terminated, UserError
 from rl_training.runtime.workflows import train
 
 TINY = ["--config", "ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
@@ -436,21 +437,6 @@ def test_a_video_without_moviepy_leaves_no_folder(checkpoint: str, monkeypatch: 
     assert not Path("videos").exists()
 
 
-def test_a_broken_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
-    from rl_training.runtime import spec
-
-    point = EntryPoint("mine", "no_such_plugin:SPECS", spec.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(spec, "entry_points", lambda group: [point])
-    spec._discover.cache_clear()
-    try:
-        result = invoke("list")
-    finally:
-        spec._discover.cache_clear()
-    check_one_sentence(result.exit_code, result.stderr, "the plugin mine = no_such_plugin:SPECS cannot be loaded")
-
-
 def test_debug_shows_the_traceback_before_or_after_the_command() -> None:
     wrong = ["train", "--algo", "no", "--env", "x"]
     for words in (["--debug", *wrong], [*wrong, "--debug"]):
@@ -484,8 +470,47 @@ def test_a_second_interrupt_is_130_without_a_traceback(capsys: pytest.CaptureFix
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert run_to_exit_code(interrupted) == 130
+    def terminated() -> None:
+        raise Terminated
+
+    assert [run_to_exit_code(interrupted), run_to_exit_code(terminated)] == [130, 143]
     assert "Traceback" not in capsys.readouterr().err
+
+
+# ---- runs that a signal stops -------------------------------------------------------------------
+
+SIGNALS = """
+import signal
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Signals(CartPoleEnv):
+    steps = 0
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def step(self, action):
+        Signals.steps += 1
+        in_a_run = signal.getsignal(self.number) not in (signal.SIG_DFL, signal.default_int_handler)
+        if Signals.steps > 40 and in_a_run:
+            Signals.steps = 0
+            signal.raise_signal(self.number)
+        return super().step(action)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_with_128_and_its_number(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("signals.py").write_text(SIGNALS)
+    monkeypatch.delitem(sys.modules, "signals", raising=False)
+    words = ["--algo", "a2c", "--env", "signals:Signals", "--set", f"env_kwargs.number={int(number)}"]
+    result = invoke("train", *words, "--num-envs", "1", "--eval-episodes", "0", "--seeds", "1,2", "--name", "x")
+    assert result.exit_code == 128 + number, result.output
+    assert [path.name for path in Path("runs").iterdir()] == ["x-s1"]
+    result = invoke("resume", "--checkpoint", "runs/x-s1", "--env", "signals:Signals")
+    assert result.exit_code == 128 + number, result.output
+    assert result.stdout.count("rl-training resume") == 1
 
 
 # ---- pieces --------------------------------------------------------------------------------

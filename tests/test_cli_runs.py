@@ -140,7 +140,7 @@ def test_a_signal_stops_every_run_and_starts_no_other() -> None:
         os.sched_yield()
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
+    assert process.returncode == 130
     assert out.count("stopped at step") == 2
     assert {(run.state, run.steps > 0) for run in summarize_runs(Path("runs"))[0]} == {("stopped", True)}
 

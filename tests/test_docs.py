@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import shlex
@@ -14,7 +15,9 @@ import pytest
 import typer
 import yaml
 
+from rl_training.cli.exits import WRONG_INPUT
 from rl_training.cli.main import app
+from rl_training.errors import Terminated
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ("README.md", *(f"docs/{name}.md" for name in (
@@ -56,6 +59,48 @@ def test_a_command_of_the_guides_exists_with_these_options(page: str, line: str)
     while hasattr(command, "commands"):  # a group
         command = command.commands[words.pop(0)]
     command.make_context(command.name, words)  # raises for an option that is not there
+
+
+# recipes for clusters and services ------------------------------------------------------------------------------------
+
+(SLURM,) = blocks("docs/continue.md", "sh")
+(SYSTEMD,) = blocks("docs/continue.md", "ini")
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (143, True)])
+def test_the_slurm_recipe_requeues_a_run_that_a_signal_stopped(tmp_path: Path, code: int, requeued: bool) -> None:
+    for name, body in {"srun": f"exit {code}", "scontrol": f'echo "$@" >> {tmp_path}/said'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.slurm").write_text(SLURM)
+    subprocess.run(["bash", "-n", tmp_path / "train.slurm"], check=True)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert subprocess.run(["bash", tmp_path / "train.slurm"], env=env).returncode == code
+    said = tmp_path / "said"
+    assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if requeued else "")
+    assert Terminated().code == 143
+
+
+def test_the_recipes_run_a_command_that_may_be_repeated() -> None:
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # systemd's keys have capitals
+    unit.read_string(SYSTEMD)
+    service = unit["Service"]
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", str(WRONG_INPUT))
+    (line,) = (line.removeprefix("srun ") for line in SLURM.splitlines() if line.startswith("srun "))
+    for words in (shlex.split(service["ExecStart"]), shlex.split(line)):
+        assert Path(words[0]).name == "rl-training"
+        assert {"--name", "--continue"} <= set(words)
+        command: Any = typer.main.get_command(app)
+        command.commands[words[1]].make_context(words[1], words[2:])
+    assert {"--requeue", "--signal=TERM@120"} <= set(re.findall(r"^#SBATCH (\S+)", SLURM, re.M))
+
+
+def test_the_first_box_for_users_of_stable_baselines3_is_about_predict() -> None:
+    text = (ROOT / "docs" / "from_sb3.md").read_text(encoding="utf-8")
+    first = text.partition("!!! ")
+    assert first[0].count("\n") == 2, "before anything else"
+    assert "action = model.predict(obs)" in first[2].partition("## ")[0]
 
 
 # everything once, as a reader would type it --------------------------------------------------------------------------
@@ -134,11 +179,8 @@ def test_the_algorithm_of_the_worked_example_trains(tmp_path: Path, monkeypatch:
 
     point = EntryPoint("better", "better_trainer:SPECS", spec.ENTRY_POINT_GROUP)
     monkeypatch.setattr(spec, "entry_points", lambda group: [point])
-    spec._discover.cache_clear()
-    try:
-        config = {**yaml.safe_load((tmp_path / "cartpole.yaml").read_text()), "output_dir": tmp_path}
-        metrics = train({**config, "total_timesteps": 640}, console=False).metrics
-    finally:
-        spec._discover.cache_clear()
+    monkeypatch.setattr(spec, "_plugins", None)
+    config = {**yaml.safe_load((tmp_path / "cartpole.yaml").read_text()), "output_dir": tmp_path}
+    metrics = train({**config, "total_timesteps": 640}, console=False).metrics
     assert metrics["updates"] >= 10
     assert metrics["policy_loss"] > 0  # log-probabilities are negative, and no advantage is

@@ -16,18 +16,22 @@ import numpy as np
 import pytest
 import torch
 
+import rl_training
 from env_zoo import Walk
 from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of, tiny
 from rl_training import safe_files
 from rl_training.algorithms.a2c import A2C
+from rl_training.api import ManagedAlgorithm
 from rl_training.data.rings import TransitionRings
 from rl_training.envs.engines import SyncEngine
 from rl_training.envs.recipe import read_recipe
-from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
+from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError
 from rl_training.experiment import checkpointing
 from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.default_manager import DefaultExperimentManager
 from rl_training.runtime import interruption, run_folder, workflows
+from rl_training.runtime.a2c_trainer import train_a2c
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.evaluation import Evaluator
 from rl_training.runtime.interruption import Interruption
@@ -153,7 +157,7 @@ def test_a_signal_ends_an_evaluation_at_once_and_the_resumed_run_makes_it_up(
     whole = train(tiny("a2c", tmp_path / "whole", **fields), console=False)
     with monkeypatch.context() as patch:
         signal_in_evaluation(patch, 2, inside=inside)
-        stopped = train(tiny("a2c", tmp_path / "stopped", **fields), console=False)
+        stopped = train(tiny("a2c", tmp_path / "stopped", **fields), console=False, raise_on_signal=False)
     assert (stopped.metrics["stop_reason"], stopped.metrics["global_step"]) == ("SIGTERM", 96)
     assert [row["step"] for row in rows_of(stopped.run_dir) if row["kind"] == "eval"] == [48]
     assert not load_checkpoint(stopped.checkpoint_path)["run"]["abandoned"]
@@ -166,7 +170,8 @@ def test_an_evaluation_that_is_due_after_the_signal_is_left_to_the_resumed_run(
     config = hooked(tmp_path / "whole", eval_episodes=1, kwargs={"eval_interval": 48})
     whole = train(config, console=False)
     hook_at(40, ask_to_stop)  # in the turn from 32 to 48
-    stopped = train(config.model_copy(update={"output_dir": str(tmp_path / "stopped")}), console=False)
+    moved = config.model_copy(update={"output_dir": str(tmp_path / "stopped")})
+    stopped = train(moved, console=False, raise_on_signal=False)
     assert (stopped.metrics["stop_reason"], stopped.metrics["global_step"]) == ("SIGTERM", 48)
     assert not [row for row in rows_of(stopped.run_dir) if row["kind"] == "eval"]
     assert_same_run(whole, resume_training(stopped.checkpoint_path, console=False))
@@ -176,7 +181,7 @@ def test_a_signal_in_the_last_evaluation_ends_the_run_with_everything_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signal_in_evaluation(monkeypatch, 1, inside=True)
-    stopped = train(tiny("a2c", tmp_path), console=False)
+    stopped = train(tiny("a2c", tmp_path), console=False, raise_on_signal=False)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
     assert load_checkpoint(stopped.checkpoint_path)["run"]["step"] == 128
 
@@ -190,7 +195,7 @@ def test_a_signal_in_a_turn_lets_it_finish_and_resuming_is_exact(
 ) -> None:
     whole = train(hooked(tmp_path / "whole", algo), console=False)
     hook_at(25, ask_to_stop)
-    stopped = train(hooked(tmp_path / "stopped", algo), console=False)
+    stopped = train(hooked(tmp_path / "stopped", algo), console=False, raise_on_signal=False)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
     assert 0 < stopped.metrics["global_step"] < 128
     assert_same_run(whole, resume_training(stopped.checkpoint_path, console=False))
@@ -206,7 +211,7 @@ def test_a_turn_that_never_ends_is_abandoned_and_said_so_now_and_later(
     hook_at(10**9, stall)
     train(hooked(tmp_path / "whole", algo, kwargs=kwargs), console=False)
     hook_at(Hooked.steps - 20, stall)
-    stopped = train(hooked(tmp_path / "stopped", algo, kwargs=kwargs), console=True)
+    stopped = train(hooked(tmp_path / "stopped", algo, kwargs=kwargs), console=True, raise_on_signal=False)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
     assert "a resume from here is not exact" in capsys.readouterr().err
     tree = load_checkpoint(stopped.checkpoint_path)
@@ -241,7 +246,7 @@ def test_updates_that_take_too_long_are_abandoned_between_two_of_them(
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(A2C, "learn", learn)
-    stopped = train(tiny("a2c", tmp_path, eval_episodes=0), callbacks=[Look()], console=False)
+    stopped = train(tiny("a2c", tmp_path, eval_episodes=0), callbacks=[Look()], console=False, raise_on_signal=False)
     assert stopped.metrics["updates"] == 5  # the update itself was finished
     assert load_checkpoint(stopped.checkpoint_path)["run"]["abandoned"]
 
@@ -260,7 +265,7 @@ def test_an_alarm_of_the_users_own_is_left_alone_and_comes_back(
     before = signal.signal(signal.SIGALRM, own)
     try:
         hook_at(40, look)
-        assert train(hooked(tmp_path), console=False).metrics["stop_reason"] == "SIGTERM"
+        assert train(hooked(tmp_path), console=False, raise_on_signal=False).metrics["stop_reason"] == "SIGTERM"
         assert signal.getsignal(signal.SIGALRM) is own
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     finally:
@@ -275,9 +280,10 @@ def test_a_second_signal_saves_nothing(
         ask_to_stop()
 
     hook_at(70, twice)
-    with pytest.raises(KeyboardInterrupt):
-        train(hooked(tmp_path, checkpoint_interval=32), console=True)
+    with pytest.raises(Terminated):
+        train(hooked(tmp_path, checkpoint_interval=32), console=True, raise_on_signal=False)
     assert load_checkpoint(latest_of(tmp_path))["run"]["step"] == 64
+    assert json.loads((latest_of(tmp_path).parents[1] / "end.json").read_text())["stop_reason"] == "SIGTERM"
     assert "step 64 is saved" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -295,7 +301,7 @@ def test_an_environment_that_the_signal_broke_is_an_abandoned_turn(
 
     hook_at(70, break_down)
     with pytest.warns(UserWarning, match=r"^after the signal there was EnvironmentFailure: .* raised EOFError"):
-        stopped = train(hooked(tmp_path), console=False)
+        stopped = train(hooked(tmp_path), console=False, raise_on_signal=False)
     assert stopped.metrics["stop_reason"] == "SIGTERM"
     assert load_checkpoint(stopped.checkpoint_path)["run"]["step"] == 64
 
@@ -313,11 +319,91 @@ def test_environments_that_are_gone_when_the_run_saves_do_not_keep_it_from_savin
                 ask_to_stop()
 
     with pytest.warns(UserWarning, match="^on purpose"):
-        stopped = train(hooked(tmp_path), callbacks=[Die()], console=False)
+        stopped = train(hooked(tmp_path), callbacks=[Die()], console=False, raise_on_signal=False)
     state = load_checkpoint(stopped.checkpoint_path)["run"]
     assert (stopped.metrics["stop_reason"], state["step"], state["abandoned"]) == ("SIGTERM", 64, True)
     monkeypatch.undo()
     assert resume_training(stopped.checkpoint_path, console=False).metrics["stop_reason"] == "total_timesteps"
+
+
+# ---- what a signal raises --------------------------------------------------------------------------------------------
+
+RAISED = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)]
+
+
+class SignalAt(Callback):
+    """Sends the signal once, after the update that reaches this step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def on_update(self, run: Run) -> None:
+        if run.step == self.step:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize(("number", "kind"), RAISED)
+def test_a_signal_ends_a_loop_over_seeds_and_the_model_has_what_it_learned(
+    tmp_path: Path, number: int, kind: type[BaseException]
+) -> None:
+    config = hooked(tmp_path / "whole", seed=1)
+    whole = train(config, console=False)
+    models: list[ManagedAlgorithm] = []
+
+    def train_seeds() -> None:
+        for seed in (1, 2):
+            again = config.model_copy(update={"seed": seed, "output_dir": str(tmp_path / "stopped")})
+            models.append(rl_training.A2C(again))
+            models[-1].learn(callbacks=SignalAt(number, 64), progress=False)
+
+    with pytest.raises(kind) as raised:
+        train_seeds()
+    assert (type(raised.value), len(models)) == (kind, 1)
+    latest = latest_of(tmp_path / "stopped")
+    assert load_checkpoint(latest)["run"]["step"] == 64
+    obs = np.zeros(models[0]._loaded().spaces.obs_shape, dtype=np.float32)
+    assert_same(models[0].predict(obs), rl_training.A2C.load(latest).predict(obs))
+    assert_same_run(whole, models[0].learn(progress=False))
+
+
+def test_terminated_is_the_exit_of_a_script_that_sigterm_stopped() -> None:
+    assert rl_training.Terminated is Terminated
+    assert isinstance(Terminated(), SystemExit)
+    assert Terminated().code == 143
+
+
+@pytest.mark.parametrize(("number", "kind"), RAISED)
+def test_every_way_to_train_raises_after_a_signal(tmp_path: Path, number: int, kind: type[BaseException]) -> None:
+    config = hooked(tmp_path)
+    stops: dict[str, Any] = {"callbacks": [SignalAt(number, 32)]}
+    experiment = DefaultExperimentManager().setup(config)
+    for run in (lambda: train_a2c(config, **stops), lambda: experiment.train(**stops)):
+        with pytest.raises(kind):
+            run()
+    stopped = train(config, console=False, raise_on_signal=False, **stops)
+    assert (stopped.stop_signal, stopped.metrics["global_step"]) == (number, 32)
+    stops = {"callbacks": [SignalAt(number, 64)]}
+    managed = rl_training.A2C.load(stopped.checkpoint_path)
+    with pytest.raises(kind):
+        managed.resume(console=False, **stops)
+    with pytest.raises(kind):
+        experiment.resume(managed._path("resume"), callbacks=[SignalAt(number, 96)], console=False)
+    assert load_checkpoint(stopped.checkpoint_path)["run"]["step"] == 96
+
+
+def test_learn_returns_after_a_signal_if_it_is_asked_to(tmp_path: Path) -> None:
+    model = rl_training.A2C(hooked(tmp_path))
+    calls = [model.learn(callbacks=SignalAt(signal.SIGTERM, step), progress=False, raise_on_signal=False)
+             for step in (32, 64)]  # fmt: skip  # a new run, and one that continues
+    assert [(call.metrics["stop_reason"], call.metrics["global_step"]) for call in calls] == [
+        ("SIGTERM", 32), ("SIGTERM", 64)
+    ]  # fmt: skip
+
+
+def test_a_signal_in_the_last_turn_raises_although_the_run_is_done(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(hooked(tmp_path), callbacks=[SignalAt(signal.SIGINT, 128)], console=False)
+    assert json.loads((latest_of(tmp_path).parents[1] / "end.json").read_text())["stop_reason"] == "total_timesteps"
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -562,7 +648,7 @@ def test_an_environment_that_never_closes_is_left_once_a_signal_asked_for_the_en
             monkeypatch.setattr(Hooked, "close", lambda *_: stall())
 
     with pytest.warns(UserWarning, match="Hooked took too long to close"):
-        result = train(hooked(tmp_path), callbacks=[Break()], console=False)
+        result = train(hooked(tmp_path), callbacks=[Break()], console=False, raise_on_signal=False)
     assert result.metrics["global_step"] == 128
 
 
@@ -578,7 +664,9 @@ def test_environments_that_never_close_after_a_signal_in_an_evaluation_are_left(
             monkeypatch.setattr(Hooked, "close", lambda *_: signal.pause())
 
     with pytest.warns(UserWarning, match="Hooked took too long to close"):
-        result = train(hooked(tmp_path, eval_episodes=1), callbacks=[Break()], console=False)
+        result = train(
+            hooked(tmp_path, eval_episodes=1), callbacks=[Break()], console=False, raise_on_signal=False
+        )
     assert (result.metrics["stop_reason"], result.metrics["global_step"]) == ("SIGTERM", 128)
 
 

@@ -126,7 +126,7 @@ def test_evaluate_repeats_itself(trained: Any) -> None:
 
 def test_predict_gives_an_int_for_one_observation_and_a_batch_for_a_batch(trained: Any) -> None:
     action = trained.predict(OBS)
-    assert type(action) is int
+    assert isinstance(action, int)
     assert action == trained.predict(list(OBS)) == trained.predict(OBS, deterministic=True)
     batch = trained.predict(np.stack([OBS, -OBS, OBS]))
     assert batch.shape == (3,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import signal
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
@@ -101,6 +102,13 @@ class TrainingFailure(RuntimeError):
 def printable(text: str) -> str:
     """The text without control characters, so that a name from a file cannot give orders to the terminal."""
     return text.translate(_UNPRINTABLE)
+
+
+class Terminated(SystemExit):
+    """SIGTERM stopped a run, and everything is saved; a script that does not catch it exits with code 143."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 def _one_line(message: str) -> str:

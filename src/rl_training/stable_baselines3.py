@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+ACTION_ALONE = "predict returns the action alone, not (action, state); write action = model.predict(obs)"
 # Their name -> ours; of several, the one that the algorithm has.
 NAMES: dict[str, tuple[str, ...]] = {
     "n_steps": ("num_steps", "n_step"), "n_epochs": ("update_epochs",), "clip_range": ("clip_coef",),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rl_training.api.managed import ManagedAlgorithm
-from rl_training.errors import did_you_mean
-from rl_training.experiment.registry import list_algorithm_specs
+from rl_training.errors import Terminated, did_you_mean
+from rl_training.experiment.registry import list_algorithm_specs, spec_of_class
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.workflows import TrainResult
 
-__all__ = ["Callback", "ManagedAlgorithm", "Schedule", "TrainResult", "find_public_name"]
+__all__ = ["Callback", "ManagedAlgorithm", "Schedule", "Terminated", "TrainResult", "find_public_name"]
 
 
 def find_public_name(name: str) -> Any:
@@ -20,13 +20,11 @@ def find_public_name(name: str) -> Any:
         return globals()[name]
     from rl_training.api.algorithms import managed_class
 
-    specs = {spec.class_name: spec for spec in list_algorithm_specs()}
-    if name in specs:
-        return managed_class(name)
     learner = name.removesuffix("Algorithm")
-    if learner != name and learner in specs:
-        return specs[learner].learner
-    raise AttributeError(f"rl_training has no name {name!r}; {did_you_mean(name, specs)}")
+    if (spec := spec_of_class(learner)) is not None:
+        return managed_class(name) if learner == name else spec.learner
+    known = [spec.class_name for spec in list_algorithm_specs()]
+    raise AttributeError(f"rl_training has no name {name!r}; {did_you_mean(name, known)}")
 
 
 def __getattr__(name: str) -> Any:

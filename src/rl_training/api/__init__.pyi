@@ -27,6 +27,7 @@ from rl_training.api.algorithms import SAC as SAC
 from rl_training.api.algorithms import TD3 as TD3
 from rl_training.api.algorithms import TRPO as TRPO
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
+from rl_training.errors import Terminated as Terminated
 from rl_training.runtime.callback import Callback as Callback
 from rl_training.runtime.params import Schedule as Schedule
 from rl_training.runtime.workflows import TrainResult as TrainResult
@@ -62,5 +63,6 @@ __all__ = [
     "Schedule",
     "TD3",
     "TRPO",
+    "Terminated",
     "TrainResult",
 ]

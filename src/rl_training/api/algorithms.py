@@ -8,14 +8,15 @@ from typing import Any, Optional
 
 from rl_training.api.managed import ManagedAlgorithm
 from rl_training.experiment.config import TrainConfig
-from rl_training.experiment.registry import AlgorithmSpec, list_algorithm_specs
+from rl_training.experiment.registry import AlgorithmSpec, spec_of_class
 from rl_training.runtime.params import Schedule, parameter_names
 
 
 @cache
 def managed_class(class_name: str) -> type[ManagedAlgorithm]:
     """The managed class of that name; the same object every time."""
-    spec = next(spec for spec in list_algorithm_specs() if spec.class_name == class_name)
+    spec = spec_of_class(class_name)
+    assert spec is not None, class_name
     doc = f"{spec.class_name}, managed: {spec.paper}. {spec.scope}\n\n{cleandoc(ManagedAlgorithm.__doc__ or '')}"
     own = {"algo": spec.name, "__doc__": doc, "__module__": __name__, "__signature__": constructor_signature(spec)}
     return type(class_name, (ManagedAlgorithm,), own)
@@ -37,6 +38,6 @@ def constructor_signature(spec: AlgorithmSpec) -> Signature:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in {spec.class_name for spec in list_algorithm_specs()}:
+    if not name[:1].isupper() or spec_of_class(name) is None:
         raise AttributeError(f"module {__name__!r} has no class {name!r}")
     return managed_class(name)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
+from rl_training.api.unpacking import warn_if_unpacked
 from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
@@ -38,7 +39,7 @@ from rl_training.validation import validate
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
 Given = AnyConfig | UserEnv | None
-ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset")
+ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset", "raise_on_signal")
 
 
 class Actor:
@@ -107,13 +108,17 @@ class ManagedAlgorithm:
 
     def learn(
         self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | Callback | None = None,
-        progress: bool | None = None, reset: bool = False, **unknown: Any,
+        progress: bool | None = None, reset: bool = False, raise_on_signal: bool = True, **unknown: Any,
     ) -> TrainResult:  # fmt: skip
         """Train for `total_timesteps` steps; the default is the config's budget.
 
         Called again, or after `load`, it continues for that many more steps; without a number, to the end of an
         unfinished budget. Schedules stretch to the new end. `reset=True` starts a new run. `progress` shows a progress
         line; None shows it in a terminal or notebook only.
+
+        Ctrl-C (SIGINT) and SIGTERM stop after the current update and save. Then `learn` raises KeyboardInterrupt or
+        `rl_training.Terminated`; with `raise_on_signal=False` it returns the result. Either way, this object has the
+        newest weights, and the next `learn` continues.
         """
         for name in unknown:
             hint, setting = did_you_mean(name, ARGUMENTS_OF_LEARN), f"{type(self).__name__}(env, {name}=...)"
@@ -126,15 +131,18 @@ class ManagedAlgorithm:
         shown = _is_watched() if progress is None else progress
         if self._checkpoint is None or reset:
             config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
-            return self._adopt(train(config, env=self.env, callbacks=callbacks, console=shown))
+            result = train(config, env=self.env, callbacks=callbacks, console=shown, raise_on_signal=False)
+            return self._adopt(result, raise_on_signal)
         left = self.config.total_timesteps - self._step
         steps = steps or (left if left > 0 else self._asked.total_timesteps)
         if progress is not False and join_ranks().rank == 0:
             what = f"{type(self).__name__} continues from step {self._step:,} for {steps:,} more steps"
             print(f"{what}; learn(reset=True) starts over", file=sys.stderr)
-        return self.resume(total_timesteps=self._step + steps, callbacks=callbacks, console=shown)
+        return self.resume(
+            total_timesteps=self._step + steps, callbacks=callbacks, console=shown, raise_on_signal=raise_on_signal
+        )
 
-    def resume(self, **changes: Any) -> TrainResult:
+    def resume(self, *, raise_on_signal: bool = True, **changes: Any) -> TrainResult:
         """Continue from the newest checkpoint; takes the arguments of `resume_training`, such as `total_timesteps`."""
         path = self._path("resume")
         wanted = dict(changes.pop("changes", None) or {})
@@ -144,7 +152,8 @@ class ManagedAlgorithm:
         if self._own_network is not None:
             own["network"] = self._own_network
         wanted["algo_kwargs"] = {**own, **wanted.get("algo_kwargs", {})}  # a checkpoint does not hold functions
-        return self._adopt(resume_training(path, env=self.env, changes=wanted, **changes))
+        result = resume_training(path, env=self.env, changes=wanted, raise_on_signal=False, **changes)
+        return self._adopt(result, raise_on_signal)
 
     def evaluate(
         self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True
@@ -172,12 +181,15 @@ class ManagedAlgorithm:
         return dump_params(read_params(get_algorithm_spec(self.algo).params, self.config.algo_kwargs))
 
     def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
-        """Return the action for an observation, or the actions for a batch.
+        """Return the action for an observation, or the actions for a batch; nothing else, so `action, _ =` is wrong.
 
         Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
         `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
-        return self._loaded().predict(obs, deterministic, action_mask=action_mask)
+        action = self._loaded().predict(obs, deterministic, action_mask=action_mask)
+        if isinstance(action, np.ndarray):
+            warn_if_unpacked(sys._getframe(1))
+        return action
 
     def actor(self, deterministic: bool = True) -> Actor:
         """Return an actor that remembers its episode."""
@@ -222,10 +234,10 @@ class ManagedAlgorithm:
         managed._step = validate(RunState, tree["run"], f"{path}, run").step
         return managed
 
-    def _adopt(self, result: TrainResult) -> TrainResult:
+    def _adopt(self, result: TrainResult, raise_on_signal: bool) -> TrainResult:
         self._checkpoint, self._policy, self._moves_to = result.checkpoint_path, result.policy, None
         self.config, self._step = result.policy.config, result.metrics["global_step"]
-        return result
+        return result.raise_signal() if raise_on_signal else result
 
     def _path(self, verb: str) -> Path:
         if self._checkpoint is None:

@@ -1,20 +1,33 @@
-"""Exit codes: 0 done, 1 the run failed, 2 wrong input, 130 stopped. A traceback is shown only with --debug."""
+"""Exit codes: 0 done, 1 the run failed, 2 wrong input, 128 + n stopped by signal n. Only --debug shows a traceback."""
 
 from __future__ import annotations
 
 import os
 import re
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rl_training.errors import EnvironmentFailure, TrainingFailure, UnknownKey, UserError, did_you_mean, printable
+from rl_training.errors import (
+    EnvironmentFailure,
+    Terminated,
+    TrainingFailure,
+    UnknownKey,
+    UserError,
+    did_you_mean,
+    printable,
+)
 
-FAILED, WRONG_INPUT, STOPPED = 1, 2, 130
+if TYPE_CHECKING:
+    from rl_training.runtime.workflows import TrainResult
+
+FAILED, WRONG_INPUT, BY_SIGNAL = 1, 2, 128  # plus the number of the signal
+STOPPED = BY_SIGNAL + signal.SIGINT
 
 
 def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
@@ -25,9 +38,9 @@ def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
         return 0
     except typer.Exit as stop:
         return stop.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort, Terminated) as stop:
         typer.echo("\nstopped at once.", err=True)
-        return STOPPED
+        return BY_SIGNAL + signal.SIGTERM if isinstance(stop, Terminated) else STOPPED
     except BrokenPipeError as error:
         return _end_of_pipe() if _stdout_is_gone() else _report(error, debug)
     except Exception as error:
@@ -44,6 +57,12 @@ def _report(error: Exception, debug: bool) -> int:
     if code == FAILED and not debug:
         typer.echo("run with --debug for the traceback", err=True)
     return code
+
+
+def exit_after_signal(result: TrainResult) -> None:
+    """End the command with 128 + n if signal n stopped the run."""
+    if result.stop_signal is not None:
+        raise typer.Exit(BY_SIGNAL + result.stop_signal)
 
 
 def is_first_rank() -> bool:

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from rl_training.cli.exits import BY_SIGNAL
 from rl_training.cli.screen import TABLE_STYLE
-from rl_training.errors import counted
+from rl_training.errors import Terminated, counted
 
 if TYPE_CHECKING:
     from rl_training.experiment.config import TrainConfig
@@ -45,18 +46,22 @@ class Job:
 
 
 def run_parallel(
-    console: Console, configs: Sequence[TrainConfig], processes: int, modules: Sequence[str] | None
-) -> list[Job]:
-    """Train every config, `jobs` at a time; the first signal stops all runs cleanly, the second at once."""
+    console: Console, configs: Sequence[TrainConfig], processes: int, modules: Sequence[str] | None,
+    continues: bool = False,
+) -> tuple[list[Job], int]:  # fmt: skip
+    """Train every config, `processes` at a time; return the jobs and the exit code.
+
+    The first signal stops all runs cleanly, the second at once.
+    """
     jobs = [Job(config) for config in configs]
     waiting = list(jobs)
     pipes: dict[Connection, Job] = {}
-    with _stopping(jobs, waiting), Live(console=console, auto_refresh=False, transient=True) as live:
+    with _stopping(jobs, waiting) as heard, Live(console=console, auto_refresh=False, transient=True) as live:
         try:
             while waiting or pipes:
                 while waiting and len(pipes) < processes:
                     job = waiting.pop(0)
-                    pipes[_start(job, modules, processes)] = job
+                    pipes[_start(job, modules, processes, continues)] = job
                 for pipe in wait(list(pipes), timeout=REPORT_SECONDS):
                     assert isinstance(pipe, Connection)
                     if not _hear(console, pipe, pipes[pipe]):
@@ -66,13 +71,13 @@ def run_parallel(
         finally:
             for job in pipes.values():
                 job.process.kill()
-    return jobs
+    return jobs, BY_SIGNAL + heard[0] if heard else max(job.code for job in jobs)
 
 
-def _start(job: Job, modules: Sequence[str] | None, processes: int) -> Connection:
+def _start(job: Job, modules: Sequence[str] | None, processes: int, continues: bool) -> Connection:
     here, there = multiprocessing.Pipe(duplex=False)
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    arguments = there, job.config, list(modules or ()), threads
+    arguments = there, job.config, list(modules or ()), threads, continues
     job.process = multiprocessing.get_context("spawn").Process(target=train_in_process, args=arguments)
     job.process.start()
     there.close()
@@ -96,10 +101,10 @@ def _hear(console: Console, pipe: Connection, job: Job) -> bool:
         job.state, job.code = "failed", values[0]
         console.print(f"seed {job.config.seed} failed: {values[1]}", markup=False, soft_wrap=True)
     elif kind == "ended":
-        job.run_dir, job.metrics = values
+        job.run_dir, job.metrics, signal_number = values
         assert job.metrics is not None
         job.step = job.metrics["global_step"]
-        job.state = "stopped" if job.metrics["stop_reason"] in ("SIGINT", "SIGTERM") else "done"
+        job.state, job.code = ("done", 0) if signal_number is None else ("stopped", BY_SIGNAL + signal_number)
         if not console.is_terminal:
             console.print(f"seed {job.config.seed}: {job.state} at step {job.step:,}")
     else:
@@ -108,8 +113,11 @@ def _hear(console: Console, pipe: Connection, job: Job) -> bool:
 
 
 @contextmanager
-def _stopping(jobs: Sequence[Job], waiting: list[Job]) -> Iterator[None]:
-    """Pass signals on to the processes, which do not get them from the terminal; start nothing new after one."""
+def _stopping(jobs: Sequence[Job], waiting: list[Job]) -> Iterator[list[int]]:
+    """Pass signals on to the processes, which do not get them from the terminal; start nothing new after one.
+
+    The list holds the signals that came.
+    """
     heard: list[int] = []
 
     def ask(number: int, _: Any) -> None:
@@ -121,11 +129,11 @@ def _stopping(jobs: Sequence[Job], waiting: list[Job]) -> Iterator[None]:
             if job.state == "running":
                 os.kill(job.process.pid, number)
         if len(heard) > 1:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -152,7 +160,7 @@ def show_jobs(jobs: Sequence[Job]) -> Table:
     return table
 
 
-def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads: str) -> None:
+def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads: str, continues: bool) -> None:
     """Runs in its own process: train, and report through the pipe."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # the parent process passes signals on; the terminal must not send them too
@@ -177,9 +185,9 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
     warnings.showwarning = lambda message, *_, **__: pipe.send(("said", describe_warning(message)))
     try:
         name_environment(config.env_id if config.env_id in config.named else None, modules)
-        result = train(config, callbacks=[Tell()], console=False)
-        pipe.send(("ended", result.run_dir, result.metrics))
-    except KeyboardInterrupt:
+        result = train(config, callbacks=[Tell()], console=False, raise_on_signal=False, continues=continues)
+        pipe.send(("ended", result.run_dir, result.metrics, result.stop_signal))
+    except (KeyboardInterrupt, Terminated):
         pipe.send(("failed", STOPPED, "stopped at once."))
     except Exception as error:
         pipe.send(("failed", *describe(error)))

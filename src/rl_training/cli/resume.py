@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from rl_training.cli.exits import exit_after_signal
 from rl_training.cli.options import (
     CheckpointOption,
     ImportOption,
@@ -57,11 +58,12 @@ def resume(
     watch = Watch()
     result = resume_training(
         path, total_timesteps=budget, output_dir=output_dir, changes=changes, force=force,
-        env=named, callbacks=[watch], console=True,
+        env=named, callbacks=[watch], console=True, raise_on_signal=False,
     )  # fmt: skip
     trained = result.metrics["global_step"] - watch.first_step
     title = f"{watch.title}, resumed at step {watch.first_step:,}"
     print_run(make_console(), result, title, repeat_names(env, modules, networks), trained=trained)
+    exit_after_signal(result)
 
 
 def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:

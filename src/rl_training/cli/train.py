@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rl_training.cli.exits import exit_after_signal
 from rl_training.cli.options import (
     AlgoOption,
     ConfigOption,
@@ -45,6 +46,9 @@ def train(
     seeds: Annotated[Text, option("One run per seed, then the mean and its interval.", metavar="1,2,3")] = None,
     jobs: Annotated[Text, option("How many seeds run in parallel.", metavar="N")] = None,
     name: Annotated[Text, option("Name of the run's folder; -s<seed> is added with --seeds.", metavar="NAME")] = None,
+    continues: Annotated[
+        bool, option("Resume the run of that --name; start it if there is none; end if it is done.", "--continue")
+    ] = False,
     execution_backend: Annotated[Text, option("Where environments are stepped.", metavar="NAME")] = None,
     device: DeviceOption = None,
     modules: ImportOption = None,
@@ -52,7 +56,8 @@ def train(
 ) -> None:
     """Train a policy: a preset such as ppo/cartpole, --config C, or --algo NAME --env ID.
 
-    Ctrl-C stops after the current update and writes a checkpoint; Ctrl-C again stops at once.
+    Ctrl-C or SIGTERM stops after the current update and writes a checkpoint (exit code 130 or 143); again stops at
+    once.
     """
     from rl_training.cli.overrides import build_config
 
@@ -71,7 +76,7 @@ def train(
     named = built.name
     changes = [{"seed": one, "name": named and f"{named}-s{one}"} for one in every or ()]
     configs = [built] if every is None else [built.model_copy(update=change) for change in changes]
-    run_all(configs, several=every is not None, jobs=processes, modules=modules)
+    run_all(configs, several=every is not None, jobs=processes, modules=modules, continues=continues)
 
 
 def read_seeds(text: str) -> list[int]:
@@ -84,7 +89,10 @@ def read_seeds(text: str) -> list[int]:
     return seeds
 
 
-def run_all(configs: list[TrainConfig], *, several: bool, jobs: int = 1, modules: list[str] | None = None) -> None:
+def run_all(
+    configs: list[TrainConfig], *, several: bool, jobs: int = 1, modules: list[str] | None = None,
+    continues: bool = False,
+) -> None:  # fmt: skip
     """Run the configs, in turn or in parallel, and print the results; a signal ends the series."""
     console = make_console()
     runs: list[tuple[int, Any]] = []
@@ -92,23 +100,22 @@ def run_all(configs: list[TrainConfig], *, several: bool, jobs: int = 1, modules
     if jobs > 1:
         from rl_training.cli.parallel import run_parallel
 
-        ended = run_parallel(console, configs, jobs, modules)
+        ended, code = run_parallel(console, configs, jobs, modules, continues)
         runs = [(job.config.seed, job) for job in ended if job.metrics is not None]
         if runs:
             print_seeds(console, runs, title)
-        if code := max(job.code for job in ended):
-            raise typer.Exit(code)
-        return
+        raise typer.Exit(code)
     from rl_training.runtime import workflows
 
     for config in configs:
-        result = workflows.train(config, console=True)
+        result = workflows.train(config, console=True, raise_on_signal=False, continues=continues)
         runs.append((config.seed, result))
         if not several:
             named = config.env_id if ":" in config.env_id and config.env_id in config.named else None
             networks = [name for name in config.callables[1:] if name in config.named]
             print_run(console, result, title, repeat_names(named, modules, networks))
-        if result.metrics["stop_reason"] in ("SIGINT", "SIGTERM"):
+        if result.stop_signal is not None:
             break
     if several:
         print_seeds(console, runs, title)
+    exit_after_signal(result)

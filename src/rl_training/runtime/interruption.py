@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rl_training.errors import EnvironmentFailure, TrainingFailure
+from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure
 from rl_training.runtime.ranks import resume_command
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Interruption(KeyboardInterrupt):
 
 @contextmanager
 def stop_on_signals(run: Run) -> Iterator[None]:
-    """SIGINT and SIGTERM ask the run to stop; a second one stops it at once.
+    """SIGINT and SIGTERM ask the run to stop; a second one stops it at once, with the error of `stop_error`.
 
     An evaluation ends at once. The current turn of the loop is finished, so that a resume is exact, unless it takes
     more than `STOP_SECONDS`: then it is interrupted after its update or inside the environment, whichever comes
@@ -35,10 +35,10 @@ def stop_on_signals(run: Run) -> Iterator[None]:
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if run.stop_signal is not None:
+        again, run.stop_signal = run.stop_signal is not None, number
+        if again:
             run.stops_at_once = True
-            raise KeyboardInterrupt
-        run.stop_signal = number
+            raise KeyboardInterrupt  # not SystemExit, which an environment may raise itself
         what = "this evaluation is discarded" if run.is_evaluating else "stopping after this update"
         run.logger.message(f"{what}; a checkpoint will be written (press again to stop at once)")
         if hasattr(signal, "setitimer"):
@@ -61,11 +61,20 @@ def stop_on_signals(run: Run) -> Iterator[None]:
         previous[asking] = signal.signal(asking, ask)
     try:
         yield
+    except KeyboardInterrupt as error:
+        if run.stops_at_once and run.stop_signal is not None:
+            raise stop_error(run.stop_signal) from error
+        raise
     finally:
         if len(previous) > 2:  # the alarm is set
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def stop_error(number: int) -> BaseException:
+    """What a run raises after this signal, once everything is saved."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
 
 
 @contextmanager

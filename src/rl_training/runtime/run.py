@@ -26,7 +26,7 @@ from rl_training.runtime.interruption import Interruption
 from rl_training.runtime.params import Schedule
 from rl_training.runtime.progress import describe_workers
 from rl_training.runtime.run_folder import keep_lock, write_run_files
-from rl_training.runtime.run_state import RunState, checkpoint_tree
+from rl_training.runtime.run_state import RunState, checkpoint_tree, summarize_episodes
 from rl_training.runtime.session import Session, describe_machine
 
 CHECKPOINT_SECONDS = 60.0
@@ -182,11 +182,7 @@ class Run:
 
     def progress_metrics(self) -> dict[str, float]:
         """Counters, episode statistics and scheduled values."""
-        metrics: dict[str, float] = {"updates": self.updates}
-        if self.episodes:
-            metrics["episode_return_mean"] = sum(e[0] for e in self.episodes) / len(self.episodes)
-            metrics["episode_length_mean"] = sum(e[1] for e in self.episodes) / len(self.episodes)
-        return metrics | self.scheduled_values()
+        return {"updates": self.updates} | summarize_episodes(self.episodes) | self.scheduled_values()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -399,11 +395,13 @@ class Run:
             self.log_row(last=True)
         self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
         known = self.last_evaluation.get("eval_episodes", 0) if self._evaluated_step == self.step else 0
-        if self.stop_reason not in ("SIGINT", "SIGTERM") and known < self.config.eval_episodes:
-            if self.evaluate(last=True):
-                self.save_checkpoint()
-            elif self.stop_signal is not None:
-                self.stop_reason = signal.Signals(self.stop_signal).name
+        due = self.stop_reason not in ("SIGINT", "SIGTERM") and known < self.config.eval_episodes
+        evaluated = due and bool(self.evaluate(last=True))
+        if evaluated:
+            self.save_checkpoint()
+        self.stop_signal = int(self.ranks.largest(self.stop_signal or 0)) or None
+        if due and not evaluated and self.stop_signal is not None:
+            self.stop_reason = signal.Signals(self.stop_signal).name
         self._tell("on_end")
         return {
             "global_step": self.step,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import rl_training
-from rl_training.errors import TrainingFailure, UserError
+from rl_training.errors import Terminated, TrainingFailure, UserError
 from rl_training.experiment.config import TrainConfig, dump_yaml
 from rl_training.runtime.run_status import END_FILE
 from rl_training.safe_files import (
@@ -38,8 +38,8 @@ FOLDERS = ("checkpoints", "wandb")  # what a run writes besides files
 _locks: dict[Path, int] = {}  # descriptors that hold the locks of this process's runs, by folder
 
 
-def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
-    """A new folder for the run; an existing one is never reused."""
+def make_run_dir(config: TrainConfig, suffix: str | None = None, *, reuse: bool = False) -> Path:
+    """A new folder for the run; an existing one is never reused unless `reuse` says so."""
     env = re.sub(r"[^\w.]+", "_", config.env_id)
     name = config.name or f"{config.algo}-{env}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     name += f"-{suffix}" if suffix else ""
@@ -49,7 +49,7 @@ def make_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
         for attempt in range(1000):
             path = parent / (name if attempt == 0 else f"{name}-{attempt}")
             try:
-                path.mkdir()
+                path.mkdir(exist_ok=reuse)
                 return path
             except FileExistsError:
                 continue
@@ -222,8 +222,9 @@ def end_written(run_dir: Path, *, writes: bool = True) -> Iterator[dict[str, Any
     try:
         yield end
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        end |= {"stop_reason": "SIGINT"} if interrupted else {"failure": f"{type(error).__name__}: {error}"}
+        signals = {KeyboardInterrupt: "SIGINT", Terminated: "SIGTERM"}
+        stopped = next((name for kind, name in signals.items() if isinstance(error, kind)), None)
+        end |= {"stop_reason": stopped} if stopped else {"failure": f"{type(error).__name__}: {error}"}
         raise
     finally:
         with suppress(OSError):  # a full disk must not hide how the run ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -33,6 +34,16 @@ class RunState(StrictModel):
     collected_metrics: dict[str, AnyFloat]
     last_evaluation: dict[str, int | AnyFloat]
     abandoned: bool = False  # saved in the middle of a turn, so without the environments' episodes
+
+
+def summarize_episodes(episodes: Collection[tuple[float, int]]) -> dict[str, float]:
+    """Mean return and length of the last training episodes, if there are any."""
+    if not episodes:
+        return {}
+    returns, lengths = zip(*episodes, strict=True)
+    return {
+        "episode_return_mean": sum(returns) / len(returns), "episode_length_mean": sum(lengths) / len(lengths),
+    }  # fmt: skip
 
 
 def checkpoint_tree(run: Run, *, replay: bool) -> dict[str, Any]:

@@ -30,10 +30,15 @@ def find_status(run_dir: Path, *, is_complete: bool) -> str:
     """`running`, `done`, `stopped` or `failed`; without an end file, `is_complete` distinguishes done from killed."""
     if is_running(run_dir):
         return "running"
-    end = _read_json(run_dir / END_FILE)
+    end = read_end(run_dir)
     if "failure" in end:
         return "failed"
     return "done" if end.get("stop_reason") in COMPLETE or (is_complete and not end) else "stopped"
+
+
+def read_end(run_dir: Path) -> dict[str, Any]:
+    """The `stop_reason` or `failure` of a run that has ended; empty if it runs or was killed."""
+    return _read_json(run_dir / END_FILE)
 
 
 def is_running(run_dir: Path) -> bool:

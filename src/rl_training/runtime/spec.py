@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +19,7 @@ from rl_training.collect.local import Request
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UserError, did_you_mean, first_line
 from rl_training.runtime.params import Params
 
 ENTRY_POINT_GROUP = "rl_training.algorithms"
@@ -110,31 +112,67 @@ class AlgorithmSpec:
 
 
 @cache
-def _discover() -> dict[str, AlgorithmSpec]:
+def own_specs() -> dict[str, AlgorithmSpec]:
+    """The algorithms of this package by name."""
     import rl_training.runtime as package
 
-    specs: list[AlgorithmSpec] = []
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
-        if module.name.endswith("_trainer"):
-            specs += importlib.import_module(f"{package.__name__}.{module.name}").SPECS
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            loaded = point.load()
-        except Exception as error:
-            plugin, reason = f"{point.name} = {point.value}", f"{type(error).__name__}: {error}"
-            raise UserError(f"the plugin {plugin} cannot be loaded ({reason}); fix or uninstall it.") from error
-        specs += loaded if isinstance(loaded, (list, tuple)) else [loaded]
-    return {spec.name: spec for spec in sorted(specs, key=lambda spec: (spec.year, spec.name))}
+    modules = sorted(found.name for found in pkgutil.iter_modules(package.__path__) if found.name.endswith("_trainer"))
+    specs = [spec for name in modules for spec in importlib.import_module(f"{package.__name__}.{name}").SPECS]
+    return {spec.name: spec for spec in specs}
+
+
+_plugins: dict[str, AlgorithmSpec | str] | None = None
+_loading = threading.RLock()
+
+
+def _load_plugins() -> dict[str, AlgorithmSpec | str]:
+    """The algorithms of installed plugins by name; for a plugin that cannot be loaded, by its name, the reason."""
+    global _plugins
+    with _loading:
+        if _plugins is None:
+            _plugins = {}  # what a plugin sees if it asks while it is loaded
+            for point in entry_points(group=ENTRY_POINT_GROUP):
+                _plugins |= _load_plugin(point)
+        return _plugins
+
+
+def _load_plugin(point: EntryPoint) -> dict[str, AlgorithmSpec | str]:
+    try:
+        loaded = point.load()
+        specs = list(loaded) if isinstance(loaded, (list, tuple)) else [loaded]
+        if odd := [spec for spec in specs if not isinstance(spec, AlgorithmSpec)]:
+            raise TypeError(f"it names {odd[0]!r}, which is not an AlgorithmSpec")
+        if taken := [spec.name for spec in specs if spec.name in own_specs()]:
+            raise ValueError(f"the name {taken[0]!r} is taken by an algorithm of rl-training")
+    except (Exception, SystemExit) as error:
+        plugin = f"the plugin {point.name} = {point.value} cannot be loaded"
+        reason = f"{plugin} ({type(error).__name__}: {first_line(error)})"
+        warnings.warn(f"{reason} and is left out; fix or uninstall it.", stacklevel=2)
+        return {point.name: reason}
+    return {spec.name: spec for spec in specs}
 
 
 def list_algorithm_specs() -> list[AlgorithmSpec]:
-    """Every registered algorithm, oldest first."""
-    return list(_discover().values())
+    """Every registered algorithm, oldest first; a plugin that cannot be loaded is left out, with a warning."""
+    plugins = [spec for spec in _load_plugins().values() if isinstance(spec, AlgorithmSpec)]
+    return sorted([*own_specs().values(), *plugins], key=lambda spec: (spec.year, spec.name))
 
 
 def get_algorithm_spec(name: str) -> AlgorithmSpec:
-    """The algorithm with that registry name."""
-    specs = _discover()
-    if name not in specs:
-        raise UserError(f"algo {name!r} is not a registered algorithm; {did_you_mean(name, specs)}")
-    return specs[name]
+    """The algorithm with that registry name; plugins are loaded only for a name that is not this package's own."""
+    found = own_specs().get(name) or _load_plugins().get(name)
+    if isinstance(found, AlgorithmSpec):
+        return found
+    if found is not None:
+        raise UserError(f"algo is {name!r}, but {found}; fix the plugin or choose another algorithm.")
+    known = [spec.name for spec in list_algorithm_specs()]
+    raise UserError(f"algo {name!r} is not a registered algorithm; {did_you_mean(name, known)}")
+
+
+def spec_of_class(class_name: str) -> AlgorithmSpec | None:
+    """The algorithm whose managed class has that name; plugins are loaded only if it is not this package's own.
+
+    So a plugin can import our names while it is loaded.
+    """
+    named = (spec for specs in (own_specs().values, list_algorithm_specs) for spec in specs())
+    return next((spec for spec in named if spec.class_name == class_name), None)

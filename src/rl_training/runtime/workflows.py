@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from rl_training.experiment.checkpointing import pack_tree, unpack_tree
 from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.runtime.acting import ActingSession, acting_lock
 from rl_training.runtime.callback import Callback, read_callbacks
+from rl_training.runtime.continuing import find_run, write_asked
 from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.interruption import abandon_turn_on_signal, save_on_failure, stop_on_signals
+from rl_training.runtime.interruption import abandon_turn_on_signal, save_on_failure, stop_error, stop_on_signals
 from rl_training.runtime.known_keys import keys_located
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.own_network import network_of
@@ -32,11 +33,14 @@ from rl_training.runtime.ranks import join_ranks
 from rl_training.runtime.restoring import PathLike, load_algorithm, read_checkpoint, restore_session
 from rl_training.runtime.run import Run
 from rl_training.runtime.run_folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, run_dir_of
-from rl_training.runtime.run_state import RunState
+from rl_training.runtime.run_state import RunState, summarize_episodes
+from rl_training.runtime.run_status import read_end
 from rl_training.runtime.session import Session, check_same_spaces, closed_on_error, open_session
 from rl_training.runtime.settings import AnyConfig, read_config
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.threads import torch_settings_restored
+from rl_training.stable_baselines3 import ACTION_ALONE
+from rl_training.validation import validate
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,16 @@ class TrainResult:
     checkpoint_path: Path
     metrics: dict[str, Any]
     policy: TrainedPolicy = field(repr=False)
+    stop_signal: int | None = field(default=None, repr=False)  # the number of the signal that stopped the run
+
+    def raise_signal(self) -> TrainResult:
+        """Raise KeyboardInterrupt or Terminated if a signal stopped the run; otherwise return this result."""
+        if self.stop_signal is None:
+            return self
+        error = stop_error(self.stop_signal)
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"step {self.metrics['global_step']:,} is saved in {self.checkpoint_path}")
+        raise error
 
 
 class TrainedPolicy:
@@ -92,27 +106,60 @@ def _unpickle_policy(data: bytes, network: Any = None) -> TrainedPolicy:
     return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data), network))
 
 
+class DiscreteAction(int):
+    """An int that cannot be unpacked: `action, _ = model.predict(obs)` says what to write instead."""
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(ACTION_ALONE)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a plain int."""
+        return int, (int(self),)
+
+
 def plain_action(action: Any) -> Any:
     """A discrete action as an int, any other as an array."""
     array = np.asarray(action)
-    return int(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
+    return DiscreteAction(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
 @torch_settings_restored()
 @keys_located()
 def train(
     config: AnyConfig, *, env: UserEnv | None = None, callbacks: Iterable[Callback] | None = None,
-    run_suffix: str | None = None, console: bool | None = None,
+    run_suffix: str | None = None, console: bool | None = None, raise_on_signal: bool = True, continues: bool = False,
 ) -> TrainResult:  # fmt: skip
-    """Train a new run; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`."""
+    """Train a new run; `config` is a TrainConfig, a mapping, a file or a preset such as `ppo/cartpole`.
+
+    SIGINT or SIGTERM saves a checkpoint, then raises KeyboardInterrupt or `rl_training.Terminated`, which exits with
+    143; with `raise_on_signal=False` it returns the result instead. With `continues`, the run of that name is resumed
+    if it has a checkpoint, and its result is returned at once if it is done.
+    """
     told, env = read_callbacks(callbacks), read_env(env)
-    ranks = join_ranks()
-    session = open_session(read_config(config, env), env=env, ranks=ranks)
+    ranks, config = join_ranks(), read_config(config, env)
+    found = ranks.first(lambda: find_run(config)) if continues else None
+    if found is not None and found.is_done:
+        if console and ranks.rank == 0:
+            print(f"{found.run_dir} is done already; there is nothing to train", file=sys.stderr)
+        return load_result(found.latest, config.named)
+    if found is not None:
+        return resume_training(
+            found.latest, changes=found.changes, env=config.named if env is None else env, callbacks=told,
+            console=console, raise_on_signal=raise_on_signal,
+        )  # fmt: skip
+    session = open_session(config, env=env, ranks=ranks)
     with ExitStack() as held:
         with closed_on_error(session):
-            run_dir = ranks.first(lambda: make_run_dir(session.config, run_suffix))
+            run_dir = ranks.first(lambda: make_run_dir(session.config, run_suffix, reuse=continues))
             ranks.first(lambda: held.enter_context(locked(run_dir)))
-        return execute(session, run_dir, told, console)
+            if continues and ranks.first(lambda: find_run(config)) is not None:
+                raise UserError(f"another process has started {run_dir} in the meantime; repeat the command.")
+            ranks.first(lambda: write_asked(run_dir, config))
+        notes = []
+        if config.name is not None and (named := run_dir.with_name(config.name)) != run_dir and run_suffix is None:
+            notes.append(f"{named} exists, so this run is {run_dir}; train --continue continues {config.name} instead")
+        result = execute(session, run_dir, told, console, notes=notes)
+    return result.raise_signal() if raise_on_signal else result
 
 
 class TrainFunction(Protocol):
@@ -163,7 +210,7 @@ def execute(
     shows = sys.stderr.isatty() if console is None else console
     with closed_on_error(session):
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
-    with stop_on_signals(run), end_written(run_dir, writes=session.ranks.rank == 0) as end:
+    with end_written(run_dir, writes=session.ranks.rank == 0) as end, stop_on_signals(run):
         try:
             with save_on_failure(run):
                 run.start()
@@ -174,7 +221,20 @@ def execute(
             run.close()
         end["stop_reason"] = metrics["stop_reason"]
     policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
-    return TrainResult(run_dir, run.checkpoints.latest, metrics, policy)
+    stop_signal = int(session.ranks.largest(run.stop_signal or 0)) or None  # torchrun kills the others when one exits
+    return TrainResult(run_dir, run.checkpoints.latest, metrics, policy, stop_signal)
+
+
+def load_result(path: Path, names: tuple[str, ...]) -> TrainResult:
+    """The result of a run that has ended, from its newest checkpoint; `names` may be imported."""
+    tree = read_checkpoint(path)
+    state = validate(RunState, tree["run"], f"{path}, run")
+    metrics = {
+        "global_step": state.step, "updates": state.updates, **summarize_episodes(state.episodes),
+        **state.last_evaluation, **state.collected_metrics, **state.latest, "train_seconds": state.train_seconds,
+        "stop_reason": read_end(path.parents[1]).get("stop_reason"),
+    }  # fmt: skip
+    return TrainResult(path.parents[1], path, metrics, TrainedPolicy(*load_algorithm(path, tree, names)))
 
 
 def load_policy(path: PathLike, network: Any = None) -> TrainedPolicy:
@@ -217,11 +277,12 @@ def evaluate_checkpoint(
 def resume_training(
     path: PathLike, *, total_timesteps: int | None = None, output_dir: PathLike | None = None,
     changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,
-    callbacks: Iterable[Callback] | None = None, console: bool | None = None,
+    callbacks: Iterable[Callback] | None = None, console: bool | None = None, raise_on_signal: bool = True,
 ) -> TrainResult:  # fmt: skip
     """Continue from a checkpoint, in its own run folder or a new one under `output_dir`.
 
     The budget (schedules stretch) and the location of files may change; any other key in `changes` needs `force`.
+    `raise_on_signal` is as in `train`.
     """
     told = read_callbacks(callbacks)
     wanted = dict(changes or {})
@@ -247,4 +308,5 @@ def resume_training(
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))
             if in_place is None:
                 ranks.first(lambda: held.enter_context(locked(run_dir)))
-        return execute(session, run_dir, told, console, restored=state, notes=notes)
+        result = execute(session, run_dir, told, console, restored=state, notes=notes)
+    return result.raise_signal() if raise_on_signal else result

@@ -18,7 +18,7 @@ import torch
 
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.interruption import stop_on_signals
+from rl_training.runtime.interruption import stop_error, stop_on_signals
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Run
@@ -310,6 +310,8 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
             begun = time.perf_counter()
             run_loop(session, run)
             total = time.perf_counter() - begun
+    if run.stop_signal is not None:
+        raise stop_error(run.stop_signal)
     seconds = {part: watch.seconds.get(part, 0.0) for part in PARTS}
     seconds[REST] = max(0.0, total - sum(seconds.values()))
     return Breakdown(session.config, run.step - first, run.updates, total, seconds)
