@@ -26,6 +26,7 @@ from rl_training.envs.workers import WorkerFailure, Workers
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import format_duration
+from rl_training.play import closed_after
 from rl_training.runtime.random_play import (
     Player,
     compare_restored,
@@ -218,8 +219,8 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: Algori
         if time.perf_counter() > budget:
             break
     env = make_env(recipe)
-    limit = episode_limit(env)
-    env.close()
+    with closed_after([env], recipe.env_id):
+        limit = episode_limit(env)
     finite = [reward for reward in rewards if math.isfinite(reward)]
     sizes = f"time limit {limit or 'none'}, reward {min(finite, default=0):.3g}..{max(finite, default=0):.3g}"
     detail = f"{ends} terminated, {cuts} truncated in {counted(len(rewards), 'step')}, {sizes}"
