@@ -30,6 +30,7 @@ from rl_training.envs.engines import choose_vectorization, is_cartpole, make_eng
 from rl_training.envs.probe import probe
 from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.remote import pickle_registrations
+from rl_training.envs.setup_problems import HIDDEN
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.user_env import GIVE_ONE, MadeEnvironment, UserEnv
@@ -101,6 +102,8 @@ def open_session(
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_made_environment(config, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
+    if restored is not None:  # its episodes are compared
+        problems = [problem for problem in problems if problem.name != HIDDEN]
     spec.check_support(spaces)
     if restored is None:
         check_early_stopping(config, params)
