@@ -432,6 +432,14 @@ class Misbehaves(Walk):
             sys.exit(0)
 
 
+class NeverCloses(Walk):
+    """Its `close` waits for something that never comes, once it was stepped."""
+
+    def close(self) -> None:
+        if self.t:
+            threading.Event().wait()
+
+
 class CountsSteps(Walk):
     """Counts every step taken by any instance."""
 

@@ -11,13 +11,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+import env_zoo
+from rl_training import play as play_module
 from rl_training.envs import workers
 from rl_training.envs.engines import make_engine
 from rl_training.envs.probe import probe_spaces
@@ -249,6 +253,62 @@ def test_an_evaluation_names_it_too(fault: str, checkpoint: Path, monkeypatch: p
     monkeypatch.setenv("ZOO_AFTER", "3")
     with pytest.raises(EnvironmentFailure, match=WRONG[fault]):
         evaluate_checkpoint(checkpoint, num_episodes=2)
+
+
+@pytest.fixture
+def _brief_closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(play_module, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(play_module, "LEAST_CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "LEAVE_SECONDS", 0.05)
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    yield
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == before
+
+
+@pytest.mark.usefixtures("_brief_closing")
+@pytest.mark.parametrize(
+    ("vectorization", "said"),
+    [
+        ("sync", r"raised TimeoutError: its close did not return in time \(0\.05 seconds\) \(\S*env_zoo\.py, line"),
+        ("async", r"gave no answer for 0\.05 seconds \(the limit for close\)"),
+    ],
+)
+def test_a_run_does_not_wait_for_an_environment_that_never_closes(
+    vectorization: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(
+        algo="a2c", env_id="env_zoo:NeverCloses", total_timesteps=24, output_dir=str(tmp_path), eval_episodes=2,
+        num_envs=2, device="cpu", vectorization=vectorization, algo_kwargs={"num_steps": 6},
+    )  # fmt: skip
+    result = train(config, console=True)
+    assert result.metrics["stop_reason"] == "total_timesteps"
+    assert result.metrics["eval_episodes"] == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert re.search(f"warning: while closing, the environment env_zoo:NeverCloses {said}", text), text
+
+
+@pytest.mark.usefixtures("_brief_closing")
+def test_closing_leaves_an_alarm_of_a_signal_and_the_other_environments_alone() -> None:
+    closed: list[threading.Thread] = []
+
+    class Closes:
+        def close(self) -> None:
+            closed.append(threading.current_thread())
+
+    never = env_zoo.NeverCloses()
+    never.t = 1
+    previous = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 1000.0, 50.0)
+    try:
+        error = play_module.close_all([never, Closes(), never, Closes()])
+        assert signal.getitimer(signal.ITIMER_REAL) == (pytest.approx(1000.0, abs=60.0), 50.0)
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+    assert isinstance(error, TimeoutError)
+    assert closed == [threading.main_thread()] * 2, "a renderer is closed in the thread that made it"
 
 
 if __name__ == "__main__":

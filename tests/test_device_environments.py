@@ -677,9 +677,22 @@ def test_the_functions_are_tested_once_in_a_run(
 
     monkeypatch.setattr(device_checks, "check_functions", check)
     settings: dict[str, Any] = {"num_envs": 2, "num_steps": 8, "minibatch_size": 8, "eval_interval": 16}
-    learner = PPO(env, vectorization=vectorization, output_dir=tmp_path, **settings)
+    learner = PPO(env, vectorization=vectorization, output_dir=tmp_path, device="cpu", **settings)
     learner.learn(48, progress=False)
     assert tested == ["cpu"]
+
+
+@pytest.mark.parametrize(("device", "again"), [("cpu", []), ("cuda:1", ["cuda:1"])])
+def test_the_functions_are_tested_again_on_another_device(
+    device: str, again: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested: list[str] = []
+    recipe = read_recipe("walk", {}, Walk)
+    spaces = probe_spaces(recipe)
+    monkeypatch.setattr(device_checks, "check_functions", lambda env, env_id, device: tested.append(device))
+    monkeypatch.setattr("rl_training.envs.device.DeviceEngine", lambda *given: given[-1])  # there may be no such GPU
+    assert make_engine(recipe, spaces, 2, 0, "device", device=device) == device
+    assert tested == again
 
 
 def test_rows_of_a_test_begin_apart_if_rare_noise_does_something() -> None:

@@ -341,12 +341,20 @@ def test_the_kernel_of_a_whole_network_is_a_product_of_its_shapes() -> None:
 @pytest.mark.parametrize(
     ("algo", "vectorization"), [*((algo, "auto") for algo in TINY), ("ppo", "device"), ("dqn", "device")]
 )
-def test_a_floor_has_the_parts_that_a_run_has(algo: str, vectorization: str) -> None:
+def test_a_floor_has_the_parts_that_a_run_has(algo: str, vectorization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        built.append(build_algorithm(*arguments, **options))
+        return built[0]
+
+    monkeypatch.setattr(floor, "build_algorithm", build)
     with closing(bench.open_measured(tiny(algo).model_copy(update={"vectorization": vectorization}))) as session:
         step = bench.warm_up(session)
-        learner = build_algorithm(session.spec, session.params, session.spaces, seed=0, device="cpu")
         before = session.algorithm.num_updates
-        found = floor.measure_floor(session, learner, step, 0.0)
+        found = floor.measure_floor(session, step, 0.0)
+    (learner,) = built
+    assert learner.device == session.algorithm.device
     assert learner.num_updates == session.algorithm.num_updates - before > 0
     assert found.learn > 0
     assert [bool(found.environment), found.act > 0] == [algo != "bc"] * 2

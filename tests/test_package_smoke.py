@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,24 @@ def test_versions_agree() -> None:
 
 def test_the_package_is_typed() -> None:
     assert files("rl_training").joinpath("py.typed").is_file()
+
+
+NOT_IN_DEV = {"rl_training", "setuptools", "tensorboard", "triton", "envpool"}  # installed anyway, or large
+DISTRIBUTIONS = {"ale_py": "ale-py", "stable_baselines3": "stable-baselines3", "sb3_contrib": "sb3-contrib"}
+
+
+def test_a_dev_install_skips_no_test_for_lack_of_a_package() -> None:
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed, left = set(), ["rl-training[dev]"]
+    while left:
+        name, _, others = left.pop().partition("[")
+        installed.add(re.split(r"[<>=;]", name)[0])
+        if others:
+            left += [found for extra in others.rstrip("]").split(",") for found in extras[extra]]
+    sources = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    needed = set(re.findall(r"importorskip\(\"(\w+)", sources)) - NOT_IN_DEV - set(sys.stdlib_module_names)
+    assert {DISTRIBUTIONS.get(name, name) for name in needed} <= installed
 
 
 # ---- presets ---------------------------------------------------------------------------------------------------------

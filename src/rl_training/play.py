@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from math import inf
+from threading import current_thread, main_thread
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl_training.errors import EnvironmentFailure, UserError
+
+CLOSE_SECONDS = 30.0  # for all environments of a run or an evaluation
+LEAST_CLOSE_SECONDS = 0.1  # for each of them, even if others have used up the time
 
 Array = NDArray[Any]
 # observations, infos and whether each is an episode's first, of N environments -> their actions
@@ -90,29 +96,61 @@ def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value if isinstance(value, int) else deepcopy(value)
 
 
-def close_all(envs: Iterable[Any]) -> BaseException | None:
-    """Close every environment, even if one raises; returns the first exception."""
+def close_all(envs: Iterable[Any], *, waits: bool = False) -> BaseException | None:
+    """Close every environment, even if one raises or does not return; returns the first exception.
+
+    All of them together have `CLOSE_SECONDS`, unless this `waits` for them.
+    """
     failures: list[BaseException] = []
+    end = inf if waits else time.monotonic() + CLOSE_SECONDS
     for env in envs:
         try:
-            env.close()
+            with _time_limit(max(end - time.monotonic(), LEAST_CLOSE_SECONDS)):
+                env.close()
         except (Exception, SystemExit) as error:
             failures.append(error)
     return failures[0] if failures else None
 
 
 @contextmanager
-def closed_after(envs: Iterable[Any], env_id: str, warn: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Close every environment at the end; pass an exception of `close` to `warn`, or raise it.
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block when the time is over, even while it waits.
+
+    The block runs in this thread, because a renderer can often be closed only where it was made. Only the main thread
+    can be interrupted; elsewhere, and where there is no alarm (Windows), there is no limit.
+    """
+    if seconds == inf or not hasattr(signal, "setitimer") or current_thread() is not main_thread():
+        yield
+        return
+
+    def give_up(number: int, frame: Any) -> None:
+        raise TimeoutError(f"its close did not return in time ({CLOSE_SECONDS:g} seconds)")
+
+    other = signal.getitimer(signal.ITIMER_REAL)  # of a run that was asked to stop
+    seconds = min(seconds, other[0] or inf)
+    handler = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, in case the exception was lost in a finalizer
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *other)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+
+
+@contextmanager
+def closed_after(
+    envs: Iterable[Any], env_id: str, warn: Callable[[str], None] | None = None, *, waits: bool = False
+) -> Iterator[None]:
+    """Close every environment at the end, as `close_all` does; pass an exception of `close` to `warn`, or raise it.
 
     After an error in the block, only that error is reported.
     """
     try:
         yield
     except BaseException:
-        close_all(envs)
+        close_all(envs, waits=waits)
         raise
-    if (error := close_all(envs)) is None:
+    if (error := close_all(envs, waits=waits)) is None:
         return
     failure = EnvironmentFailure.from_error(env_id, error)
     if warn is None:

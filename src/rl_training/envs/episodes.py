@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -29,8 +29,8 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
     of the emulator and of its generator just before each later reset replaces the seed. Episodes that end with a lost
     life are replayed from the start of their game.
 
-    The episode's return, its action mask and checksums of the attributes that changed are stored too, so that
-    `differences` can detect a replay with another result.
+    The episode's return, its action mask, checksums of the attributes that changed and the names of those that cannot
+    be read are stored too, so that `differences` can detect a replay with another result.
     """
 
     def __init__(self, env: gym.Env[Any, Any], run_seed: int, index: int) -> None:
@@ -42,7 +42,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         self._recent: list[Any] = []
         self._return: Any = 0.0
         self._info: Any = {}
-        self._at_first = hidden_state(env)
+        self._at_first = hidden_state(env).sums
         self._emulator = getattr(env.unwrapped, "ale", None)
         self._lives = find_lives(env)
 
@@ -91,7 +91,8 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return {
             "episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset,
             "return": float(np.sum(self._return)), "mask": checksum(self._mask()),
-            "hidden": {name: value for name, value in hidden.items() if value != self._at_first.get(name)},
+            "attributes": {name: value for name, value in hidden.sums.items() if value != self._at_first.get(name)},
+            "unseen": hidden.unseen,
         }  # fmt: skip
 
     def brief_state(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
         The user's own environment, used again, may begin where the stored one ended; its attributes count as changed.
         """
-        moved = state.get("hidden", {})
+        moved = state.get("attributes", {})
         self._at_first = {name: value for name, value in self._at_first.items() if moved.get(name) != value}
         if state["before_reset"] is not None:
             self.episode = -1
@@ -140,17 +141,37 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         self.env.unwrapped.np_random.bit_generator.state = state["generator"]
 
 
-def differences(stored: dict[str, Any], replayed: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The differences of a replayed episode from the stored one: in what a learner sees, and in attributes.
+class Differences(NamedTuple):
+    """How a restored environment differs: in what a learner sees, in attributes, and what cannot be compared."""
 
-    An older checkpoint does not store these and has nothing to compare.
+    seen: list[str]
+    hidden: list[str]
+    unseen: list[str]
+
+    def describe_attributes(self) -> str:
+        """Such as `My.count did not come back, My.queue (a generator) cannot be compared`; empty if there is none."""
+        found = {"did not come back": self.hidden, "cannot be compared": self.unseen}
+        return ", ".join(f"{join_names(names)} {what}" for what, names in found.items() if names)
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Up to five different names in a sentence."""
+    return " and ".join(list(dict.fromkeys(names))[:5])
+
+
+def differences(stored: dict[str, Any], replayed: dict[str, Any]) -> Differences:
+    """The differences of a replayed episode from the stored one.
+
+    An older checkpoint does not store all of this, so there is less to compare.
     """
     if stored["episode"] != replayed["episode"]:
-        return ["length of the episode"], []
+        return Differences(["length of the episode"], [], [])
     names = {"return": "return", "mask": "action mask"}
     seen = [name for key, name in names.items() if key in stored and stored[key] != replayed[key]]
-    before, after = stored.get("hidden", replayed["hidden"]), replayed["hidden"]
-    return seen, [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    before, after = stored.get("attributes", replayed["attributes"]), replayed["attributes"]
+    hidden = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    unseen = {**stored["unseen"], **replayed["unseen"]} if "attributes" in stored else {}
+    return Differences(seen, hidden, [f"{name} ({what})" for name, what in unseen.items()])
 
 
 def _as_given(actions: NDArray[Any]) -> Any:

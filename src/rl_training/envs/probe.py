@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from rl_training.envs.setup_problems import Problem, definition, find_problems
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import Env, device_kinds
 from rl_training.errors import MISSING, RESET, UserError, first_line, user_line
+from rl_training.play import close_all
 
 
 class Probe(NamedTuple):
@@ -55,8 +55,7 @@ def probe(recipe: EnvRecipe, vectorization: str = "auto") -> Probe:
         problems = list(find_problems(env, info))
         reset, step = (definition(env.unwrapped, method) for method in ("reset", "step"))
     finally:
-        with suppress(Exception, SystemExit):  # the run will report a failing close itself
-            env.close()
+        close_all([env])  # the run will report a failing close itself
     if spaces.normalize_observations and len(spaces.vector_columns) == 0:
         raise UserError(
             f"env_kwargs.wrappers.normalize_observation is for vectors; the images of {recipe.env_id} "

@@ -10,9 +10,12 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as gs
 
+from rl_training.envs.episodes import join_names
 from rl_training.envs.gym_spaces import leaf_spaces
+from rl_training.envs.hidden_state import hidden_state
 from rl_training.errors import RESET, is_users_file, show_line
 
+HIDDEN = "hidden state"
 IMAGE_SIDE = 8  # pixels; a smaller array is more likely a board or a table
 MOST_CHANNELS = 16
 RAW_SIDE = 160  # of an unprocessed Atari screen
@@ -47,6 +50,10 @@ def find_problems(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
             fix = f"return uint8 from 0 to 255, with the space Box(0, 255, {part.shape}, np.uint8)"
             yield Problem("float image", f"{what} looks like an image, but a vector is read", fix)
     yield from find_unread_masks(env, info)
+    if unseen := hidden_state(env).unseen:
+        names = join_names(f"{name} ({what})" for name, what in unseen.items())
+        detail = f"{names} cannot be compared after a resume, so a resume may not be exact"
+        yield Problem(HIDDEN, detail, "let reset(seed=...) set it, so that nothing carries over between episodes")
     if not takes_options(env.unwrapped.reset):
         detail = f"reset{definition(env.unwrapped, 'reset')} takes no options, so that wrappers and time limits fail"
         yield Problem("reset", detail, f"write {RESET}")

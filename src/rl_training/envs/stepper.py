@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rl_training.envs.engines import Engine, Step
-from rl_training.envs.episodes import differences
+from rl_training.envs.episodes import Differences, differences, join_names
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import EnvironmentFailure
 
@@ -20,7 +20,6 @@ class Episode(NamedTuple):
     length: int
 
 
-MOST_NAMED = 5  # differences in a sentence
 NO_REWARDS: Array = np.zeros(0, dtype=np.float32)
 
 
@@ -110,24 +109,25 @@ class Stepper:
         self.is_first = np.array(state["is_first"])
         self.returns, self.lengths = np.array(state["returns"]), np.array(state["lengths"])
         self.started = True
-        seen, hidden = self.find_differences(state)
-        named = list(dict.fromkeys([*seen, *hidden]))
-        if not named:
+        found = self.find_differences(state)
+        if not any(found):
             return []
-        what, sure = " and ".join(named[:MOST_NAMED]), "is not" if seen else "may not be"
-        return [f"{self.spaces.env_id} did not replay to the stored {what}, so this resume {sure} exact."]
+        what = f"{self.spaces.env_id} did not replay to the stored {join_names([*found.seen, *found.hidden])}"
+        if not found.seen and not found.hidden:
+            what = f"{join_names(found.unseen)} of {self.spaces.env_id} cannot be compared with the stored state"
+        return [f"{what}, so this resume {'is not' if found.seen else 'may not be'} exact."]
 
-    def find_differences(self, stored: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """The differences from `stored`: in what a learner sees, and in attributes of environments."""
+    def find_differences(self, stored: dict[str, Any]) -> Differences:
+        """The differences from `stored`."""
         seen = [] if np.array_equal(self.obs, stored["obs"]) else ["observation"]
-        hidden: list[str] = []
+        total = Differences(seen, [], [])
         states = stored["engine"], self.engine.state_dict()
         if states[0].get("device") != states[1].get("device"):  # another kind of device draws other numbers
             seen.append("random generator")
         for pair in zip(*(state.get("episodes", []) for state in states), strict=True):
-            parts, attributes = differences(*pair)
-            seen, hidden = seen + parts, hidden + attributes
-        return seen, hidden
+            for names, more in zip(total, differences(*pair), strict=True):
+                names += more
+        return total
 
     def abandon(self) -> None:
         """Discard the current episodes: the state is empty from now on, and new ones start."""

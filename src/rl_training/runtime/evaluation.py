@@ -74,7 +74,7 @@ class Evaluator:
             raise UserError(f"a video {NEEDS}.")
         shown = "rgb_array" if videos is not None else "human" if window else None
         envs: list[Env] = []
-        with closed_after(envs, self.spaces.env_id, self.warn):
+        with closed_after(envs, self.spaces.env_id, self.warn, waits=videos is not None):  # until a video is written
             for _ in range(1 if shown else min(episodes, MOST_SIDE_BY_SIDE)):
                 envs.append(make_env(self.recipe, evaluation=True, render_mode=shown))
             limit = self.max_steps or episode_limit(envs[0]) or MOST_STEPS

@@ -13,6 +13,7 @@ import numpy as np
 
 from rl_training.envs.action_masks import read_masks
 from rl_training.envs.engines import make_engine
+from rl_training.envs.episodes import Differences
 from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import EnvRecipe
@@ -88,10 +89,10 @@ def make_stepper(
 def compare_restored(
     recipe: EnvRecipe, spaces: EnvSpaces, seed: int, before: int, after: int, vectorization: str = "sync",
     worker_timeout: float = 300.0,
-) -> tuple[list[str], list[str]]:  # fmt: skip
+) -> Differences:  # fmt: skip
     """Play `before` steps, restore a new copy from there, play `after` more in both, through every reset.
 
-    Return the differences that a learner would see, and the attributes that differ; both empty if a resume is exact.
+    Return the differences, which are empty if a resume is exact.
     """
     rng = np.random.default_rng(seed)
     begun = time.perf_counter()
@@ -105,7 +106,7 @@ def compare_restored(
                 break
         stored = original.state_dict()
         copy.load_state_dict(stored)
-        seen, hidden = copy.find_differences(stored)
+        seen, hidden, unseen = copy.find_differences(stored)
         for _ in range(after):
             if seen or time.perf_counter() > begun + 2 * MOST_SECONDS:
                 break
@@ -117,4 +118,4 @@ def compare_restored(
                 "last observation": (one.final_obs, other.final_obs), "action mask": (one.masks, other.masks),
             }  # fmt: skip
             seen = [name for name, (a, b) in pairs.items() if not np.array_equal(a, b)]
-    return seen, hidden
+    return Differences(seen, hidden, unseen)

@@ -11,7 +11,6 @@ import torch
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import MOST_NAMED
 from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
@@ -262,17 +261,16 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
         return []
     try:
         where = session.config.vectorization, session.config.worker_timeout
-        seen, hidden = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
+        found = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
     except Exception as error:  # from environments made only for the trial
         reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
         return [f"{reason}, so whether this resume is exact is unknown."]
-    if not seen:
-        what = f"{' and '.join(hidden[:MOST_NAMED])} of {session.spaces.env_id} did not come back in a trial"
-        return [f"{what}, so this resume may not be exact."] if workers and hidden else []
-    return [
-        f"{session.spaces.env_id} came to a different {seen[0]} when it was restored in a trial with random actions: "
-        "something carries over from one episode to the next, so this resume is not exact."
-    ]
+    if not found.seen:
+        what = f"{found.describe_attributes()} in a trial of {session.spaces.env_id}"
+        return [f"{what}, so this resume may not be exact."] if workers and any(found) else []
+    what = f"{session.spaces.env_id} came to a different {found.seen[0]} when it was restored in a trial"
+    why = "something carries over from one episode to the next"
+    return [f"{what} with random actions: {why}, so this resume is not exact."]
 
 
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:

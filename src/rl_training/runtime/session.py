@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from rl_training.envs.engines import choose_vectorization, is_cartpole, make_eng
 from rl_training.envs.probe import probe
 from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.remote import pickle_registrations
+from rl_training.envs.setup_problems import HIDDEN
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.user_env import GIVE_ONE, MadeEnvironment, UserEnv
@@ -42,6 +44,7 @@ from rl_training.runtime.ranks import Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
 from rl_training.runtime.threads import choose_threads, fastest, time_updates
 
+BUILDING = threading.RLock()  # held while torch's global generator is ours
 LANES_OF_RANKS = ("rollout", "replay")
 ANY_ORDER = (
     "worker_order is first: learning depends on the speed of the workers, so this run is not reproducible from its "
@@ -109,6 +112,8 @@ def open_session(
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_made_environment(config, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
+    if restored is not None:  # its episodes are compared
+        problems = [problem for problem in problems if problem.name != HIDDEN]
     spec.check_support(spaces)
     if restored is None:
         check_early_stopping(config, params)
@@ -346,12 +351,13 @@ def build_algorithm(
     spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, seed: int, device: str,
     stored: Mapping[str, Any] | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Build the algorithm with weights that depend only on the seed, without changing torch's global generator.
+    """Build the algorithm with weights that depend only on the seed, without changing torch's global generators.
 
-    `stored` is the state that will be loaded into it: a learner that is much larger is refused before it is built.
+    Networks draw their first weights from the global generator, so one thread builds at a time. `stored` is the state
+    that will be loaded into it: a learner that is much larger is refused before it is built.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with BUILDING, torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU's
         with torch.device("cpu"), SizeLimit(stored):
             algorithm = spec.build(params, spaces)
         if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere

@@ -22,7 +22,7 @@ from rl_training.runtime.interruption import stop_error, stop_on_signals
 from rl_training.runtime.loop import run_loop
 from rl_training.runtime.params import read_params
 from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session, build_algorithm, closed_on_error, open_session
+from rl_training.runtime.session import Session, closed_on_error, open_session
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.threads import MOST_THREADS
 from rl_training.tools.floor import Floor, measure_floor
@@ -142,9 +142,7 @@ def benchmark(config: TrainConfig) -> Breakdown:
         first = warm_up(session)
         tries = time.perf_counter() - begun < LONG_START and not session.config.has_workers
         if not session.config.has_workers:
-            given = session.spec, session.params, session.spaces
-            learner = build_algorithm(*given, seed=session.config.seed, device=session.config.device)
-            floor = measure_floor(session, learner, first, PACE_SECONDS)
+            floor = measure_floor(session, first, PACE_SECONDS)
         pace = measure_pace(session, first)
         workers = measure_workers(session, WORKER_SECONDS) if session.spec.steps_environments else None
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:

@@ -26,6 +26,7 @@ from rl_training.envs.workers import WorkerFailure, Workers
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.logging import format_duration
+from rl_training.play import closed_after
 from rl_training.runtime.random_play import (
     Player,
     compare_restored,
@@ -218,8 +219,8 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: Algori
         if time.perf_counter() > budget:
             break
     env = make_env(recipe)
-    limit = episode_limit(env)
-    env.close()
+    with closed_after([env], recipe.env_id):
+        limit = episode_limit(env)
     finite = [reward for reward in rewards if math.isfinite(reward)]
     sizes = f"time limit {limit or 'none'}, reward {min(finite, default=0):.3g}..{max(finite, default=0):.3g}"
     detail = f"{ends} terminated, {cuts} truncated in {counted(len(rewards), 'step')}, {sizes}"
@@ -262,16 +263,17 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     Checked early and late in the original's life and through several resets, as state may carry over between episodes.
     """
     short = dataclasses.replace(recipe, max_episode_steps=20)
-    hidden: list[str] = []
+    attributes = ""
     for tried, before in ((short, 50), (short, 330), (recipe, 2 * STEPS - 70)):
-        seen, hidden = compare_restored(tried, spaces, seed, before, 100)
-        if seen:
-            detail = f"a copy restored after {before} steps has another {seen[0]}, so resuming is not exact"
+        found = compare_restored(tried, spaces, seed, before, 100)
+        if found.seen:
+            detail = f"a copy restored after {before} steps has another {found.seen[0]}, so resuming is not exact"
             return Check("replay", WARN, detail, "Let reset(seed=...) rebuild everything that an earlier episode may "
                          "have changed, its rewards' scale too.")  # fmt: skip
-    if hidden:
-        detail = f"{_some(hidden)} did not come back; if a step depends on that, resuming is not exact"
-        return Check("replay", WARN, detail, "Let reset(seed=...) set it.")
+        attributes = found.describe_attributes() or attributes
+    if attributes:
+        detail = f"{attributes}; if a step depends on that, resuming is not exact"
+        return Check("replay", WARN, detail, "Let reset(seed=...) set it, so that nothing carries over.")
     return Check("replay", OK, "episodes replay and continue exactly, also through resets, so resuming is exact")
 
 

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_training.algorithms.base import Algorithm
 from rl_training.data.memory import torch_dtype
 from rl_training.envs.device import DeviceEngine, advance
 from rl_training.runtime.random_play import draw, make_stepper
-from rl_training.runtime.session import Session
+from rl_training.runtime.session import Session, build_algorithm
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mlp_forward", "mlp_backward")
 ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # how many updates, or for how long, products are counted
@@ -101,9 +100,11 @@ def capture(call: Callable[[], Any], repeats: int) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure_floor(session: Session, learner: Algorithm, step: int, seconds: float) -> Floor:
-    """The floor of the turns from `step` on; `learner` is a second learner, whose steps are not captured."""
-    device, num_envs, store = learner.device, session.config.num_envs, session.store
+def measure_floor(session: Session, step: int, seconds: float) -> Floor:
+    """The floor of the turns from `step` on, counted in a second learner, whose steps are not captured."""
+    config, num_envs, store = session.config, session.config.num_envs, session.store
+    learner = build_algorithm(session.spec, session.params, session.spaces, seed=config.seed, device=config.device)
+    device = learner.device
     learning, acting, taken, updates = Products(), Products(), 0, 0
     end = time.perf_counter() + MOST_SECONDS
     while updates == 0 or (updates < ENOUGH_UPDATES and time.perf_counter() < end):
