@@ -312,3 +312,33 @@ def test_a_resumed_collector_still_lags(tmp_path: Path) -> None:
         _, batch = collect(session)
     for name, tensor in batch.items():
         assert torch.equal(tensor, again[name]), name
+
+
+@pytest.mark.parametrize("algo", ["impala", "appo"])
+def test_vtrace_learners_get_the_observations_at_the_ends_and_value_them_while_they_learn(
+    algo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights move between two epochs, so values that came with the batch would be old in the second."""
+    kwargs = {"learning_rate": 0.1, "optimizer": "sgd"} | ({"update_epochs": 2} if algo == "appo" else {})
+    with opened("env_zoo:Walk", algo, algo_kwargs=kwargs, env_kwargs={"length": 4}, vectorization="sync") as session:
+        learner: Any = session.algorithm
+        experience, batch = collect(session)
+        assert not {"values", "bootstrap_value", "truncation_values"} & set(batch)
+        assert np.array_equal(batch["bootstrap_obs"], experience.obs[-1])
+        cut = experience.truncated
+        assert cut.sum() >= 3
+        assert np.array_equal(batch["final_obs"][cut], experience.final_obs[cut])
+        successors, seen = learner.successor_values, []
+
+        def watched(values: torch.Tensor, rows: Any) -> torch.Tensor:
+            found = successors(values, rows)
+            seen.append((found[-1], torch.as_tensor(values_of(session, experience.obs[-1])), rows["truncated"][-1]))
+            return found
+
+        monkeypatch.setattr(learner, "successor_values", watched)
+        learner.update(batch)
+    assert len(seen) == kwargs.get("update_epochs", 1)
+    for found, now, truncated in seen:
+        torch.testing.assert_close(found[~truncated], now[~truncated])
+    if algo == "appo":
+        assert not torch.allclose(seen[0][1], seen[1][1])
