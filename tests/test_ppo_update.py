@@ -312,6 +312,17 @@ def test_rewards_are_divided_by_the_deviation_of_returns_without_reset_rows() ->
     np.testing.assert_allclose(found.numpy(), counted / counted.std(), rtol=1e-3)
 
 
+def test_the_return_that_scales_rewards_starts_again_at_every_end() -> None:
+    batch = make_rollout(make_policy(), steps=5, envs=1, truncates=True)
+    batch["rewards"] = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]])
+    batch |= {"terminated": torch.zeros(5, 1, dtype=torch.bool), "truncated": torch.zeros(5, 1, dtype=torch.bool)}
+    batch["terminated"][1] = batch["truncated"][3] = True
+    returns = np.array([1.0, 2.0 + 0.5 * 1.0, 4.0, 8.0 + 0.5 * 4.0, 16.0])  # with gamma 0.5
+    _, (count, mean, squares) = scaled_rewards(batch, gamma=0.5)
+    assert float(mean) == pytest.approx(returns.mean(), rel=1e-3)
+    assert float(squares / count) == pytest.approx(returns.var(), rel=1e-3)
+
+
 def test_a_scaled_reward_is_at_most_ten() -> None:
     batch = make_rollout(make_policy(), steps=400, envs=1)
     batch["rewards"] = torch.zeros(400, 1)
@@ -348,8 +359,9 @@ def test_statistics_of_observations_change_after_learning() -> None:
     torch.testing.assert_close(seen_by(policy)[1], squares / 71 - seen_by(policy)[0].square())
 
 
-@pytest.mark.parametrize(("elsewhere", "epochs"), [(0.0, 4), (1.0, 1)])
+@pytest.mark.parametrize(("elsewhere", "epochs"), [(0.0, 4), (0.28, 4), (0.32, 1)])
 def test_target_kl_is_compared_with_the_mean_of_all_learners(elsewhere: float, epochs: int) -> None:
+    """The policy stays here, so the mean of two learners is half of the other's KL; the limit is 1.5 times 0.1."""
     policy = make_policy()
     learner = PPO(policy=policy, learning_rate=0.0, update_epochs=4, target_kl=0.1, normalize_advantages=False)
     learner.ranks = OtherRank(elsewhere)
