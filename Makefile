@@ -7,11 +7,12 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 DEMO = runs/demo
 JOBS ?= 2
 
-.PHONY: help demo test test-slow lint types docs site recording results results-defaults bench clean
+.PHONY: help demo test test-slow mutants lint types docs site recording results results-defaults bench clean
 
 help:
 	@echo "make demo       train IMPALA on CartPole-v1 until it is solved, evaluate it, draw its curve"
 	@echo "make test       quick tests         make test-slow  kill tests, full resume matrix, long checks"
+	@echo "make mutants    apply the faults of tests/mutants.yaml and count those that no test notices"
 	@echo "make lint       ruff                make types      mypy"
 	@echo "make docs       write the generated pages and type stubs"
 	@echo "make site       the documentation as pages to open: build/site/index.html"
@@ -61,6 +62,9 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python scripts/mutants.py --jobs $(JOBS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

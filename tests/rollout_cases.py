@@ -16,6 +16,7 @@ from torch.distributions import Categorical, Independent, Normal
 
 import env_zoo
 from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 
 torch.set_num_threads(1)  # networks this small only wait for each other's threads
@@ -30,13 +31,14 @@ VTRACE_COLUMNS = ("obs", "actions", "rewards", "dones", "behavior_logprobs", "bo
 PLAIN_STEP: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1.0, "max_grad_norm": None}
 
 
-def make_policy(kind: str = "discrete", seed: int = 0) -> MLPActorCritic:
+def make_policy(kind: str = "discrete", seed: int = 0, *, normalizes: bool = False) -> MLPActorCritic:
     """A policy that is not uniform and has no two equal weights."""
     torch.manual_seed(seed)
     sizes = KINDS[kind]
     policy = MLPActorCritic(
-        obs_dim=OBS_DIM, action_dim=sum(sizes), hidden_sizes=(HIDDEN,), action_kind=kind, action_sizes=sizes
-    )
+        obs_dim=OBS_DIM, action_dim=sum(sizes), hidden_sizes=(HIDDEN,), action_kind=kind, action_sizes=sizes,
+        observation_input=ObservationInput(normalize_size=OBS_DIM if normalizes else None),
+    )  # fmt: skip
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -145,6 +147,23 @@ def assert_one_step_reports(learner: Any, batch: Batch, metrics: set[str]) -> Up
     assert result.num_gradient_steps == learner.num_updates == 1
     assert step.abs().max() > 0
     return result
+
+
+class OtherRank:
+    """A second learner whose means are those of this one plus `more`, so that the mean of both is half of it off."""
+
+    def __init__(self, more: float) -> None:
+        self.more = more
+
+    def mean_(self, mean: Tensor) -> Tensor:
+        return mean.add_(0.5 * self.more)
+
+
+def seen_by(policy: MLPActorCritic) -> tuple[Tensor, Tensor, float]:
+    """Mean, variance and number of the observations in the policy's running statistics, copied."""
+    norm = policy.observation_input.norm
+    assert norm is not None
+    return norm.mean.clone(), norm.var.clone(), float(norm.count)
 
 
 @contextmanager

@@ -16,11 +16,13 @@ from rollout_cases import (
     KINDS,
     PLAIN_STEP,
     VTRACE_COLUMNS,
+    OtherRank,
     assert_one_step_reports,
     make_policy,
     make_rollout,
     minibatches_of,
     only,
+    seen_by,
     step_of,
     weights_of,
 )
@@ -307,3 +309,64 @@ def test_the_critic_that_learns_values_the_ends_in_every_epoch(make: Any, monkey
         torch.testing.assert_close(found, wanted)
     if make is APPO:
         assert not torch.allclose(seen[0][0][-1], seen[1][0][-1])  # the weights moved in between
+
+
+# ---- running statistics, and the means of several learners -----------------------------------------------------------
+
+
+def test_the_target_policy_takes_over_the_statistics_of_observations() -> None:
+    """As they were while the policy learned: they change after the copy."""
+    policy = make_policy(normalizes=True)
+    learner = APPO(policy=policy, learning_rate=1e-2, target_policy=True, target_update_interval=1)
+    learner.update(make_rollout(policy))
+    seen = seen_by(policy)
+    learner.update(make_rollout(policy, seed=5))
+    assert seen_by(learner.target)[2] == seen[2] == 21
+    assert all(torch.equal(one, other) for one, other in zip(seen_by(learner.target)[:2], seen[:2], strict=True))
+    assert seen_by(policy)[2] == 42
+
+
+def test_rewards_of_a_rollout_count_once_however_many_epochs_learn_from_them() -> None:
+    learner = APPO(policy=make_policy(), update_epochs=3, minibatch_size=7, normalize_rewards=True)
+    for turn in (1, 2):
+        learner.update(make_rollout(make_policy()))
+        assert float(learner.state_dict()["reward_scale.moments"][0]) == pytest.approx(21 * turn, abs=1e-3)
+
+
+def test_the_penalty_is_a_part_of_the_loss() -> None:
+    learner = APPO(
+        policy=make_policy(), target_policy=True, kl_coef=3.0, vf_coef=0.7, ent_coef=0.1, target_update_interval=99
+    )
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    found = learner.update(make_rollout(make_policy())).metrics
+    assert found["target_kl"] > 0.01
+    parts = found["policy_loss"] + 0.7 * found["value_loss"] + 0.1 * found["entropy_loss"] + 3.0 * found["target_kl"]
+    assert found["loss"] == pytest.approx(parts, rel=1e-5)
+
+
+@pytest.mark.parametrize(("elsewhere", "coefficient"), [(0.0, 0.5), (0.02, 1.0), (0.06, 1.5)])
+def test_the_kl_coefficient_adapts_to_the_mean_of_all_learners(elsewhere: float, coefficient: float) -> None:
+    """Here the policy stays, so its own KL is 0; the target is 0.01."""
+    policy = make_policy()
+    learner = APPO(
+        policy=policy, learning_rate=0.0, target_policy=True, target_update_interval=1, kl_coef=1.0, kl_target=0.01
+    )
+    learner.ranks = OtherRank(elsewhere)
+    learner.update(make_rollout(policy))
+    assert float(learner.kl_coef) == coefficient
+
+
+@pytest.mark.parametrize("make", [IMPALA, APPO])
+def test_reset_rows_are_not_in_the_statistics_of_observations(make: Any) -> None:
+    policy = make_policy(normalizes=True)
+    rollout = make_rollout(policy)
+    rollout["valid"] = torch.rand(7, 3, generator=torch.Generator().manual_seed(0)) < 0.7
+    obs = rollout["obs"][rollout["valid"]]
+    assert 0 < len(obs) < 21
+    make(policy=policy).update(rollout)
+    mean, var, count = seen_by(policy)
+    assert count == len(obs)
+    torch.testing.assert_close(mean, obs.mean(0))
+    torch.testing.assert_close(var, obs.var(0, correction=0))

@@ -144,3 +144,10 @@ def test_actor_and_critics_may_have_rates_of_their_own(rates: dict[str, float]) 
     }
     still = "actor" if "actor_learning_rate" in rates else "critics"
     assert {name for name, has_moved in moved.items() if not has_moved} == {n for n in moved if n.startswith(still)}
+
+
+def test_numpy_exploration_stays_inside_the_bounds() -> None:
+    policy, obs = make(exploration_noise=5.0).numpy_policy(), np.zeros((100, 3), np.float32)
+    assert policy is not None
+    drawn = policy(obs, None, np.random.default_rng(0), False)
+    assert (drawn.max(), drawn.min()) == (1.0, -1.0)

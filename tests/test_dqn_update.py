@@ -306,3 +306,16 @@ def test_observation_statistics_move_with_the_batches_and_are_the_target_network
     policy = algorithm.numpy_policy()
     expected = algorithm.act(obs, deterministic=True).actions
     np.testing.assert_array_equal(policy(obs.numpy(), None, np.random.default_rng(0), True), expected)
+
+
+def test_steps_that_no_training_turn_has_used_count_for_the_next(tmp_path):
+    """Three environments step together, and a turn is due per four steps: two rows, six steps, one or two turns."""
+    kwargs = {"learning_starts": 0, "train_frequency": 4, "gradient_updates_per_step": 2, "batch_size": 4}
+    session = open_session(tiny("dqn", tmp_path, num_envs=3, vectorization="sync", kwargs=kwargs))
+    step, found = 0, []
+    for _ in range(6):
+        step += take_steps(session, step)
+        found.append(len(list(session.store.batches(session.algorithm, step))))
+    session.close()
+    assert step == 36
+    assert found == [2, 4, 2, 4, 2, 4]

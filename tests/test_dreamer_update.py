@@ -20,6 +20,7 @@ from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanc
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
+from rl_training.models.blocks import ObservationInput
 from rl_training.models.dreamer import RSSM, SIZES, TwoHotHead, sample_one_hot, straight_through
 from rl_training.models.dreamer_behavior import GaussianActor
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
@@ -662,3 +663,55 @@ def test_threads_are_chosen_by_the_widths_of_the_size(monkeypatch: pytest.Monkey
     chosen = {size: choose_threads(DreamerParams(size=size), SPACES["vector"]) for size in SIZES}
     assert chosen == {"xxs": 1, "xs": 1, "s": 4, "m": 4, "l": 4, "xl": 4}
     assert choose_threads(DreamerParams(size="xs", hidden_sizes=(512,)), SPACES["vector"]) == 4
+
+
+# ---- what else dreams and acting depend on ---------------------------------------------------------------------------
+
+
+def test_dreams_from_the_ends_of_an_update_are_the_ones_that_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, batch, seen = make(), make_batch(), []
+    batch["terminated"][0, 2] = batch["terminated"][2, 4] = True
+    behave, observed = algorithm.behavior_step, []
+    monkeypatch.setattr(
+        algorithm, "behavior_step", lambda dream, alive: seen.append((dream, alive)) or behave(dream, alive)
+    )
+    learn = algorithm.world_model_step
+    monkeypatch.setattr(
+        algorithm, "world_model_step", lambda inputs: observed.append(observe(algorithm, inputs)) or learn(inputs)
+    )
+    algorithm.update(batch)
+    ((dream, alive),) = seen
+    torch.testing.assert_close(dream.features[0], observed[0].features.detach().flatten(0, 1))  # row by row, [L, B]
+    assert torch.equal(alive.view(6, 3) == 0, batch["terminated"].T)
+    batch["terminated"][:] = True
+    assert make().update(batch).metrics["critic_loss"] == 0.0
+
+
+def test_the_memory_holds_the_action_that_the_environment_got() -> None:
+    algorithm = make("continuous")
+    obs = torch.randn(200, *SPACES["continuous"].obs_shape)
+    found = algorithm.act(obs, is_first=torch.ones(200, dtype=torch.bool))
+    assert torch.equal(found.carry[:, -2:], found.actions)
+    assert (found.actions.abs() == 1.0).any()  # some were clipped
+
+
+def test_a_new_policy_is_nearly_uniform() -> None:
+    features = torch.randn(100, make().world_model.rssm.feature_dim)
+    with torch.no_grad():
+        assert (make().actor.probabilities(features) - 0.5).abs().max() < 0.02
+        mean, log_std = make("continuous").actor.gaussian(features)
+    assert mean.abs().max() < 0.1
+    # 0.1 + 0.9 sigmoid(2): wide, but not at the end, where the slope would vanish
+    torch.testing.assert_close(log_std.exp(), torch.full_like(log_std, 0.8927), atol=0.02, rtol=0)
+
+
+def test_predicted_observations_are_in_the_environments_own_units() -> None:
+    model = make().world_model
+    norm = ObservationInput(normalize_size=4)
+    obs = torch.randn(30, 4) * torch.tensor([0.1, 1.0, 5.0, 30.0]) + torch.tensor([0.0, 3.0, -20.0, 100.0])
+    norm.update(obs)
+    model.observation_input = norm
+    encoded = symlog((obs - obs.mean(0)) / obs.std(0, correction=0))
+    torch.testing.assert_close(model.prepare(obs), encoded, rtol=1e-4, atol=1e-5)
+    model.decoder.forward = lambda features: encoded  # a decoder without any error
+    torch.testing.assert_close(model.predict(torch.zeros(30, 1)), obs, rtol=1e-4, atol=1e-4)

@@ -241,3 +241,16 @@ def test_fractions_that_learn_fit_a_skewed_return_better_and_the_metric_shows_th
     assert still_shift < 0.01
     assert moved_shift > 0.05
     assert moved < 0.8 * still
+
+
+def test_fractions_learn_by_the_rmsprop_of_the_paper():
+    """Decay 0.95 and epsilon 1e-5 outside the root, whatever the optimizer of the values is."""
+    learner, generator = make_learner(fraction_learning_rate=1e-3), torch.Generator().manual_seed(0)
+    bias = learner.q_network.fraction_layer.bias
+    expected, square = bias.detach().clone(), torch.zeros(8)
+    for _ in range(5):
+        gradients = [torch.randn(p.shape, generator=generator) for p in learner.q_network.fraction_layer.parameters()]
+        square = 0.95 * square + 0.05 * gradients[1] ** 2
+        expected -= 1e-3 * gradients[1] / (square.sqrt() + 1e-5)
+        learner.fraction_optimizer.apply_gradients(gradients)
+    torch.testing.assert_close(bias.detach(), expected)

@@ -478,3 +478,18 @@ def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu(tmp_path: Path) -> None:
 
     path = edit_checkpoint(result.checkpoint_path, tmp_path / "cuda.ckpt", move)
     assert predict_checkpoint(path, np.zeros(4)) == predict_checkpoint(result.checkpoint_path, np.zeros(4))
+
+
+def test_a_truncated_episode_does_not_stay_in_the_absorbing_state() -> None:
+    """However early it was cut."""
+    terminated, truncated = np.array([[False], [False], [True]]), np.array([[False], [True], [False]])
+    assert absorbing_steps(terminated, truncated, np.array([2, 1]), horizon=10).tolist() == [[0], [0], [9]]
+
+
+def test_the_mean_reward_is_that_of_the_rows_that_are_no_resets() -> None:
+    gail, batch = make_gail(discriminator_updates=2), make_batch()
+    batch["valid"] = torch.ones_like(batch["truncated"])
+    batch["valid"][2:5, 1] = False
+    found = gail.update(batch).metrics["reward_mean"]
+    logits = gail.discriminator(batch["obs"][batch["valid"]], batch["actions"][batch["valid"]])
+    assert found == pytest.approx(logits.exp().log1p().mean().item(), rel=1e-5)  # 18 rows, each -log(1 - D)

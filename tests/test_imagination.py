@@ -13,10 +13,14 @@ from typer.testing import CliRunner
 import env_zoo
 from resume_cases import tiny
 from rl_training.data import TransitionDataset
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.runtime.restoring import load_algorithm, read_checkpoint
 from rl_training.runtime.workflows import train
+from rl_training.tools import imagination
 from rl_training.tools.imagination import (
+    Windows,
     cut_windows,
     draw_imagination,
     open_loop,
@@ -119,3 +123,19 @@ def test_the_command_says_where_the_picture_is(image_checkpoint: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "imagined.gif" in result.output.replace("\n", "")
     assert (image_checkpoint.parent / "imagined.gif").is_file()
+
+
+def test_errors_of_a_vector_are_in_deviations_of_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dimensions with deviations 1 and 100, each predicted one deviation off at the first step and two after."""
+    rng = np.random.default_rng(0)
+    real = (rng.choice([-1.0, 1.0], (40, 5, 2)) * np.array([1.0, 100.0])).astype(np.float32)
+    off = np.array([0.0, 0.0, 0.0, 1.0, 2.0])[None, :, None] * real.std((0, 1))
+    played = Windows(torch.from_numpy(real), torch.zeros(40, 5), torch.zeros(40, 5))
+    spaces = probe_spaces(read_recipe("CartPole-v1", {}))
+    monkeypatch.setattr(imagination, "play_windows", lambda *_, **__: (None, spaces, played))
+    monkeypatch.setattr(imagination, "open_loop", lambda *_: torch.from_numpy(real + off.astype(np.float32)))
+    errors = open_loop_errors("unused", warm_up=3, horizon=2)
+    np.testing.assert_allclose(errors.model, [1.0, 2.0], rtol=1e-4)
+    scaled = real / real.std((0, 1))
+    still = [np.sqrt(np.square(scaled[:, 2] - scaled[:, t]).mean()) for t in (3, 4)]
+    np.testing.assert_allclose(errors.standing_still, still, rtol=1e-4)

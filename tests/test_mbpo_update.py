@@ -601,10 +601,10 @@ def test_a_buffer_smaller_than_a_round_of_rollouts_is_refused(tmp_path: Path, al
     with pytest.raises(UserError, match=words):
         train(tiny(algo, tmp_path, kwargs=kwargs(79)), console=False)
     growing = {"start": 1, "end": 6.6}
-    with pytest.raises(UserError, match=r"is 139; .* \(20 x 7\)"):
-        train(tiny(algo, tmp_path, kwargs=kwargs(139, rollout_horizon_schedule=growing)), console=False)
+    with pytest.raises(UserError, match=r"is 119; .* \(20 x 6\)"):
+        train(tiny(algo, tmp_path, kwargs=kwargs(119, rollout_horizon_schedule=growing)), console=False)
     assert list(tmp_path.iterdir()) == []
-    for fits in (kwargs(80), kwargs(140, rollout_horizon_schedule=growing), kwargs(1, synthetic_batch_ratio=0.0)):
+    for fits in (kwargs(80), kwargs(120, rollout_horizon_schedule=growing), kwargs(1, synthetic_batch_ratio=0.0)):
         open_session(tiny(algo, tmp_path, kwargs=fits)).close()
 
 
@@ -633,3 +633,59 @@ def test_the_log_says_where_ends_come_from(tmp_path: Path) -> None:
         session = open_session(tiny("mbpo", tmp_path, env_id=env_id))
         assert words in session.store.describe()
         session.close()
+
+
+# ---- what the members compute ----------------------------------------------------------------------------------------
+
+
+def test_a_learned_end_comes_with_its_probability() -> None:
+    learner = make(num_ensembles=1, num_elites=1)
+    by_hand(learner.dynamics_model, torch.zeros(1, 4), torch.full((1, 4), -10.0))
+    head = [p for name, p in learner.dynamics_model.members.named_parameters() if name.startswith("bias")][-1]
+    for chance in (0.1, 0.7):
+        with torch.no_grad():
+            head[..., -1] = float(np.log(chance / (1.0 - chance)))
+        ended = learner.imagine(torch.zeros(20_000, 3))["terminated"].float().mean().item()
+        assert ended == pytest.approx(chance, abs=0.02)
+
+
+def test_an_input_that_was_constant_keeps_its_own_scale() -> None:
+    """It may change later: divided by almost nothing, a small change would be a huge input."""
+    model = MLPMOPOEnsembleModel(**SIZES)
+    inputs = torch.randn(64, 5)
+    inputs[:, 1] = 3.0
+    model.standardize(inputs, torch.randn(64, 4))
+    seen: list[Tensor] = []
+    run = model.members.run
+    model.members.run = lambda x, subset=None: seen.append(x) or run(x, subset)  # type: ignore
+    row = torch.tensor([[0.0, 3.5, 0.0]])
+    model(row, torch.zeros(1, 2))
+    assert seen[0][0, 1].item() == pytest.approx(0.5)
+    assert seen[0][0, 0].item() == pytest.approx(-inputs[:, 0].mean().item() / inputs[:, 0].std().item(), rel=0.02)
+
+
+def test_members_have_hidden_layers_with_swish() -> None:
+    torch.manual_seed(0)
+    model, batch = MLPMOPOEnsembleModel(**SIZES, num_ensembles=2), make_batch()
+    found = model(batch["obs"], batch["actions"])
+    weights = {name: value.double().numpy() for name, value in model.members.state_dict().items()}
+    for member in range(2):
+        x = torch.cat([batch["obs"], batch["actions"]], -1).double().numpy()
+        for layer in range(3):
+            x = x @ weights[f"weight{layer}"][member] + weights[f"bias{layer}"][member]
+            if layer < 2:
+                x = x / (1.0 + np.exp(-x))
+        np.testing.assert_allclose(found.means[member].detach().numpy(), x[:, :4], atol=1e-5)
+        np.testing.assert_allclose(found.termination_logits[member].detach().numpy(), x[:, 8], atol=1e-5)
+
+
+@pytest.mark.parametrize(("horizon", "steps"), [(1.0, 1), (1.9, 1), (2.0, 2), (2.5, 2), (3.6, 3)])
+def test_a_horizon_between_two_numbers_is_the_smaller_one(
+    store: ModelReplayStore, horizon: float, steps: int
+) -> None:
+    """As in the published code, so that a schedule reaches its last number at its end."""
+    rollouts = store.rollouts
+    rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+    rollouts.terminates = never
+    rollouts.imagine(make(), torch.zeros(10, 3), horizon)
+    assert len(rollouts.buffer) == 10 * steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,3 +158,25 @@ def test_stopping_again_and_again_loses_nothing(tmp_path: Path) -> None:
     straight, resumed = train(config, console=False), stop_and_resume(config, 1, 8, 25)
     for part in ("algorithm", "source"):
         assert_same(*(load_checkpoint(run.checkpoint_path)[part] for run in (straight, resumed)), part)
+
+
+def test_rollouts_start_at_rows_drawn_from_the_whole_dataset(tmp_path: Path) -> None:
+    session = open_session(tiny("mopo", tmp_path, kwargs={"rollout_refresh_interval": 1}))
+    store: Any = session.store
+    index = {tuple(row): number for number, row in enumerate(store.dataset.obs.tolist())}
+    starts: list[list[int]] = []
+    imagine = store.rollouts.imagine
+
+    def watched(learner: MBPO, states: torch.Tensor, horizon: float) -> None:
+        starts.append([index[tuple(state)] for state in states.tolist()])
+        imagine(learner, states, horizon)
+
+    store.rollouts.imagine, store.fitted = watched, True
+    for step in range(20):
+        list(store.batches(session.algorithm, step))
+    session.close()
+    assert [len(rows) for rows in starts] == [20] * 20
+    assert len({tuple(rows) for rows in starts}) == 20  # another draw every time
+    counts = np.bincount(np.concatenate(starts), minlength=64)
+    assert (counts > 0).sum() > 50  # six draws per row on average
+    assert counts.max() < 20

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import rl_training.algorithms.ppo as ppo_module
-from rl_training.algorithms.actor_critic import select_rows
+from rl_training.algorithms.actor_critic import normalize, select_rows
 from rl_training.algorithms.ppo import PPO, ppo_loss
 from rollout_cases import (
     KINDS,
     PLAIN_STEP,
+    OtherRank,
     assert_one_step_reports,
     assert_same_weights,
     by_torch_distributions,
@@ -25,6 +27,7 @@ from rollout_cases import (
     minibatches_of,
     n_step_advantages,
     sb3_learner,
+    seen_by,
     step_of,
     weights_of,
 )
@@ -282,3 +285,84 @@ def test_rows_are_selected_alike_on_a_gpu(width: int) -> None:
     found = select_rows({name: value.cuda() for name, value in rows.items()}, order.cuda())
     for name, value in rows.items():
         assert torch.equal(found[name].cpu(), value[order])
+
+
+# ---- running statistics, and the means of several learners -----------------------------------------------------------
+
+
+def scaled_rewards(batch: dict[str, Tensor], gamma: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Rewards as a learner that normalizes them learns from them, flat, and its running moments."""
+    learner = PPO(policy=make_policy(), gamma=gamma, normalize_rewards=True)
+    zeros = torch.zeros_like(batch["rewards"])
+    rows = learner.rows({**batch, "values": zeros, "bootstrap_value": zeros[0]})
+    return rows["advantages"], learner.state_dict()["reward_scale.moments"]
+
+
+def test_rewards_are_divided_by_the_deviation_of_returns_without_reset_rows() -> None:
+    """With gamma 0 an advantage is the scaled reward; returns before the division are the rewards themselves."""
+    batch = make_rollout(make_policy(), steps=4, envs=2)
+    batch["rewards"] = torch.tensor([[1.0, 2.0], [0.0, -3.0], [4.0, 0.0], [2.0, 6.0]])
+    batch["dones"] = torch.tensor([[True, False], [False, True], [False, False], [False, False]])
+    batch["valid"] = torch.tensor([[True, True], [False, True], [True, False], [True, True]])
+    counted = np.array([1.0, 2.0, -3.0, 4.0, 2.0, 6.0])  # the two zeros are rewards of reset rows
+    found, (count, mean, squares) = scaled_rewards(batch)
+    assert float(count) == pytest.approx(6.0, abs=1e-3)
+    assert float(mean) == pytest.approx(counted.mean(), abs=1e-3)
+    assert float(squares / count) == pytest.approx(counted.var(), abs=1e-3)
+    np.testing.assert_allclose(found.numpy(), counted / counted.std(), rtol=1e-3)
+
+
+def test_the_return_that_scales_rewards_starts_again_at_every_end() -> None:
+    batch = make_rollout(make_policy(), steps=5, envs=1, truncates=True)
+    batch["rewards"] = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]])
+    batch |= {"terminated": torch.zeros(5, 1, dtype=torch.bool), "truncated": torch.zeros(5, 1, dtype=torch.bool)}
+    batch["terminated"][1] = batch["truncated"][3] = True
+    returns = np.array([1.0, 2.0 + 0.5 * 1.0, 4.0, 8.0 + 0.5 * 4.0, 16.0])  # with gamma 0.5
+    _, (count, mean, squares) = scaled_rewards(batch, gamma=0.5)
+    assert float(mean) == pytest.approx(returns.mean(), rel=1e-3)
+    assert float(squares / count) == pytest.approx(returns.var(), rel=1e-3)
+
+
+def test_a_scaled_reward_is_at_most_ten() -> None:
+    batch = make_rollout(make_policy(), steps=400, envs=1)
+    batch["rewards"] = torch.zeros(400, 1)
+    batch["rewards"][7] = 1000.0  # 20 deviations of a column with one such entry
+    batch["rewards"][8] = -1000.0
+    found, _ = scaled_rewards(batch)
+    assert (found.max(), found.min()) == (10.0, -10.0)
+    batch["rewards"][7:9] = 0.0
+    batch["rewards"][::4] = 1000.0
+    assert scaled_rewards(batch)[0].max().item() == pytest.approx(1.0 / math.sqrt(0.25 * 0.75), rel=1e-3)
+
+
+def test_normalized_advantages_have_the_deviation_of_the_rows_that_count() -> None:
+    rows = torch.tensor([1.0, 2.0, 6.0])
+    expected = (rows - 3.0) / math.sqrt((4.0 + 1.0 + 9.0) / 2.0)  # divided by the number of rows minus one
+    torch.testing.assert_close(normalize(rows), expected)
+    weighted = normalize(torch.tensor([1.0, 2.0, 99.0, 6.0]), torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    torch.testing.assert_close(weighted[[0, 1, 3]], expected)
+
+
+def test_statistics_of_observations_change_after_learning() -> None:
+    """While it learns, the policy is the one that acted: every ratio of the first step is 1."""
+    policy = make_policy(normalizes=True)
+    policy.observation_input.update(torch.randn(50, 2) * 3 + 1)
+    rollout = make_rollout(policy)
+    mean, var, count = seen_by(policy)
+    metrics = PPO(policy=policy).update(rollout).metrics
+    assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0.0
+    obs = rollout["obs"].flatten(0, 1)
+    assert seen_by(policy)[2] == count + len(obs)
+    torch.testing.assert_close(seen_by(policy)[0], (50 * mean + obs.sum(0)) / 71)
+    squares = 50 * (var + mean.square()) + obs.square().sum(0)
+    torch.testing.assert_close(seen_by(policy)[1], squares / 71 - seen_by(policy)[0].square())
+
+
+@pytest.mark.parametrize(("elsewhere", "epochs"), [(0.0, 4), (0.28, 4), (0.32, 1)])
+def test_target_kl_is_compared_with_the_mean_of_all_learners(elsewhere: float, epochs: int) -> None:
+    """The policy stays here, so the mean of two learners is half of the other's KL; the limit is 1.5 times 0.1."""
+    policy = make_policy()
+    learner = PPO(policy=policy, learning_rate=0.0, update_epochs=4, target_kl=0.1, normalize_advantages=False)
+    learner.ranks = OtherRank(elsewhere)
+    assert learner.update(flat_rows(make_rollout(policy))).num_gradient_steps == epochs

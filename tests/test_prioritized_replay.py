@@ -179,3 +179,12 @@ def test_errors_on_a_gpu_are_read_when_the_buffer_is_used_next_with_the_same_dra
 def test_priorities_that_are_not_finite_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         filled().update_priorities(np.array([0, 1]), np.array([1.0, np.nan]))
+
+
+def test_the_largest_priority_is_not_forgotten() -> None:
+    """New rows get it even after later updates that were all smaller."""
+    buffer = filled(steps=3, capacity=40, alpha=0.5, eps=0.0)
+    for error in (9.0, 4.0, 0.25):
+        buffer.update_priorities(np.array([0]), np.array([error]))
+    add_steps(buffer, 1, start=3)
+    assert buffer._tree.leaves[[0, 6, 7]].tolist() == [0.5, 3.0, 3.0]

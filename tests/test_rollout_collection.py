@@ -312,3 +312,67 @@ def test_a_resumed_collector_still_lags(tmp_path: Path) -> None:
         _, batch = collect(session)
     for name, tensor in batch.items():
         assert torch.equal(tensor, again[name]), name
+
+
+@pytest.mark.parametrize("algo", ["impala", "appo"])
+def test_vtrace_learners_get_the_observations_at_the_ends_and_value_them_while_they_learn(
+    algo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights move between two epochs, so values that came with the batch would be old in the second."""
+    kwargs = {"learning_rate": 0.1, "optimizer": "sgd"} | ({"update_epochs": 2} if algo == "appo" else {})
+    with opened("env_zoo:Walk", algo, algo_kwargs=kwargs, env_kwargs={"length": 4}, vectorization="sync") as session:
+        learner: Any = session.algorithm
+        experience, batch = collect(session)
+        assert not {"values", "bootstrap_value", "truncation_values"} & set(batch)
+        assert np.array_equal(batch["bootstrap_obs"], experience.obs[-1])
+        cut = experience.truncated
+        assert cut.sum() >= 3
+        assert np.array_equal(batch["final_obs"][cut], experience.final_obs[cut])
+        successors, seen = learner.successor_values, []
+
+        def watched(values: torch.Tensor, rows: Any) -> torch.Tensor:
+            found = successors(values, rows)
+            seen.append((found[-1], torch.as_tensor(values_of(session, experience.obs[-1])), rows["truncated"][-1]))
+            return found
+
+        monkeypatch.setattr(learner, "successor_values", watched)
+        learner.update(batch)
+    assert len(seen) == kwargs.get("update_epochs", 1)
+    for found, now, truncated in seen:
+        torch.testing.assert_close(found[~truncated], now[~truncated])
+    if algo == "appo":
+        assert not torch.allclose(seen[0][1], seen[1][1])
+
+
+# ---- a new policy, and observations far away -------------------------------------------------------------------------
+
+
+def test_a_new_policy_is_nearly_uniform_behind_orthogonal_layers() -> None:
+    """Hidden layers with gain sqrt(2), the actor's last layer with 0.01 and the critic's with 1; deviations are 1."""
+    policy = MLPActorCritic(obs_dim=3, action_dim=2, hidden_sizes=(16, 8), action_kind="continuous")
+    for part, last_gain in ((policy.actor, 0.01), (policy.critic, 1.0)):
+        layers = [layer for layer in part if isinstance(layer, torch.nn.Linear)]
+        for layer, gain in zip(layers, (2.0**0.5, 2.0**0.5, last_gain), strict=True):
+            assert not layer.bias.any()
+            lengths = torch.linalg.svdvals(layer.weight.detach())
+            torch.testing.assert_close(lengths, torch.full_like(lengths, gain), rtol=1e-4, atol=1e-6)
+    assert policy.log_std is not None
+    assert not policy.log_std.any()
+    chooses = MLPActorCritic(obs_dim=3, action_dim=4, hidden_sizes=(16,))
+    log_probs: Any = chooses.distribution(10 * torch.randn(50, 3)).log_probs  # type: ignore[attr-defined]
+    assert (log_probs.exp() - 0.25).abs().max() < 0.02
+
+
+def test_a_normalized_observation_is_at_most_ten_deviations_away() -> None:
+    """In torch and in numpy alike."""
+    policy = make_policy("continuous", (1, 1), normalize=True)
+    norm = policy.observation_input.norm
+    assert norm is not None
+    mean, deviation = norm.mean.clone(), norm.var.sqrt()
+    far = mean + deviation * torch.tensor([[9.0, 50.0, -1e6]])
+    torch.testing.assert_close(policy.observation_input(far), torch.tensor([[9.0, 10.0, -10.0]]), rtol=1e-4, atol=1e-4)
+    act = policy.numpy_policy()
+    assert act is not None
+    greedy = act(far.numpy(), None, np.random.default_rng(0), True)
+    held = mean + deviation * torch.tensor([[9.0, 10.0, -10.0]])
+    np.testing.assert_allclose(greedy, act(held.numpy(), None, np.random.default_rng(0), True), atol=1e-4)

@@ -217,3 +217,18 @@ def test_resumed_without_its_buffer_the_lane_fills_it_again_before_learning_goes
     assert len(store.buffer) >= 30
     assert steps_to_an_update() == 2
     session.close()
+
+
+@pytest.mark.parametrize("ratio", [4, 8])
+@pytest.mark.parametrize("learning_starts", [6, 20])
+def test_updates_keep_the_train_ratio_to_the_row(tmp_path: Path, learning_starts: int, ratio: int) -> None:
+    """An update replays 2 x 4 rows; every step after the first ones makes `ratio` of them due."""
+    kwargs = {"learning_starts": learning_starts, "batch_size": 2, "sequence_length": 4, "train_ratio": ratio}
+    session = open_session(tiny("dreamer", tmp_path, env_id="env_zoo:Walk", num_envs=2, kwargs=kwargs))
+    step, updates = 0, 0
+    while step < 60:
+        step += take_steps(session, step)
+        updates += len(list(session.store.batches(session.algorithm, step)))
+        if step >= 12:  # from here on there are windows of four rows
+            assert updates == max(0, step - learning_starts) * ratio // 8
+    session.close()

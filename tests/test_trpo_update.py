@@ -266,3 +266,17 @@ def test_update_is_that_of_sb3_contrib(kind: str) -> None:
     assert result.metrics["accepted_step"] == 1.0
     assert (weights_of(policy.actor) - before).norm() > 0.01
     assert_same_weights(theirs, policy, rtol=1e-2, atol=2e-4)
+
+
+def test_the_critics_rows_are_shuffled_for_every_pass() -> None:
+    policy = make_policy()
+    rows = flat_rows(make_rollout(policy))
+    learner = TRPO(policy=policy, value_updates=9, value_minibatch_size=7)
+    seen: list[list[float]] = []
+    step = learner.value_step
+    learner.value_step = lambda *given: seen.append(given[1].tolist()) or step(*given)  # type: ignore[method-assign]
+    learner.update(rows)
+    passes = [[*seen[start], *seen[start + 1], *seen[start + 2]] for start in (0, 3, 6)]
+    for served in passes:
+        assert sorted(served) == sorted(rows["returns"].tolist())  # every row once
+    assert len({tuple(served) for served in passes} | {tuple(rows["returns"].tolist())}) == 4  # never in one order

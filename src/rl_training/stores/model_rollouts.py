@@ -61,7 +61,7 @@ class ModelParams(TemperatureParams):
         2_000, ge=1, description="Maximum gradient steps per fit; the held-out error usually stops it earlier."
     )
     rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which rollouts start.")
-    rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps per rollout, rounded.")
+    rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps per rollout, rounded down.")
     rollout_refresh_interval: int = Field(
         1_000, ge=1, description="Policy updates between rounds of rollouts, checked once per training turn."
     )
@@ -87,7 +87,7 @@ class ModelParams(TemperatureParams):
         assert isinstance(self, Params)
         schedule = self.schedules.get("rollout_horizon")
         longest = self.rollout_horizon if schedule is None else max(schedule.value(0.0), schedule.value(1.0))
-        horizon = round(longest)
+        horizon = int(longest)
         if self.synthetic_batch_ratio and self.synthetic_buffer_capacity < self.rollout_batch_size * horizon:
             raise UserError(
                 f"algo_kwargs: synthetic_buffer_capacity is {self.synthetic_buffer_capacity}; it must be at least "
@@ -159,7 +159,7 @@ class ModelRollouts:
     def imagine(self, algorithm: MBPO, states: Tensor, horizon: float) -> None:
         """Roll out the current policy through the model from real states [N, O]; a row that terminates is dropped."""
         for obs in states.to(self.device, torch.float32).split(CHUNK if self.device == "cpu" else GPU_CHUNK):
-            for _ in range(round(horizon)):
+            for _ in range(int(horizon)):
                 step = algorithm.imagine(obs, self.terminates)
                 self.buffer.add(step)
                 # counting terminated rows makes the host wait for a GPU
