@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import write_text
 from rl_training.experiment.config import TrainConfig, dump_yaml, load_config, read_yaml
 from rl_training.runtime.restoring import BUDGET_KEYS, FREE_KEYS, flat_params
 from rl_training.runtime.run_status import END_FILE, find_status
+from rl_training.safe_files import write_text
 
 ASKED_FILE = "asked.yaml"  # the config before any `auto` was resolved
 BEFORE_A_CHECKPOINT = {"config.yaml", "manifest.json", "metrics.jsonl", "checkpoints", ASKED_FILE, END_FILE}
