@@ -51,7 +51,7 @@ class BC(ActorCriticAlgorithm):
         if actions.is_floating_point():
             fit = {"mse": (modes - actions).square().mean()}
         else:
-            fit = {"accuracy": (modes == actions).float().mean()}
+            fit = {"accuracy": (modes == actions).view(len(actions), -1).all(1).float().mean()}
         metrics = {name: loss.detach() for name, loss in losses.items()} | fit
         return {**metrics, "grad_norm": self.optimizer.step(losses["loss"])}
 
