@@ -106,7 +106,7 @@ def test_the_ratio_is_to_the_policy_that_acted() -> None:
 def test_the_surrogate_weighs_by_the_ratio_once() -> None:
     """V-trace leaves the advantage unweighted: with every ratio inside its clip the step is IMPALA's."""
     rollout = make_rollout(make_policy(), lag=0.05)
-    clips = {"rho_clip": 100.0, "c_clip": 100.0, "pg_rho_clip": 100.0}
+    clips = {"rho_clip": 100.0, "c_clip": 100.0, "pg_rho_clip": 100.0, "ent_coef": 0.01}
     step, metrics = step_with(rollout, clip_coef=0.9, **clips)
     assert metrics["clip_fraction"] == 0.0
     torch.testing.assert_close(step, step_with(rollout, IMPALA, **clips)[0], rtol=1e-3, atol=1e-5)

@@ -48,11 +48,12 @@ class APPO(IMPALA):
     steps = ("minibatch_step",)
 
     def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 5e-4, clip_coef: float = 0.2, update_epochs: int = 1,
-        minibatch_size: int | None = None, normalize_advantages: bool = False, target_policy: bool = False,
-        target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01, **options: Any,
+        self, *, policy: nn.Module, learning_rate: float = 5e-4, ent_coef: float = 0.01, clip_coef: float = 0.2,
+        update_epochs: int = 1, minibatch_size: int | None = None, normalize_advantages: bool = False,
+        target_policy: bool = False, target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01,
+        **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, learning_rate=learning_rate, **options)
+        super().__init__(policy=policy, learning_rate=learning_rate, ent_coef=ent_coef, **options)
         self.numbers.update(clip_coef=clip_coef, kl_target=kl_target)
         self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages = normalize_advantages
