@@ -255,7 +255,7 @@ def describe_own_environment(spec: AlgorithmSpec) -> str:
 
 def render_hyper_parameters(spec: AlgorithmSpec) -> list[str]:
     """Two tables, the algorithm's own (most specific first) and those of every algorithm, and what schedules move."""
-    from rl_training.runtime.params import SCHEDULE, Params
+    from rl_training.runtime.params import SCHEDULE, Params, parameter_names
 
     params, fields = spec.params(), spec.params.model_json_schema()["properties"]
     declared = [inspect.get_annotations(part) for part in spec.params.__mro__]
@@ -271,7 +271,8 @@ def render_hyper_parameters(spec: AlgorithmSpec) -> list[str]:
         f" `{name}` has one of its own, from {m.start:g} to {m.end:g} over the first {m.fraction:.0%} of the budget."
         for name, m in params.built_in_schedules().items()
     )
-    fixed = ", ".join(f"`{name}`" for name in params.fixed_numbers())
+    still = params.fixed_numbers() | params.find_unused()
+    fixed = ", ".join(f"`{name}`" for name in still if f"{name}{SCHEDULE}" in parameter_names(spec.params))
     return [
         f"Set them under `algo_kwargs` in a file, or with `--set NAME=VALUE`. {spec.class_name}'s own:\n",
         render(own),

@@ -123,6 +123,19 @@ def render_text(gates: Mapping[str, Gate], verdicts: Verdicts) -> str:
     return "\n".join([*parts, provenance(verdicts)])
 
 
+def count_final_weights(gates: Mapping[str, Gate], verdicts: Verdicts) -> str:
+    """How many final weights of the DQN presets, which are judged by their best checkpoint, are at the bar too."""
+    counts: dict[str, tuple[int, int]] = {}
+    for gate in gates.values():
+        records = verdicts[gate.name].records
+        if gate.figure == "gates_dqn" and gate.rule == "best" and gate.threshold is not None and not gate.overrides:
+            good = sum(record["eval"]["mean"] >= gate.threshold for record in records)
+            counts[gate.preset.partition("/")[0]] = good, len(records)
+    each = ", ".join(f"`{algo}` {good} of {runs}" for algo, (good, runs) in counts.items())
+    all_good, all_runs = (sum(count[i] for count in counts.values()) for i in (0, 1))
+    return f"Runs whose final weights are at the bar: {each}. That is {all_good} of {all_runs}.\n"
+
+
 def provenance(verdicts: Verdicts) -> str:
     """Where the numbers come from."""
     records = [record for verdict in verdicts.values() for record in verdict.records]
@@ -255,6 +268,8 @@ def render(page: Path, images: Path, gates: Mapping[str, Gate], results: Path, *
     stale: list[Path] = []
     text = page.read_text(encoding="utf-8")
     filled = fill(text, render_text(gates, verdicts))
+    if "<!-- final_weights:begin -->" in text:
+        filled = fill(filled, count_final_weights(gates, verdicts), "final_weights")
     runs = read_records(results / "defaults").values()
     for half in ("tune", "report"):
         if f"<!-- {half}:begin -->" in text:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import rl_training.algorithms.appo as appo_module
 from rl_training.algorithms.appo import APPO, appo_loss
 from rl_training.algorithms.impala import IMPALA
+from rl_training.algorithms.ops.losses import clipped_surrogate
 from rl_training.algorithms.ppo import ppo_loss
 from rollout_cases import (
     KINDS,
@@ -106,7 +108,7 @@ def test_the_ratio_is_to_the_policy_that_acted() -> None:
 def test_the_surrogate_weighs_by_the_ratio_once() -> None:
     """V-trace leaves the advantage unweighted: with every ratio inside its clip the step is IMPALA's."""
     rollout = make_rollout(make_policy(), lag=0.05)
-    clips = {"rho_clip": 100.0, "c_clip": 100.0, "pg_rho_clip": 100.0}
+    clips = {"rho_clip": 100.0, "c_clip": 100.0, "pg_rho_clip": 100.0, "ent_coef": 0.01}
     step, metrics = step_with(rollout, clip_coef=0.9, **clips)
     assert metrics["clip_fraction"] == 0.0
     torch.testing.assert_close(step, step_with(rollout, IMPALA, **clips)[0], rtol=1e-3, atol=1e-5)
@@ -196,13 +198,48 @@ def test_a_minibatch_of_reset_rows_alone_breaks_nothing() -> None:
 
 
 @pytest.mark.parametrize(("mu_over_target", "expected"), [(0.1, 1.0), (1.9, 1.0), (4.0, 0.5), (1e-30, 1.0)])
-def test_the_ratio_is_to_the_target_policy_until_mu_is_twice_as_likely(mu_over_target: float, expected: float) -> None:
+def test_the_ratio_is_to_the_target_policy_until_mu_is_twice_as_likely(
+    mu_over_target: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """clip(mu / pi_T, 0, 2) * pi / mu with pi = pi_T."""
+    seen = []
+
+    def look(logratio: Tensor, *others: Any) -> Any:
+        seen.append(logratio.exp())
+        return clipped_surrogate(logratio, *others)
+
+    monkeypatch.setattr(appo_module, "clipped_surrogate", look)
     rollout = make_rollout(make_policy())
     rollout["behavior_logprobs"] = rollout["behavior_logprobs"] + math.log(mu_over_target)
     _, metrics = step_with(rollout, target_policy=True)
-    assert metrics["rho_mean"] == pytest.approx(expected, rel=1e-3)
+    torch.testing.assert_close(seen[0], torch.full_like(seen[0], expected), rtol=1e-3, atol=0.0)
+    assert metrics["rho_mean"] == pytest.approx(1 / mu_over_target, rel=1e-3)
     assert math.isfinite(metrics["approx_kl"])
+
+
+@pytest.mark.parametrize("target_policy", [False, True])
+def test_metrics_are_of_the_policy_that_acted_and_of_plain_advantages(target_policy: bool) -> None:
+    """pi, pi_T and mu are three policies; the surrogate's own ratio shows in `clip_fraction` alone."""
+    policy = make_policy()
+    rollout = make_rollout(policy, lag=0.3)
+    learner = APPO(policy=policy, learning_rate=0.0, normalize_advantages=True, target_policy=target_policy)
+    if target_policy:
+        with torch.no_grad():
+            for weight in learner.target.parameters():
+                weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    flat = rollout["obs"].flatten(0, 1), rollout["actions"].flatten(0, 1)
+    with torch.no_grad():
+        logprobs = policy.distribution(flat[0]).log_prob(flat[1]).view_as(rollout["rewards"])
+        values = policy.values(flat[0]).view_as(logprobs)
+        reference = learner._target_logprobs(rollout) if target_policy else logprobs
+        trajectories = learner.value_finals(learner.trajectories(rollout))
+        _, advantages = learner.vtrace(trajectories, reference, values, learner.pg_rho_clip if target_policy else None)
+    metrics = learner.update(rollout).metrics
+    logratio = logprobs - rollout["behavior_logprobs"]
+    assert metrics["rho_mean"] == pytest.approx(float(logratio.exp().mean()), rel=1e-4)
+    assert metrics["approx_kl"] == pytest.approx(float((logratio.exp() - 1 - logratio).mean()), rel=1e-3)
+    assert abs(metrics["pg_advantage_mean"]) > 0.01
+    assert metrics["pg_advantage_mean"] == pytest.approx(float(advantages.mean()), rel=1e-4)
 
 
 def test_the_target_policy_is_copied_every_so_many_updates() -> None:

@@ -50,6 +50,18 @@ def test_loss_is_the_mean_and_the_entropy_lowers_it() -> None:
     assert bc_loss(terms, ent_coef=0.5)["loss"] == 1.5
 
 
+@pytest.mark.parametrize("kind", ["discrete", "multi_discrete", "multi_binary"])
+def test_accuracy_is_the_share_of_whole_actions_that_the_policy_would_choose(kind: str) -> None:
+    learner, batch = BC(policy=make_policy(kind), learning_rate=0.0), recorded(kind, rows=8)
+    with torch.no_grad():
+        batch["actions"] = learner.policy.distribution(batch["obs"]).mode()  # type: ignore[operator]
+    assert learner.update(batch).metrics["accuracy"] == 1.0
+    batch["actions"] = batch["actions"].clone()
+    wrong = batch["actions"][:2] if kind == "discrete" else batch["actions"][:2, 0]  # one factor of two actions
+    wrong.copy_(1 - wrong.clamp(max=1))
+    assert learner.update(batch).metrics["accuracy"] == 0.75
+
+
 def test_it_learns_a_rule_and_says_how_well() -> None:
     torch.manual_seed(0)
     for kind, metric in (("discrete", "accuracy"), ("continuous", "mse")):

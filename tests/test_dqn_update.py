@@ -84,7 +84,7 @@ def test_plain_update_is_the_textbook_one_bit_for_bit():
     for mine, theirs in zip(twin.parameters(), network.parameters(), strict=True):
         mine.data.copy_(theirs.data)
     algorithm = DQN(q_network=network, learning_rate=1e-2, gamma=0.9, target_update_interval=3)
-    optimizer = Optimizer(twin.parameters(), learning_rate=1e-2, eps=1e-5, max_grad_norm=10.0)
+    optimizer = Optimizer(twin.parameters(), learning_rate=1e-2, eps=1e-8, max_grad_norm=10.0)
     target = TargetNetwork(twin)
     for i in range(7):
         batch = make_batch(seed=i)

@@ -226,10 +226,14 @@ def test_a_mask_of_the_wrong_size_is_refused() -> None:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_infinite_action_bounds_are_refused() -> None:
-    with pytest.raises(UserError, match=r"infinite bounds.*RescaleAction") as error:
+def test_infinite_action_bounds_are_refused_and_the_advice_helps() -> None:
+    with pytest.raises(UserError, match=r"infinite bounds; give it finite ones, such as with (.*)\.$") as error:
         spaces_of("InfiniteActions")
     one_sentence(error)
+    advice = str(error.value).partition("such as with ")[2].removesuffix(".")
+    names = {"gymnasium": gym, "env": env_zoo.InfiniteActions(), "low": -2.0, "high": 2.0, "shape": (1,)}
+    wrapped = eval(advice, names)
+    assert probe_spaces(read_recipe("custom", {}, lambda: wrapped)).action_kind == "continuous"
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,17 @@ def test_a_bar_in_steps_is_shown_with_what_it_is_held_against(tmp_path: Path, li
     assert render_results.gate_row(gates["one"], verdict)[3] == bar
 
 
+def test_the_page_counts_the_final_weights_that_its_own_table_shows() -> None:
+    text = render_results.PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"\| `(\w+)/cartpole` \| CartPole-v1 \|.*\(best, 4 of 5\).*\(final ([\d., ]+)\)", text)
+    finals = {algo: [float(value) for value in listed.split(", ")] for algo, listed in rows}
+    good = {algo: sum(value >= 475 for value in values) for algo, values in finals.items()}
+    told = dict(re.findall(r"`(\w+)` (\d+) of 5", text[text.index("<!-- final_weights:begin -->") :]))
+    assert {algo: int(count) for algo, count in told.items()} == good
+    assert len(good) == 11
+    assert f"That is {sum(good.values())} of {5 * len(good)}." in text
+
+
 def test_the_results_page_holds_its_markers() -> None:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert render_results.fill(text, "") != ""

@@ -34,6 +34,44 @@ def test_a_number_out_of_its_bounds_is_refused(learner: type) -> None:
             assert str(refused.value) == f"{name} must be {bound}, got {value}"
 
 
+# Defaults of a learner made by hand that are not those of a run, on purpose.
+APART: dict[str, dict[str, str]] = {
+    "QLearning": dict.fromkeys(("target_update_interval", "tau"), "made by hand, it copies the network"),
+    "PPO": dict.fromkeys(("update_epochs", "minibatch_size"), "one pass over the whole batch, as the contract says"),
+    "A2C": {"gae_lambda": "n-step returns, as in the paper"},
+    "IMPALA": {"gae_lambda": "V-trace as in the paper"},
+    "APPO": dict.fromkeys(("update_epochs", "minibatch_size"), "as PPO")
+    | {"normalize_advantages": "without lag it is IMPALA"},
+    "D4PG": dict.fromkeys(("v_min", "v_max", "num_atoms"), "the model's own"),
+    "IQN": {"num_target_quantiles": "as many as num_quantiles"},
+    "GAIL": {"discriminator_batch_size": "as many as there are"},
+    "RLPD": {"actor_update_interval": "a learner knows no training turns"},
+}
+
+
+def defaults_of(learner: type) -> dict[str, object]:
+    """The defaults of the constructor, with those of base classes that it passes its other arguments to."""
+    found: dict[str, object] = {}
+    for part in learner.__mro__:
+        own = vars(part).get("__init__")
+        arguments = inspect.signature(own).parameters.values() if inspect.isfunction(own) else ()
+        found = {argument.name: argument.default for argument in arguments} | found
+        if arguments and all(argument.kind != argument.VAR_KEYWORD for argument in arguments):
+            break
+    return found
+
+
+@pytest.mark.parametrize("algo", sorted({spec.learner: name for name, spec in reversed(SPECS.items())}.values()))
+def test_a_learner_and_a_run_have_the_same_defaults(algo: str) -> None:
+    """Apart from what is listed here; presets of another algorithm's axes differ by their nature."""
+    learner = SPECS[algo].learner
+    apart = {name for part in learner.__mro__ for name in APART.get(part.__name__, {})}
+    ours, theirs = defaults_of(learner), SPECS[algo].params().arguments_of(learner)
+    different = {name for name, value in theirs.items() if name in ours and ours[name] != value}
+    assert different - apart == set()
+    assert {name for name in APART.get(learner.__name__, {}) if ours[name] == theirs[name]} == set()
+
+
 @pytest.mark.parametrize("algo", SPECS)
 def test_every_update_names_one_number_of_its_metrics_to_watch(algo: str) -> None:
     session = open_session(tiny(algo, Path("unused"), threads=1))

@@ -198,7 +198,7 @@ def test_learning_rate_and_its_own_name_are_one_number(algo: str, other: str, de
     assert rates(learning_rate=3e-4, **{other: 0.01}) == (0.01, 0.01)  # as earlier runs stored it
     with pytest.raises(UserError, match=rf"learning_rate is 0\.5 and {other} 0\.01; they mean the same"):
         rates(learning_rate=0.5, **{other: 0.01})
-    schedule = {"start": 0.1, "end": 0.0}
+    schedule = {"start": 0.1, "end": 0.01}
     with pytest.raises(UserError, match=f"learning_rate_schedule and {other}_schedule mean the same"):
         rates(**dict.fromkeys(("learning_rate_schedule", f"{other}_schedule"), schedule))
 

@@ -129,6 +129,19 @@ def test_each_epoch_serves_every_row_once(size: int | None, sizes: list[int]) ->
     assert orders[0] != orders[1]
 
 
+def test_the_divergence_is_that_of_the_last_epoch() -> None:
+    """The other metrics are means over all steps."""
+    policy = make_policy()
+    rows, steps = flat_rows(make_rollout(policy)), []
+    learner = PPO(policy=policy, learning_rate=0.01, update_epochs=4, minibatch_size=7)
+    take = learner.minibatch_step
+    learner.minibatch_step = lambda part: steps.append(take(part)) or steps[-1]  # type: ignore[func-returns-value]
+    metrics, table = learner.update(rows).metrics, torch.stack(steps)
+    assert metrics["approx_kl"] == pytest.approx(float(table[-3:, 4].mean()), rel=1e-5)
+    assert metrics["approx_kl"] > 1.2 * float(table[:, 4].mean())
+    assert metrics["clip_fraction"] == pytest.approx(float(table[:, 5].mean()), rel=1e-5)
+
+
 def test_how_many_steps_are_taken_together_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
     for most, calls in ((32, 6), (1, 9)):  # two whole minibatches per epoch and a smaller one

@@ -48,7 +48,7 @@ def test_a_run_that_learns_from_prior_data_alone_learns(tmp_path: Path) -> None:
 
 
 def test_workers_where_there_are_none_are_named(tmp_path: Path) -> None:
-    said = "^num_workers is 2, but execution_backend is 'local_sync', which has no workers$"
+    said = "^num_workers has no effect: execution_backend is 'local_sync', which has no workers$"
     with pytest.warns(UserWarning, match=said):
         train(tiny("a2c", tmp_path, num_envs=2, num_workers=2, eval_episodes=0), console=False)
 

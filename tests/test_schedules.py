@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from resume_cases import SPECS, take_steps, tiny
+from resume_cases import SPECS, tiny
 from rl_training.errors import UserError
 from rl_training.runtime.callback import Callback
 from rl_training.runtime.params import change_params, parameter_names
@@ -18,20 +16,8 @@ from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import train
+from setting_cases import learned, other_value, same
 
-UPDATES, MOST_STEPS = 6, 120
-# Small enough networks and so few steps that nearly every number shows in the weights.
-PLAIN: dict[str, Any] = {
-    "num_steps": 16, "minibatch_size": 16, "train_frequency": 2, "target_update_interval": 2, "learning_rate": 0.01,
-    "batch_size": 16, "sequence_length": 4, "train_ratio": 8, "num_bins": 11, "imagination_horizon": 2,
-    "model_updates": 3, "line_search_steps": 10, "offline_pretrain_updates": 0,
-}  # fmt: skip
-OTHER = {  # another value than the default, of a number with that name or ending
-    "gamma": 0.5, "tau": 0.37, "learning_rate": 0.013, "gae_lambda": 0.3, "optimizer_eps": 0.05, "max_grad_norm": 1e-3,
-    "rollout_horizon": 3.0, "target_kl": 1e-9, "action_gradient_clip": 1e-4, "clip_coef": 1e-3, "alpha": 0.7,
-    "target_entropy": 3.0, "kl_target": 1e-7, "line_search_shrink": 0.5, "gradient_penalty": 2.0, "train_ratio": 16.0,
-    "free_nats": 20.0, "v_min": -5.0, "v_max": 7.0, "exploration_noise": 0.6, "policy_noise": 0.9, "noise_clip": 0.05,
-}  # fmt: skip
 # What else a number needs in order to be read.
 SETTING: dict[str, dict[str, Any]] = {
     "alpha": {"alpha": 0.2}, "kl_target": {"target_policy": True}, "pg_rho_clip": {"target_policy": True},
@@ -42,38 +28,6 @@ SETTING: dict[str, dict[str, Any]] = {
 def floats_of(algo: str) -> list[str]:
     known = parameter_names(SPECS[algo].params)
     return [name for name in known if f"{name}_schedule" in known]
-
-
-def other_value(algo: str, name: str) -> float:
-    default = SPECS[algo].params.model_fields[name].default
-    for ending, value in OTHER.items():
-        if name == ending or (ending == "learning_rate" and name.endswith(ending)):
-            return value
-    return 0.5 * default if default else 0.5
-
-
-def learned(algo: str, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Everything that a few updates have changed, in a run without files."""
-    model = SPECS[algo].params
-    settings = {name: PLAIN[name] for name in PLAIN if name in model.model_fields and name not in model.synonyms}
-    session = open_session(tiny(algo, Path("unused"), num_envs=2, threads=1, kwargs={**settings, **kwargs}))
-    params, algorithm, store = session.params, session.algorithm, session.store
-    schedules = {**params.built_in_schedules(), **params.schedules}
-    run = object.__new__(Run)  # without its folder, logs and evaluation
-    run.session, run.config, run.schedules, run.step = session, session.config, schedules, 0
-    updates = 0
-    while updates < UPDATES and run.step < MOST_STEPS:
-        run.apply_schedules()
-        run.step += take_steps(session, run.step)
-        for phase, batch in store.batches(algorithm, run.step):
-            store.feedback(batch, algorithm.update(batch, phase=phase, global_step=run.step, sync=False))
-            updates += 1
-    session.close()
-    return [tensor.clone() for tensor in chain(algorithm.parameters(), algorithm.buffers())]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("algo", SPECS)

@@ -29,12 +29,9 @@ class A2C(ActorCriticAlgorithm):
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
-        gae_lambda: float = 1.0, normalize_advantages: bool = False, optimizer: str = "rmsprop_tf",
-        max_grad_norm: float | None = 0.5, **options: Any,
+        gae_lambda: float = 1.0, normalize_advantages: bool = False, max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(
-            policy=policy, gae_lambda=gae_lambda, optimizer=optimizer, max_grad_norm=max_grad_norm, **options
-        )
+        super().__init__(policy=policy, gae_lambda=gae_lambda, max_grad_norm=max_grad_norm, **options)
         self.normalize_advantages = normalize_advantages
         self.numbers.update(learning_rate=learning_rate, ent_coef=ent_coef, vf_coef=vf_coef)
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())

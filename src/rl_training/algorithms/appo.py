@@ -22,6 +22,7 @@ from rl_training.algorithms.actor_critic import ratio_statistics
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
 from rl_training.algorithms.ops.losses import Losses, clipped_surrogate, means
+from rl_training.algorithms.ops.policy import approx_kl
 
 METRICS = (
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
@@ -30,10 +31,15 @@ METRICS = (
 
 
 def appo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
-    """Takes the inputs of `impala_loss`; the surrogate's ratio is target over behavior probability."""
-    logratio = batch["target_logprobs"] - batch["behavior_logprobs"]
-    gain = clipped_surrogate(logratio, batch["pg_advantages"], clip_coef)
-    return vtrace_losses(batch, gain, ent_coef, vf_coef, ratio_statistics(logratio, clip_coef))
+    """Takes the inputs of `impala_loss`; the surrogate's ratio is target over behavior probability.
+
+    Optional: `reference_logprobs` to use in this ratio instead of the behavior policy's, and `scaled_advantages`.
+    """
+    logratio = batch["target_logprobs"] - batch.get("reference_logprobs", batch["behavior_logprobs"])
+    gain = clipped_surrogate(logratio, batch.get("scaled_advantages", batch["pg_advantages"]), clip_coef)
+    apart = batch["target_logprobs"].detach() - batch["behavior_logprobs"]
+    statistics = ratio_statistics(logratio, clip_coef) | {"approx_kl": approx_kl(apart)}
+    return vtrace_losses(batch, gain, ent_coef, vf_coef, statistics)
 
 
 class APPO(IMPALA):
@@ -42,11 +48,12 @@ class APPO(IMPALA):
     steps = ("minibatch_step",)
 
     def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 5e-4, clip_coef: float = 0.2, update_epochs: int = 1,
-        minibatch_size: int | None = None, normalize_advantages: bool = False, target_policy: bool = False,
-        target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01, **options: Any,
+        self, *, policy: nn.Module, learning_rate: float = 5e-4, ent_coef: float = 0.01, clip_coef: float = 0.2,
+        update_epochs: int = 1, minibatch_size: int | None = None, normalize_advantages: bool = False,
+        target_policy: bool = False, target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01,
+        **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, learning_rate=learning_rate, **options)
+        super().__init__(policy=policy, learning_rate=learning_rate, ent_coef=ent_coef, **options)
         self.numbers.update(clip_coef=clip_coef, kl_target=kl_target)
         self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages = normalize_advantages
@@ -77,9 +84,10 @@ class APPO(IMPALA):
             reference = self._target_logprobs(rollout)
             targets, advantages = self.vtrace(rollout, reference, policy["values"], self.pg_rho_clip)
             correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
-            terms["behavior_logprobs"] = rollout["behavior_logprobs"] - correction
+            terms["reference_logprobs"] = rollout["behavior_logprobs"] - correction
             (kl,) = means(self._target_kl(rollout), weights=weights)
-        terms |= {"vtrace_targets": targets, "pg_advantages": self.scale_advantages(advantages, weights)}
+        terms |= {"vtrace_targets": targets, "pg_advantages": advantages}
+        terms["scaled_advantages"] = self.scale_advantages(advantages, weights)
         losses = appo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
         gradients = backward(*losses.slopes)
         if self.target is not None:

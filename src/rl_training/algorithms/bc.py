@@ -30,10 +30,10 @@ class BC(ActorCriticAlgorithm):
     steps = ("gradient_step",)
 
     def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0, optimizer_eps: float = 1e-8,
-        **options: Any,
+        self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0,
+        max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(policy=policy, optimizer_eps=optimizer_eps, **options)
+        super().__init__(policy=policy, max_grad_norm=max_grad_norm, **options)
         self.numbers.update(learning_rate=learning_rate, ent_coef=ent_coef)
         self.heldout_loss: Tensor
         self.register_buffer("heldout_loss", torch.zeros(()))
@@ -51,7 +51,7 @@ class BC(ActorCriticAlgorithm):
         if actions.is_floating_point():
             fit = {"mse": (modes - actions).square().mean()}
         else:
-            fit = {"accuracy": (modes == actions).float().mean()}
+            fit = {"accuracy": (modes == actions).view(len(actions), -1).all(1).float().mean()}
         metrics = {name: loss.detach() for name, loss in losses.items()} | fit
         return {**metrics, "grad_norm": self.optimizer.step(losses["loss"])}
 

@@ -45,9 +45,9 @@ class D4PG(DDPG):
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, v_min: float | None = None, v_max: float | None = None,
-        num_atoms: int | None = None, target_update_interval: int = 1, **options: Any,
+        num_atoms: int | None = None, target_update_interval: int = 1, exploration_noise: float = 0.3, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(model=model, learning_rate=learning_rate, **options)
+        super().__init__(model=model, learning_rate=learning_rate, exploration_noise=exploration_noise, **options)
         self.target_update_interval = target_update_interval
         support = self.model.support
         found = {"v_min": float(support[0]), "v_max": float(support[-1]), "num_atoms": len(support)}

@@ -25,10 +25,10 @@ class FQF(QLearning):
     """The FQF learner. `q_network` has `propose`, a `fraction_layer`, and what IQN needs (see `MLPFQFNetwork`)."""
 
     def __init__(
-        self, *, q_network: nn.Module, learning_rate: float = 1e-3, fraction_learning_rate: float = 2.5e-9,
-        num_quantiles: int = 32, kappa: float = 1.0, entropy_coef: float = 0.0, **options: Any,
+        self, *, q_network: nn.Module, fraction_learning_rate: float = 2.5e-9, num_quantiles: int = 32,
+        kappa: float = 1.0, entropy_coef: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(q_network=q_network, learning_rate=learning_rate, **options)
+        super().__init__(q_network=q_network, **options)
         if self.q_network.num_quantiles != num_quantiles:
             raise UserError(
                 f"num_quantiles is {num_quantiles}; the network proposes {self.q_network.num_quantiles} fractions."

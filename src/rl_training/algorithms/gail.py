@@ -81,8 +81,8 @@ class GAIL(PolicyActing):
     steps = ("discriminator_step",)
 
     def __init__(
-        self, *, ppo: Algorithm, discriminator: nn.Module, discriminator_learning_rate: float = 3e-4,
-        discriminator_updates: int = 1, discriminator_batch_size: int | None = None, reward_form: str = "softplus",
+        self, *, ppo: Algorithm, discriminator: nn.Module, discriminator_learning_rate: float = 5e-4,
+        discriminator_updates: int = 2, discriminator_batch_size: int | None = None, reward_form: str = "softplus",
         gradient_penalty: float = 0.0, absorbing_states: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()

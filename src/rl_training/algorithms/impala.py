@@ -49,9 +49,9 @@ class IMPALA(ActorCriticAlgorithm):
     steps: tuple[str, ...] = ("gradient_step",)
 
     def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 6e-4, ent_coef: float = 0.01, vf_coef: float = 0.5,
+        self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
         rho_clip: float = 1.0, c_clip: float = 1.0, pg_rho_clip: float = 1.0, gae_lambda: float = 1.0,
-        importance_correction: bool = True, max_grad_norm: float | None = 40.0, **options: Any,
+        importance_correction: bool = True, max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gae_lambda=gae_lambda, max_grad_norm=max_grad_norm, **options)
         self.numbers.update(

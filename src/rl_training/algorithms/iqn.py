@@ -22,7 +22,7 @@ class IQN(QLearning):
     """The IQN learner. `q_network` has `features`, `quantiles` and `expected_values` (see `MLPIQNNetwork`)."""
 
     def __init__(
-        self, *, q_network: nn.Module, num_quantiles: int = 32, num_target_quantiles: int | None = None,
+        self, *, q_network: nn.Module, num_quantiles: int = 8, num_target_quantiles: int | None = None,
         num_acting_quantiles: int = 32, kappa: float = 1.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(q_network=q_network, **options)

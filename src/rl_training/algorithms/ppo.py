@@ -90,5 +90,5 @@ class PPO(ActorCriticAlgorithm):
         self.move_normalizers(rows if indices is None else {"obs": rows["obs"][indices]})
         steps = torch.cat(epochs)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
-        metrics = dict(zip(names, steps.mean(0).unbind(), strict=True))
+        metrics = dict(zip(names, steps.mean(0).unbind(), strict=True)) | {"approx_kl": epochs[-1][:, 4].mean()}
         return UpdateResult(metrics, num_gradient_steps=len(steps))

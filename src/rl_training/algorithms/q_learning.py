@@ -57,11 +57,11 @@ class QLearning(Algorithm):
     graphs = ("update_step",)
 
     def __init__(
-        self, *, q_network: nn.Module, learning_rate: float = 1e-3, gamma: float = 0.99,
+        self, *, q_network: nn.Module, learning_rate: float = 3e-4, gamma: float = 0.99,
         target_update_interval: int = 500, double_q: bool = False, tau: float = 1.0, epsilon: float = 0.0,
-        max_grad_norm: float | None = 10.0, optimizer_eps: float = 1e-5, **options: Any,
+        max_grad_norm: float | None = 10.0, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(max_grad_norm=max_grad_norm, optimizer_eps=optimizer_eps, **options)
+        super().__init__(max_grad_norm=max_grad_norm, **options)
         self.q_network: Any = q_network
         self.numbers.update(learning_rate=learning_rate, gamma=gamma, tau=tau, epsilon=epsilon)
         self.double_q, self.target_update_interval = double_q, target_update_interval

@@ -19,7 +19,7 @@ from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 class QRDQN(QLearning):
     """The QR-DQN learner. `q_network` maps [B, ...] to quantiles [B, A, num_quantiles]."""
 
-    def __init__(self, *, q_network: nn.Module, num_quantiles: int = 200, kappa: float = 1.0, **options: Any) -> None:
+    def __init__(self, *, q_network: nn.Module, num_quantiles: int = 50, kappa: float = 1.0, **options: Any) -> None:
         super().__init__(q_network=q_network, **options)
         self.num_quantiles = num_quantiles
         self.numbers["kappa"] = kappa

@@ -45,7 +45,7 @@ class TRPO(ActorCriticAlgorithm):
 
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
-        cg_damping: float = 0.1, line_search_steps: int = 10, line_search_shrink: float = 0.8, value_updates: int = 10,
+        cg_damping: float = 0.1, line_search_steps: int = 10, line_search_shrink: float = 0.8, value_updates: int = 80,
         value_minibatch_size: int | None = 128, normalize_advantages: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, **options)

@@ -23,7 +23,7 @@ def build_config(
 ) -> TrainConfig:  # fmt: skip
     """The validated config of a command; `fields` that are None were not given."""
     from rl_training.cli.options import name_environment
-    from rl_training.experiment.config import TrainConfig
+    from rl_training.experiment.config import TrainConfig, settings_in
     from rl_training.runtime.spec import list_algorithm_specs
     from rl_training.validation import validate
 
@@ -41,6 +41,7 @@ def build_config(
     for name in named:
         name_environment(name, None)
     name_environment(None, modules)
+    built = built.giving(*(settings_in(data, config) if config else ()), *given, *(key.split(".")[0] for key in keys))
     return built.naming(*(modules or ()), *named)
 
 

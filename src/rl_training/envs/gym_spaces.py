@@ -126,7 +126,8 @@ def read_action(env_id: str, space: gs.Space[Any]) -> tuple[str, tuple[int, ...]
         return "multi_binary", (2,) * math.prod(space.shape)
     if isinstance(space, gs.Box) and np.isfinite(space.low).all() and np.isfinite(space.high).all():
         return "continuous", (1,) * int(np.prod(space.shape))
-    reason = "has infinite bounds; rescale it with gymnasium.wrappers.RescaleAction" if isinstance(space, gs.Box) else (
-        "is not supported; Discrete, Box with finite bounds, MultiDiscrete and MultiBinary are"
-    )
+    reason = "is not supported; Discrete, Box with finite bounds, MultiDiscrete and MultiBinary are"
+    if isinstance(space, gs.Box):
+        wrapper = "gymnasium.wrappers.TransformAction(env, lambda a: a, gymnasium.spaces.Box(low, high, shape))"
+        reason = f"has infinite bounds; give it finite ones, such as with {wrapper}"
     raise UserError(f"the action space {in_words(space)} of {env_id} {reason}.")

@@ -119,10 +119,11 @@ class TrainConfig(StrictModel):
         default_factory=dict, description="Arguments of the environment, and max_episode_steps and wrappers."
     )
     _named: tuple[str, ...] | None = PrivateAttr(None)
+    _given: tuple[str, ...] | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        """Record that the user named everything in a config made in Python; a config from a file needs `naming`."""
-        self._named = () if context is READ else None
+        """Record that the user named and gave everything in a config made in Python; otherwise `naming`, `giving`."""
+        self._named = self._given = () if context is READ else None
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -139,6 +140,17 @@ class TrainConfig(StrictModel):
         """A copy in which the user also named these modules or environments."""
         config = self.model_copy()
         config._named = (*self.named, *names)
+        return config
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Fields and hyper-parameters that the user gave; the others are defaults or come from a preset."""
+        return (*self.model_fields_set, *self.algo_kwargs) if self._given is None else self._given
+
+    def giving(self, *names: str) -> TrainConfig:
+        """A copy in which the user also gave these settings."""
+        config = self.model_copy()
+        config._given = (*self.given, *names)
         return config
 
     @property
@@ -184,8 +196,16 @@ def load_config(source: str | Path | Mapping[str, Any] | TrainConfig) -> TrainCo
         return source
     if isinstance(source, Mapping):
         config = validate(TrainConfig, source, "config")
-        return config.naming(*config.callables)  # a mapping comes from the user's code
-    return validate(TrainConfig, read_yaml(source), str(source))
+        return config.naming(*config.callables).giving(*settings_in(source))  # a mapping comes from the user's code
+    return validate(TrainConfig, data := read_yaml(source), str(source)).giving(*settings_in(data, source))
+
+
+def settings_in(data: Mapping[str, Any], source: str | Path | None = None) -> tuple[str, ...]:
+    """Names of the fields and hyper-parameters that a user gave in this mapping; none in a packaged preset."""
+    if source is not None and not Path(source).is_file():
+        return ()
+    inner = data.get("algo_kwargs")
+    return (*data, *(inner if isinstance(inner, Mapping) else ()))
 
 
 def read_yaml(source: str | Path) -> dict[str, Any]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
+from rl_training.runtime.params import Unused
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
 
 
 class APPOParams(RolloutParams):
     """Hyper-parameters of APPO."""
+
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(
+            ("pg_rho_clip", "kl_coef", "kl_target", "target_update_interval"),
+            "target_policy is false, and nothing else reads it", lambda p: not p.target_policy,
+        ),
+    )  # fmt: skip
 
     num_steps: int = Field(32, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     learning_rate: float = Field(5e-4, ge=0, le=10, description="Learning rate of the optimizer.")
@@ -36,12 +46,8 @@ class APPOParams(RolloutParams):
     kl_target: float = Field(0.01, gt=0, description="KL divergence to which kl_coef adapts.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """The KL weight, which adapts; without a target policy, the numbers that only the target policy uses."""
-        if self.target_policy:
-            adapts = {"kl_coef": "it is where a weight starts that then adapts to kl_target"}
-            return super().fixed_numbers() | adapts
-        names = ("pg_rho_clip", "kl_coef", "kl_target")
-        return super().fixed_numbers() | dict.fromkeys(names, "target_policy is false, and nothing else reads it")
+        """As the base class, plus the KL weight, which adapts."""
+        return super().fixed_numbers() | {"kl_coef": "it is where a weight starts that then adapts to kl_target"}
 
 
 SPECS = [

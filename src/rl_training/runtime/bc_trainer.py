@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from rl_training.algorithms.bc import BC
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.networks import make_policy
+from rl_training.runtime.networks import LINEAR_HEADS, make_policy
+from rl_training.runtime.params import Unused
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.dataset import DatasetLaneParams, DatasetStore
@@ -16,13 +19,16 @@ from rl_training.stores.rollouts import ACTION_KINDS
 class BCParams(DatasetLaneParams):
     """Hyper-parameters of BC."""
 
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(("gamma",), "it learns from recorded actions and discounts nothing"), LINEAR_HEADS,
+    )  # fmt: skip
+
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the optimizer.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
 
     def fixed_numbers(self) -> dict[str, str]:
-        """Numbers that are read once or not at all."""
-        once = {"heldout_fraction": "the data is divided once, when the run is built"}
-        return super().fixed_numbers() | once | {"gamma": "it learns from recorded actions and discounts nothing"}
+        """As the base class, plus a number that is read once."""
+        return super().fixed_numbers() | {"heldout_fraction": "the data is divided once, when the run is built"}
 
 
 def build(params: BCParams, spaces: EnvSpaces) -> BC:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, create_model
 from torch import nn
@@ -21,7 +21,7 @@ from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.runtime.networks import make_network
-from rl_training.runtime.params import Schedule, Widths
+from rl_training.runtime.params import Schedule, Unused, Widths
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.replay import ReplayParams, ReplayStore
@@ -30,6 +30,22 @@ from rl_training.stores.support import SupportParams
 
 class DQNParams(ReplayParams):
     """Hyper-parameters of the DQN family."""
+
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(
+            ("epsilon_start", "epsilon_end", "exploration_fraction"), "noisy is true, and noisy layers explore instead",
+            lambda p: p.noisy,
+        ),
+        Unused(
+            ("hidden_sizes",), "head_hidden_sizes has the widths of the layers after the convolutions of an image",
+            lambda p: p.network is None, lambda spaces: spaces.obs_kind == "image",
+        ),
+        Unused(("head_hidden_sizes",), "network replaces the convolutions", lambda p: p.network is not None),
+        Unused(
+            ("head_hidden_sizes",), "observations are not images; hidden_sizes has the widths of the layers",
+            where=lambda spaces: spaces.obs_kind != "image",
+        ),
+    )  # fmt: skip
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     max_grad_norm: float | None = Field(10.0, gt=0, description="Maximum gradient norm; null: no clipping.")

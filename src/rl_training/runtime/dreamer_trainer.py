@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,14 +22,23 @@ from rl_training.models.dreamer import (
 )
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
 from rl_training.runtime.networks import make_input
-from rl_training.runtime.params import Activation, Widths
+from rl_training.runtime.params import Activation, Unused, Widths
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.sequences import SequenceParams, SequenceStore
 
+RATES = ("world_model_learning_rate", "actor_learning_rate", "critic_learning_rate")
+
 
 class DreamerParams(SequenceParams):
     """Hyper-parameters of Dreamer."""
+
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(
+            ("learning_rate",), f"{', '.join(RATES)} are given and replace it",
+            lambda p: all(name in p.schedules or getattr(p, name) is not None for name in RATES),
+        ),
+    )  # fmt: skip
 
     size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Size of all networks.")
     hidden_sizes: Widths = Field((), description="Widths of the MLPs; empty: given by `size`.")
@@ -52,13 +61,6 @@ class DreamerParams(SequenceParams):
     free_nats: float = Field(1.0, ge=0, description="KL per state below which the KL loss has no effect.")
     tau: float = Field(0.02, gt=0, le=1, description="Polyak factor of the slow critic per update.")
     capture: bool = Field(True, description="Whether `accelerate` may capture or compile the update.")
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """The common learning rate, if no part uses it."""
-        rates = [name for name in type(self).model_fields if name.endswith("_learning_rate")]
-        if all(name in self.schedules or getattr(self, name) is not None for name in rates):
-            return super().fixed_numbers() | {"learning_rate": f"{', '.join(rates)} are given and replace it"}
-        return super().fixed_numbers()
 
     @property
     def widest_layer(self) -> int:
@@ -93,7 +95,7 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
     )  # fmt: skip
     kind = GaussianActor if spaces.action_kind == "continuous" else CategoricalActor
     # The schedule of the common rate does not apply to a rate with its own schedule.
-    own_rates = {name: s.start for name, s in params.schedules.items() if name.endswith("_learning_rate")}
+    own_rates = {name: s.start for name, s in params.schedules.items() if name in RATES}
     return Dreamer(
         world_model=world_model, actor=kind(action_dim=spaces.action_dim, **layers),
         critic=Critic(num_bins=params.num_bins, **layers), **{**params.arguments_of(Dreamer), **own_rates},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ from rl_training.algorithms.ppo import PPO
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
 from rl_training.runtime.networks import any_kind, build_on_policy, make_input, make_network
-from rl_training.runtime.params import Widths
+from rl_training.runtime.params import Unused, Widths
 from rl_training.runtime.ppo_trainer import PPOParams
 from rl_training.runtime.spec import AlgorithmSpec
 from rl_training.runtime.workflows import train_function
@@ -21,6 +21,14 @@ from rl_training.stores.rollouts import ACTION_KINDS
 
 class GAILParams(PPOParams, ExpertParams):
     """Hyper-parameters of GAIL."""
+
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(
+            ("discriminator_learning_rate", "discriminator_batch_size", "gradient_penalty"),
+            "discriminator_updates is 0", lambda p: not p.discriminator_updates,
+        ),
+        Unused(("normalize_inputs",), "images are not normalized", where=lambda spaces: spaces.obs_kind == "image"),
+    )  # fmt: skip
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
@@ -45,6 +53,10 @@ class GAILParams(PPOParams, ExpertParams):
     absorbing_states: bool = Field(
         False, description="Continue ended episodes in an absorbing state, for the discriminator and in the reward."
     )
+
+    def find_unused(self, spaces: EnvSpaces | None = None) -> dict[str, str]:
+        """As PPO's, without the activation, which the discriminator always has."""
+        return {name: why for name, why in super().find_unused(spaces).items() if name != "activation"}
 
     @model_validator(mode="after")
     def _end_has_a_worth(self) -> GAILParams:

@@ -11,8 +11,12 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder, MixedEncoder, MixedInput, ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.runtime.own_network import OwnEncoder
-from rl_training.runtime.params import Params
+from rl_training.runtime.params import Params, Unused
 
+LINEAR_HEADS = Unused(  # of `make_policy`
+    ("hidden_sizes", "activation"), "actor and critic are linear heads on the convolutions of an image",
+    lambda p: p.network is None, lambda spaces: spaces.obs_kind == "image",
+)  # fmt: skip
 Network = TypeVar("Network", bound=nn.Module)
 Learner = TypeVar("Learner", bound=Algorithm)
 

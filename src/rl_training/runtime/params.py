@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
 
@@ -96,6 +96,18 @@ class FunctionSchedule(Schedule):
         return type(self).model_validate, (self.model_dump(),)
 
 
+class Unused(NamedTuple):
+    """Settings that have no effect when the parameters, and the spaces if asked, are like that, and why.
+
+    `why` is the end of a sentence; `{p.name}` in it stands for the value of a setting.
+    """
+
+    names: tuple[str, ...]
+    why: str
+    when: Callable[[Any], bool] = lambda params: True
+    where: Callable[[Any], bool] | None = None  # of the spaces
+
+
 AnySchedule = Schedule | Mapping[str, Any] | Callable[[float], float]
 
 
@@ -103,6 +115,9 @@ class Params(StrictModel):
     """Hyper-parameters that every algorithm accepts."""
 
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
+    unused: ClassVar[tuple[Unused, ...]] = (  # a subclass adds its own
+        Unused(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
+    )
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
@@ -175,6 +190,13 @@ class Params(StrictModel):
     def fixed_numbers(self) -> dict[str, str]:
         """Numbers that cannot be scheduled, for example because they are read once, each with the reason."""
         return {}
+
+    def find_unused(self, spaces: Any = None) -> dict[str, str]:
+        """The settings that have no effect with these values, in any environment or in these spaces, and why."""
+        facts = [fact for part in type(self).__mro__ for fact in part.__dict__.get("unused", ())]
+        holds = [f for f in facts if f.when(self) and (f.where is None or (spaces is not None and f.where(spaces)))]
+        reasons = {name: fact.why.format(p=self) for fact in reversed(holds) for name in fact.names}
+        return {name: why for name, why in reasons.items() if name in type(self).model_fields}
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """Schedules that are part of the algorithm, such as that of epsilon; `<name>_schedule` keys override them."""
@@ -263,7 +285,7 @@ def dump_params(params: Params) -> dict[str, Any]:
 
 def check_schedules(algo: str, params: Params, algorithm: Any, source: Any) -> None:
     """Refuse the schedule of a number that neither the algorithm nor its store can change."""
-    fixed = params.fixed_numbers()
+    fixed = params.fixed_numbers() | params.find_unused()
     for name, schedule in params.schedules.items():
         if isinstance(schedule, FunctionSchedule):
             schedule.check_given(f"{name}{SCHEDULE}")

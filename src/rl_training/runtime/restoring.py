@@ -14,7 +14,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError, counted
 from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import TrainConfig
+from rl_training.experiment.config import TrainConfig, settings_in
 from rl_training.runtime.own_network import give_network
 from rl_training.runtime.params import change_params, dump_params, read_params
 from rl_training.runtime.random_play import compare_restored
@@ -287,7 +287,7 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
         merged["algo_kwargs"] = change_params(model, settled, wanted["algo_kwargs"])
     config = validate(TrainConfig, merged, "resume")
     said = wanted.get("env_id"), (wanted.get("algo_kwargs") or {}).get("network")
-    config = config.naming(*(name for name in said if isinstance(name, str)))
+    config = config.naming(*(name for name in said if isinstance(name, str))).giving(*settings_in(wanted))
     old, new = ({**c.model_dump(mode="json", exclude={"algo_kwargs"}), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     free = FREE_KEYS | moved.keys()

@@ -43,6 +43,7 @@ from rl_training.runtime.params import Params, check_schedules, dump_params, rea
 from rl_training.runtime.ranks import Ranks
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext, get_algorithm_spec
 from rl_training.runtime.threads import choose_threads, fastest, time_updates
+from rl_training.runtime.unused_settings import find_unused
 
 BUILDING = threading.RLock()  # held while torch's global generator is ours
 LANES_OF_RANKS = ("rollout", "replay")
@@ -180,17 +181,8 @@ def open_session(
         notes.append(UNSAVED.format(config.env_id))
     if config.has_workers and config.worker_order == FIRST:
         notes.append(ANY_ORDER)
-    notes += [f"warning: {text}" for text in find_idle_settings(config, params)]
+    notes += [f"warning: {text}" for text in find_unused(config, params, spaces)]
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
-
-
-def find_idle_settings(config: TrainConfig, params: Params) -> Iterator[str]:
-    """What was asked for and will not happen."""
-    starts = getattr(params, "learning_starts", 0)
-    if starts >= config.total_timesteps and not getattr(params, "offline_pretrain_updates", 0):
-        yield f"learning_starts is {starts}, but the run ends after {config.total_timesteps} steps: it learns nothing"
-    if config.num_workers != "auto" and not config.has_workers:
-        yield f"num_workers is {config.num_workers}, but execution_backend is 'local_sync', which has no workers"
 
 
 def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:

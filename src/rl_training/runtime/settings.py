@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_training.envs.user_env import MadeEnvironment, UserEnv, name_env
 from rl_training.errors import UserError
-from rl_training.experiment.config import TrainConfig, read_yaml
+from rl_training.experiment.config import TrainConfig, read_yaml, settings_in
 from rl_training.runtime.known_keys import nearest_setting
 from rl_training.runtime.params import SCHEDULE, change_params, parameter_names
 from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
@@ -32,11 +32,13 @@ def read_config(
     settings, env = settings or {}, None if isinstance(env, tuple) else env
     names: tuple[str, ...] | None = None  # what the user named; None means everything, as in the user's own code
     if isinstance(config, TrainConfig):
-        data, names = config.model_dump(exclude_unset=True), config.named
+        data, names, given = config.model_dump(exclude_unset=True), config.named, config.given
     elif isinstance(config, str | Path):
         data, names = read_yaml(config), ()
+        given = settings_in(data, config)
     else:
         data = dict(config or {})
+        given = settings_in(data)
     wanted = settings.get("algo", data.setdefault("algo", algo)) if algo else ""
     if wanted != algo:
         raise UserError(f"algo is {wanted!r}; {get_algorithm_spec(algo).class_name} needs {algo!r}.")
@@ -48,6 +50,7 @@ def read_config(
         data.setdefault("num_envs", 1)
     data = with_defaults(data)
     read = validate(TrainConfig, data, str(config) if isinstance(config, str | Path) else "config")
+    read = read.giving(*given, *settings_in(settings))
     if names is None:  # the user's own code
         return read.naming(*read.callables)
     said = [read.env_id] if isinstance(env, str) or "env_id" in settings else []

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
+from rl_training.runtime.params import Unused
 from rl_training.runtime.workflows import train_function
 from rl_training.stores.rollouts import RolloutParams, rollout_spec
 
@@ -16,6 +17,9 @@ class TRPOParams(RolloutParams):
     """Hyper-parameters of TRPO."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "value_learning_rate"}
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it"),
+    )
 
     learning_rate: float = Field(1e-3, ge=0, le=10, description="The same as value_learning_rate.")
     value_learning_rate: float = Field(
@@ -44,11 +48,6 @@ class TRPOParams(RolloutParams):
         """Accept what earlier versions stored: `learning_rate` with a default that nothing used."""
         unused = "value_learning_rate" in data and data.get("learning_rate") == 3e-4
         return {name: value for name, value in data.items() if name != "learning_rate"} if unused else data
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """Numbers that are not read, because policy and critic have separate steps instead of one sum of losses."""
-        unread = dict.fromkeys(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it")
-        return super().fixed_numbers() | unread
 
 
 SPECS = [

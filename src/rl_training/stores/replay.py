@@ -20,7 +20,7 @@ from rl_training.data.memory import fits_on_gpu, format_bytes
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.runtime.networks import build_on_model
-from rl_training.runtime.params import Activation, Params, Schedule, Widths
+from rl_training.runtime.params import Activation, Params, Schedule, Unused, Widths
 from rl_training.runtime.spec import AlgorithmSpec, Store, StoreContext
 from rl_training.stores.support import SupportWatch
 from rl_training.validation import StrictModel
@@ -51,6 +51,14 @@ class ReplayParams(OffPolicyParams):
     """Hyper-parameters of algorithms with a replay buffer."""
 
     one_step_with: ClassVar[str] = ""  # the part that needs plain rows, without n-step returns and priorities
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(
+            ("prioritized_alpha", "prioritized_beta_start", "prioritized_beta_end", "prioritized_eps"),
+            "prioritized is false", lambda p: not p.prioritized,
+        ),
+        Unused(("random_action_hold",), "learning_starts is 0", lambda p: not p.learning_starts),
+        Unused(("random_action_hold",), "actions with masks are not held", where=lambda s: s.has_action_mask),
+    )  # fmt: skip
 
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
     learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
@@ -99,6 +107,14 @@ class ReplayParams(OffPolicyParams):
 class ActorCriticParams(ReplayParams):
     """Slowly moving targets, and separate learning rates for the actor and the critics."""
 
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(
+            ("learning_rate",), "critic_learning_rate and actor_learning_rate are given and replace it",
+            lambda p: None not in (p.critic_learning_rate, p.actor_learning_rate)
+            and getattr(p, "alpha", None) != "auto",
+        ),
+    )  # fmt: skip
+
     tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
     critic_learning_rate: float | None = Field(
         None, ge=0, le=10, description="Learning rate of the critics; null: learning_rate."
@@ -106,12 +122,6 @@ class ActorCriticParams(ReplayParams):
     actor_learning_rate: float | None = Field(
         None, ge=0, le=10, description="Learning rate of the actor; null: learning_rate."
     )
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """As the base class, plus the common rate if nothing uses it."""
-        both = self.critic_learning_rate is not None and self.actor_learning_rate is not None
-        unread = {"learning_rate": "critic_learning_rate and actor_learning_rate are given and replace it"}
-        return super().fixed_numbers() | (unread if both and getattr(self, "alpha", None) != "auto" else {})
 
 
 class DeterministicActorParams(ActorCriticParams):
@@ -128,18 +138,23 @@ class DeterministicActorParams(ActorCriticParams):
 class TemperatureParams(StrictModel):
     """SAC's temperature, for every algorithm based on SAC; a part of `Params`."""
 
+    unused: ClassVar[tuple[Unused, ...]] = (
+        Unused(
+            ("target_entropy", "initial_alpha"), "alpha is {p.alpha}, and only 'auto' reads it",
+            lambda p: p.alpha != "auto",
+        ),
+    )  # fmt: skip
+
     alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
     target_entropy: float | None = Field(
         None, description="Target entropy of alpha auto; null: minus the number of action dimensions."
     )
 
     def fixed_numbers(self) -> dict[str, str]:
-        """As the base class, plus the temperature if it is tuned, otherwise the settings of the tuning."""
-        fixed = {"target_entropy": f"alpha is {self.alpha}, and only 'auto' reads it"}
-        if self.alpha == "auto":
-            fixed = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
+        """As the base class, plus the temperature if it is tuned."""
+        tuned = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
         inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
-        return inherited | fixed
+        return inherited | (tuned if self.alpha == "auto" else {})
 
 
 def continuous_spec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.collect.local import Request
 from rl_training.data.experience import Experience
 from rl_training.data.memory import as_tensors
-from rl_training.runtime.networks import build_on_policy
-from rl_training.runtime.params import Params
+from rl_training.runtime.networks import LINEAR_HEADS, build_on_policy
+from rl_training.runtime.params import Params, Unused
 from rl_training.runtime.spec import AlgorithmSpec, StoreContext
 
 ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
@@ -27,6 +27,8 @@ MOST_IMAGES = 1024  # whose values are computed at a time
 
 class RolloutParams(Params):
     """Hyper-parameters of algorithms that learn from rollouts."""
+
+    unused: ClassVar[tuple[Unused, ...]] = (LINEAR_HEADS,)
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
