@@ -208,6 +208,13 @@ class PairScores:
         return f"{self.name if low > 0 else self.other} is better{few}"
 
 
+def compare_pair(name: str, other: str, finals: Sequence[Array], others: Sequence[Array]) -> PairScores:
+    """Compare the final returns of two groups, an array per environment."""
+    runs = min(map(len, [*finals, *others]))
+    improvement = estimate(probability_of_improvement, finals, others)
+    return PairScores(name, other, estimate(difference, finals, others), improvement, runs)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Groups of runs compared, the best first."""
@@ -323,15 +330,7 @@ def compare_groups(
         )  # fmt: skip
 
     scores = sorted((score(name) for name in groups), key=lambda group: -float(group.iqm.value))
-    pairs = [
-        PairScores(
-            x,
-            y,
-            *(estimate(of, finals[x], finals[y]) for of in (difference, probability_of_improvement)),
-            runs=min(len(task) for task in [*finals[x], *finals[y]]),
-        )
-        for x, y in combinations([group.name for group in scores], 2)
-    ]
+    pairs = [compare_pair(x.name, y.name, finals[x.name], finals[y.name]) for x, y in combinations(scores, 2)]
     steps = None if grids is None else grids[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
     notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
     return Comparison(envs, scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, notes)
