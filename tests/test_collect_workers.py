@@ -287,6 +287,7 @@ def test_a_long_update_is_not_held_against_workers(tmp_path: Path) -> None:
 def test_replay_and_sequences_stay_whole_when_workers_answer_out_of_turn(algo: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"num_envs": 4, "worker_order": "first", "env_id": "env_zoo:Walk"}
     session = open_session(workers(algo, tmp_path, kwargs={"learning_starts": 10**6}, **fields))
+    assert any(note.startswith("warning: worker_order is first") for note in session.notes)
     with closing(session):
         take_turn(session)
         with stopped(session, 0):
@@ -316,8 +317,9 @@ def test_replay_and_sequences_stay_whole_when_workers_answer_out_of_turn(algo: s
 def test_a_run_that_takes_whoever_is_ready_says_so_and_resumes(tmp_path: Path, capfd: Any) -> None:
     config = workers("ppo", tmp_path, num_envs=4, worker_order="first")
     part = train(config, callbacks=[StopAt(60)], console=True)
-    assert capfd.readouterr().err.count("this run is not reproducible from its seed") == 1
-    done = resume_training(part.checkpoint_path, console=False)
+    assert capfd.readouterr().err.count("warning: worker_order is first") == 1
+    with pytest.warns(UserWarning, match="this run is not reproducible from its seed"):
+        done = resume_training(part.checkpoint_path, console=False)
     assert done.metrics["stop_reason"] == "total_timesteps"
 
 

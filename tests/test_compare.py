@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from rl_training.cli.main import app
 from rl_training.errors import UserError
-from rl_training.tools.compare import compare_groups, find_runs, group_runs
+from rl_training.tools.compare import compare_groups, group_runs
+from rl_training.tools.records import find_runs
 from run_records import HOSTILE, write_group, write_run
 
 NEAR = [10.0, 12.0, 11.0, 13.0, 9.0, 10.5]

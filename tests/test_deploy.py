@@ -71,6 +71,51 @@ def test_a_wrong_file_is_one_sentence(tmp_path: Path) -> None:
         Policy(tmp_path / "noise.onnx")
 
 
+OBSERVATIONS = (
+    "3", "null", '"x"', "[]", "{}", '["obs", "obs"]', '{"a": "state"}', '{"a": ["obs", 1]}', '"action_mask"',
+    "[" * 900 + "]" * 900, '"\\ud800"', "1" + "0" * 5000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "", "{", "3", "null", "[]", "{}", '"obs"', *(f'{{"observation": {described}}}' for described in OBSERVATIONS),
+        f'{{"observation": {"[" * 99999}',
+    ],
+    ids=range(20),
+)  # fmt: skip
+def test_damaged_metadata_is_one_sentence(stored: str, masked: tuple[TrainedPolicy, Path], tmp_path: Path) -> None:
+    import onnx
+
+    model = onnx.load(masked[1])
+    next(prop for prop in model.metadata_props if prop.key == "rl_training").value = stored
+    onnx.save(model, tmp_path / "policy.onnx")
+    with pytest.raises(UserError, match=r"policy.onnx cannot be loaded \(.+\); export the checkpoint again"):
+        Policy(tmp_path / "policy.onnx")
+
+
+@pytest.mark.parametrize("damage", ["no metadata", "a mask of another rank", "an input of words", "an unnamed size"])
+def test_inputs_that_no_export_has_are_one_sentence(
+    damage: str, masked: tuple[TrainedPolicy, Path], tmp_path: Path
+) -> None:
+    import onnx
+
+    model = onnx.load(masked[1])
+    obs, mask = (value.type.tensor_type for value in model.graph.input)
+    if damage == "no metadata":
+        del model.metadata_props[:]
+    elif damage == "a mask of another rank":
+        mask.shape.dim.add().dim_value = 2
+    elif damage == "an input of words":
+        obs.elem_type = onnx.TensorProto.STRING
+    else:
+        obs.shape.dim[1].dim_param = "any"
+    onnx.save(model, tmp_path / "policy.onnx")
+    with pytest.raises(UserError, match=r"policy.onnx cannot (be loaded|act) \(.+\); export the checkpoint again"):
+        Policy(tmp_path / "policy.onnx").predict([0.0, 1.0])
+
+
 def test_it_imports_neither_torch_nor_gymnasium(masked: tuple[TrainedPolicy, Path]) -> None:
     code = (
         "import sys; from rl_training.deploy import Policy; Policy(sys.argv[1]).predict([0.0, 1.0]); "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,12 @@ import yaml
 from rl_training.cli.exits import WRONG_INPUT
 from rl_training.cli.main import app
 from rl_training.errors import Terminated
+from rl_training.experiment.config import list_presets, read_reached
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import compare_defaults as defaults  # noqa: E402
+
 GUIDES = ("README.md", *(f"docs/{name}.md" for name in (
     "index", "start", "your_environment", "continue", "offline", "dreamer", "from_sb3", "troubleshooting",
 )))  # fmt: skip
@@ -184,3 +191,126 @@ def test_the_algorithm_of_the_worked_example_trains(tmp_path: Path, monkeypatch:
     metrics = train({**config, "total_timesteps": 640}, console=False).metrics
     assert metrics["updates"] >= 10
     assert metrics["policy_loss"] > 0  # log-probabilities are negative, and no advantage is
+
+
+# ---- numbers of the README, from the files that they come from -------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![\w-])\d[\d,]*(?:\.\d+)?")
+
+
+def recorded(name: str) -> Any:
+    text = (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
+    return json.loads(text) if name.endswith(".json") else text
+
+
+def replay_speed(side: str, algo: str) -> float:
+    """The faster number of threads in compare_replay.log, the mean of two rounds."""
+    found = re.findall(rf"round \d: {side} +{algo} +(\d) thread\(s\) +([\d,]+) steps", recorded("compare_replay.log"))
+    speeds = {threads: [float(v.replace(",", "")) for t, v in found if t == threads] for threads, _ in found}
+    return max(statistics.fmean(values) for values in speeds.values())
+
+
+def worker_speed(peer: str, row: str) -> float:
+    """The median in the table of docs/results.md that compares with this library; raw numbers were not kept."""
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    table = text.partition(f"| ratio to {peer} |")[2].partition("\n\n")[0]
+    return float(next(line for line in table.splitlines() if row in line).split("|")[3].replace(",", ""))
+
+
+def default_scores(algo: str, side: str) -> dict[str, float]:
+    """The normalized score of every environment that the defaults were not chosen on."""
+    settings = defaults.load_settings()
+    scores: dict[str, list[float]] = {}
+    for record in defaults.read_records(ROOT / "results" / "defaults").values():
+        reports = settings["environments"][record["env"]]["half"] == "report"
+        if reports and (record["algo"], record["side"], record["label"]) == (algo, side, "default"):
+            scores.setdefault(record["env"], []).append(defaults.normalized(settings, record))
+    return {env: statistics.fmean(values) for env, values in scores.items()}
+
+
+def default_return(algo: str, side: str, env: str) -> float:
+    records = defaults.read_records(ROOT / "results" / "defaults").values()
+    wanted = (algo, side, env, "default")
+    return statistics.fmean(
+        record["final"]
+        for record in records
+        if (record["algo"], record["side"], record["env"], record["label"]) == wanted
+    )
+
+
+def without_taxi(side: str) -> list[float]:
+    scores = default_scores("ppo", side)
+    return [statistics.fmean(scores.values()), statistics.fmean(v for env, v in scores.items() if env != "Taxi-v4")]
+
+
+def device_speed(line: str) -> float:
+    """Millions of steps per second, the last such line of the log."""
+    return float(re.findall(rf"^{line} +([\d,]+)", recorded("device_envs.log"), re.M)[-1].replace(",", "")) / 1e6
+
+
+def sac_on_halfcheetah() -> list[float]:
+    finals = [run["eval"][-1][1] for run in recorded("halfcheetah_gpu.json")["runs"] if run["algo"] == "sac"]
+    return [statistics.fmean(finals), statistics.stdev(finals)]
+
+
+def sides_of(algo: str) -> tuple[list[float], list[float]]:
+    halves = [
+        [statistics.fmean(default_scores(algo, side).values()), default_return(algo, side, "HalfCheetah-v5")]
+        for side in ("ours", "sb3")
+    ]
+    return halves[0], halves[1]
+
+
+# the start of a row -> the first numbers of its second and of its third cell
+MEASURED: dict[str, Callable[[], tuple[list[float], list[float]]]] = {
+    "PPO on CartPole, steps/s": lambda: next(
+        ([row["ours"]], [row["theirs"]]) for row in recorded("compare_sb3.json")["speeds"] if row["name"] == "ppo"
+    ),
+    "DQN, SAC, TD3": lambda: (
+        [replay_speed("ours", algo) for algo in ("dqn", "sac", "td3")],
+        [replay_speed("theirs", algo) for algo in ("dqn", "sac", "td3")],
+    ),
+    "IMPALA with two": lambda: ([worker_speed("RLlib", "`local_async`")], [worker_speed("RLlib", "| RLlib")]),
+    "APPO with two": lambda: (
+        [worker_speed("Sample Factory", "`local_async`")], [worker_speed("Sample Factory", "| Sample Factory")]
+    ),
+    "SAC on HalfCheetah-v5, one": lambda: ([recorded("device_loop.json")[0]["steps_per_second"]], []),
+    "SAC on HalfCheetah-v5 after": lambda: (sac_on_halfcheetah(), []),
+    "PPO on Breakout": lambda: ([recorded("breakout_gpu.json")["evaluation"]["mean"]], []),
+    "PPO with 4,096": lambda: (
+        [device_speed("auto highest ppo 4096 steps/s"), device_speed("compile highest ppo 4096 steps/s")], []
+    ),
+    "PPO with default": lambda: (without_taxi("ours"), without_taxi("sb3")),
+    "TD3 with default": lambda: sides_of("td3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", MEASURED)
+def test_a_number_of_the_readme_is_what_its_file_says(row: str) -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    cells = next(line for line in lines if line.startswith(f"| {row}")).split("|")[2:4]
+    for cell, expected in zip(cells, MEASURED[row](), strict=True):
+        shown = NUMBER.findall(cell)[: len(expected)]
+        assert len(shown) == len(expected)
+        for text, value in zip(shown, expected, strict=True):
+            rounding = 0.51 * 10.0 ** -len(text.partition(".")[2])
+            assert float(text.replace(",", "")) == pytest.approx(value, abs=max(rounding, 0.006 * value)), text
+
+
+def test_the_readme_counts_the_presets_that_have_results() -> None:
+    presets, reached = list_presets(), read_reached()
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    with_results = sum(name in reached for name in presets)
+    said = f"Of the {len(presets)} presets, {with_results} have a recorded result"
+    assert said in text
+    assert f"shows the other {len(presets) - with_results} as untrained" in text
+    assert {name.split("/")[0] for name in reached} == {name.split("/")[0] for name in presets}  # every algorithm
+    assert all(max(one["seeds"] for name, one in reached.items() if name.startswith(f"{algo}/")) >= 3
+               for algo in {name.split("/")[0] for name in presets})  # fmt: skip
+
+
+def test_the_result_on_breakout_stands_where_the_readme_says() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "docs/performance.md#ppo-on-breakout" in text
+    assert "### PPO on Breakout" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert "ppo/breakout_atari` with 64 environments, 399 per game" in (ROOT / "docs" / "results.md").read_text("utf-8")

@@ -29,6 +29,8 @@ from test_collect_workers import assert_same_end, workers
 
 ray = pytest.importorskip("ray")
 
+from ray._private import ray_constants  # noqa: E402
+
 from rl_training.collect.ray_workers import check_room, connect, pack_arrays, unpack_arrays  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*It is restarted")
@@ -246,6 +248,42 @@ def test_ten_lost_nodes_change_nothing(two_nodes: TwoNodes, tmp_path: Path) -> N
     assert loser.lost == 10
     assert lost.metrics["worker_restarts"] >= 10
     assert_same_end(whole, lost)
+
+
+def test_a_cluster_of_the_run_is_started_for_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **given: seen.append((given["address"], ray_constants.ENABLE_RAY_CLUSTER)))
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    assert connect(2, {"CPU": 1.0})
+    assert seen == [("local", False)]
+    assert ray_constants.ENABLE_RAY_CLUSTER
+    monkeypatch.setattr(ray, "__version__", "2.58.1")
+    with pytest.raises(UserError, match=r"Ray 2\.58\.1 starts clusters that ask for no password; install ray>=2\.59"):
+        connect(2, {"CPU": 1.0})
+    assert len(seen) == 1
+
+
+@pytest.mark.slow
+def test_a_cluster_of_the_run_listens_on_this_machine_alone(tmp_path: Path) -> None:
+    addresses: set[str] = set()
+
+    class Look(Callback):
+        def on_start(self, run: Run) -> None:
+            session, mine = ray.get_runtime_context().get_session_name().encode(), set()
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    if session in (process / "cmdline").read_bytes() or process.name == str(os.getpid()):
+                        mine |= {os.readlink(path) for path in (process / "fd").iterdir()}
+            for table in ("tcp", "tcp6"):
+                for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                    _, local, _, state, *_, inode = line.split()[:10]
+                    if state == "0A" and f"socket:[{inode}]" in mine:
+                        addresses.add(local.partition(":")[0])
+
+    train(on_ray("a2c", tmp_path), callbacks=[Look()], console=False)
+    assert addresses
+    assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from rl_training.cli.main import app
 from rl_training.tools import report
-from rl_training.tools.compare import find_runs, group_runs
+from rl_training.tools.compare import group_runs
 from rl_training.tools.drawing import Series, draw_svg, format_number, place_legend, ticks
+from rl_training.tools.records import find_runs
 from run_records import HOSTILE, write_group, write_run
 
 TINY = ["--algo", "ppo", "--total-timesteps", "64", "--num-envs", "1", "--eval-episodes", "1", "--set", "num_steps=32",

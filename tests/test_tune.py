@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from rl_training.cli.tune import trial_table
 from rl_training.errors import UserError
 from rl_training.experiment.config import TrainConfig, load_config, parse_yaml
 from rl_training.runtime.params import read_params
+from rl_training.runtime.workflows import train
 from rl_training.tools import tune
 from rl_training.tools.tune import Job, Study, search_space, with_values
 
@@ -264,6 +268,107 @@ def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tune, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"optuna is not installed; run pip install 'rl-training\[tune\]'"):
         study(tmp_path)
+
+
+QUICK = ["tune", "ppo/cartpole", "--tune", "learning_rate", "--trials", "2", "--final-seeds", "0", "--study"]
+
+
+def test_a_second_tune_on_a_study_is_refused_and_the_first_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[Any] = []
+
+    def run_here(jobs: Any, count: int, modules: Any, tick: Callable[[], None]) -> None:
+        for job in jobs:
+            if not refused:
+                refused.append(CliRunner().invoke(app, [*QUICK, "here"]))
+            finish(job, by_rate)
+            tick()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "run_jobs", run_here)
+    result = CliRunner().invoke(app, [*QUICK, "here"])
+    assert (refused[0].exit_code, refused[0].stderr.count("\n")) == (2, 1)
+    assert f"here is in use: process {os.getpid()}" in refused[0].stderr
+    assert "or give another --study" in refused[0].stderr
+    assert result.exit_code == 0, result.output
+    assert result.output.count(" done ") == 2
+    assert "fail" not in result.output
+
+
+@pytest.fixture(scope="module")
+def finished_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("studies") / "study"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "run_jobs", lambda jobs, *_: [finish(job, by_rate) for job in jobs])
+        result = CliRunner().invoke(app, [*QUICK, str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def forge(path: Path, how: str, finished: Path) -> None:
+    """A study.db that no study wrote."""
+    if " set " in how or "insert" in how or "drop" in how:
+        shutil.copyfile(finished / "study.db", path)
+    if how == "text":
+        path.write_text("hello")
+        return
+    if how == "folder":
+        path.mkdir()
+        return
+    with contextlib.closing(sqlite3.connect(path)) as forged:
+        if how == "other tables":
+            forged.execute("create table trials (x int)")
+        else:
+            forged.executescript(how)
+        forged.commit()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "text", "folder", "other tables", "update alembic_version set version_num = 'v9.9'",
+        "update study_user_attributes set value_json = '3' where key = 'says'",
+        "update study_user_attributes set value_json = '{' where key = 'says'",
+        "insert into study_user_attributes (study_id, key, value_json) values (1, 'final default x', '1.0')",
+        "insert into study_user_attributes (study_id, key, value_json) values (1, 'final default 0', '\"many\"')",
+        "update trial_params set distribution_json = '{}'", "update trial_params set param_name = '[/]'",
+        "update trials set state = 'SLEEPING'", "drop table trial_values",
+        "update trial_values set value = null", "update trial_values set value = 'much'",
+    ],
+)  # fmt: skip
+def test_a_forged_study_is_one_sentence(
+    how: str, finished_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    forge(Path("here/study.db"), how, finished_study)
+    result = CliRunner().invoke(app, [*QUICK, "here"])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert "here/study.db cannot be read as a study" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["st?dy", "a%20b", "{x}", "a#b", "study?mode=ro"])
+def test_a_study_may_have_any_name(
+    name: str, finished_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished_study, name)
+    result = CliRunner().invoke(app, [*QUICK, name])
+    assert result.exit_code == 0, result.output
+    assert "continuing after 2 trials" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["best.yaml", "study.db"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder in which root cannot write either")
+def test_a_study_or_an_export_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    done = train(tiny("a2c", tmp_path), console=False)
+    export = ["export", "--format", "torch", "--checkpoint", str(done.checkpoint_path), "--output"]
+    for words in ([*QUICK, "/proc/study"], [*QUICK, "/proc"], [*export, "/proc/policy.pt2"]):
+        result = CliRunner().invoke(app, words)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+        assert "cannot be written" in result.stderr
 
 
 WORDS = [

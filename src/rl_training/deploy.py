@@ -14,10 +14,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_training.errors import UserError
+from rl_training.errors import UserError, first_line
 
 Array = NDArray[Any]
 DTYPES = {"float": "float32", "double": "float64"}  # where ONNX and numpy use different names
+
+
+def _names(structure: Any) -> Iterator[str]:
+    """The inputs in a description of observations."""
+    if isinstance(structure, str):
+        yield structure
+    else:
+        for part in structure.values() if isinstance(structure, dict) else structure:
+            yield from _names(part)
+
+
+def _read_input(given: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape of one row, and dtype, of an input of a session."""
+    kind = given.type.removeprefix("tensor(").removesuffix(")")
+    shape, dtype = tuple(given.shape[1:]), np.dtype(DTYPES.get(kind, kind))
+    if not all(isinstance(size, int) for size in shape) or dtype.kind not in "biuf":
+        raise ValueError(f"its input {given.name} has the type {given.type} and the shape {given.shape}")
+    return shape, dtype
 
 
 class Policy:
@@ -33,18 +51,24 @@ class Policy:
             raise UserError("rl_training.deploy needs onnxruntime (pip install onnxruntime).") from None
         if not os.path.isfile(path):
             raise UserError(f"{path} is not a file; give one that `rl-training export --format onnx` wrote.")
+        self.path = path
         try:
             self._session = onnxruntime.InferenceSession(os.fspath(path), providers=list(providers))
-            stored = self._session.get_modelmeta().custom_metadata_map["rl_training"]
+            self.metadata: dict[str, Any] = json.loads(self._session.get_modelmeta().custom_metadata_map["rl_training"])
+            self._inputs = {given.name: _read_input(given) for given in self._session.get_inputs()}
+            parts = sorted(name for name in self._inputs if name not in ("action_mask", "state"))
+            if sorted(_names(self.metadata["observation"])) != parts:
+                raise ValueError(f"its description of observations does not name its inputs, {', '.join(parts)}")
+            if "action_mask" in self._inputs and len(self._inputs["action_mask"][0]) != 1:
+                raise ValueError("its action_mask is not a row of numbers")
         except Exception as error:  # onnxruntime has a different exception for every kind of damage
-            reason = "rl-training did not export it" if isinstance(error, KeyError) else str(error).splitlines()[0]
-            raise UserError(f"{path} cannot be loaded ({reason}); export the checkpoint again.") from None
-        self.metadata: dict[str, Any] = json.loads(stored)
-        self._inputs = {
-            given.name: (tuple(given.shape[1:]), np.dtype(DTYPES.get(given.type[7:-1], given.type[7:-1])))
-            for given in self._session.get_inputs()
-        }
+            raise self._useless("be loaded", error) from None
         self.reset()
+
+    def _useless(self, what: str, error: Exception) -> UserError:
+        known = isinstance(error, KeyError | TypeError | json.JSONDecodeError | RecursionError)
+        reason = "rl-training did not write its metadata" if known else first_line(error)
+        return UserError(f"{self.path} cannot {what} ({reason}); export the checkpoint again.")
 
     def reset(self) -> None:
         """Forget the episode so far; matters only for a policy with memory (Dreamer)."""
@@ -84,7 +108,10 @@ class Policy:
             shape, dtype = self._inputs["state"]
             fits = state is not None and len(state) == count
             feed["state"] = state if state is not None and fits else np.zeros((count, *shape), dtype)
-        actions, *states = self._session.run(None, feed)
+        try:
+            actions, *states = self._session.run(None, feed)
+        except Exception as error:  # a file whose parts do not fit each other
+            raise self._useless("act", error) from None
         action = actions if is_batch else actions[0]
         whole = action.ndim == 0 and action.dtype.kind in "iu"
         return int(action) if whole else action, states[0] if states else None

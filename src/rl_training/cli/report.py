@@ -45,7 +45,8 @@ def compare(
     """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference."""
     bar = None if threshold is None else read_number("--threshold", threshold)
     scale = dict(read_reference(text) for text in references or ())
-    from rl_training.tools.compare import compare_groups, find_runs, group_runs
+    from rl_training.tools.compare import compare_groups, group_runs
+    from rl_training.tools.records import find_runs
 
     groups = group_runs(find_runs(runs), by)
     result = compare_groups(groups, scale, bar, shared_steps=shared_steps, trained=training)
@@ -63,7 +64,8 @@ def report(
 ) -> None:
     """Write one HTML file about runs: curves, scores, settings, time, warnings, an episode, commands."""
     named = name_environment(env, modules)
-    from rl_training.tools.compare import find_runs, group_runs
+    from rl_training.tools.compare import group_runs
+    from rl_training.tools.records import find_runs
     from rl_training.tools.report import build_report, show_episodes
 
     groups = group_runs(find_runs(runs), by)
@@ -83,7 +85,8 @@ def plot(
     """Draw learning curves with intervals over seeds."""
     if Path(output).suffix not in (".svg", ".png"):
         raise UserError(f"--output is {output!r}; it must end in .svg or .png.")
-    from rl_training.tools.compare import find_runs, group_runs
+    from rl_training.tools.compare import group_runs
+    from rl_training.tools.records import find_runs
     from rl_training.tools.report import plot_curves
 
     drawn, notes = plot_curves(group_runs(find_runs(runs), by), Path(output).suffix, shared_steps=shared_steps)

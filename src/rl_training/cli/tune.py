@@ -31,6 +31,7 @@ from rl_training.cli.screen import describe_interval, make_console, mean_interva
 from rl_training.errors import UserError, counted
 
 if TYPE_CHECKING:
+    from rl_training.experiment.config import TrainConfig
     from rl_training.tools.tune import Study
 
 SHOWN = 10  # finished trials in the live table
@@ -65,19 +66,29 @@ def tune(
     if seeds == 1:
         raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
     built = build_config(one_config(preset, config), algo, env, settings, modules, total_timesteps=total_timesteps)
-    from rl_training.tools.tune import Study, run_jobs, search_space
+    from rl_training.runtime.run_folder import locked
+    from rl_training.safe_files import output_written
+    from rl_training.tools.tune import Study, search_space
 
     space = search_space(built, names or ())
     folder = Path(study or f"{built.output_dir}/tune-{built.algo}-{built.env_id.replace('/', '_').replace(':', '_')}")
-    opened = Study(built, space, folder, workers)
-    console = make_console()
+    with output_written(folder, "--study"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, "another --study"):
+        search(Study(built, space, folder, workers), built, count, workers, seeds, modules or [])
+
+
+def search(opened: Study, built: TrainConfig, count: int, workers: int, seeds: int, modules: list[str]) -> None:
+    """Run the trials, then the comparison on new seeds, and print both."""
+    from rl_training.tools.tune import run_jobs
+
+    console, folder = make_console(), opened.folder
     title = escape(f"{built.algo} on {built.env_id}")
     console.print(f"[bold]{title}[/bold]: {counted(count, 'trial')} in {quote(folder)}")
-    print_facts(console, [(name, escape(one.describe())) for name, one in space.items()])
+    print_facts(console, [(name, escape(one.describe())) for name, one in opened.space.items()])
     before = len(opened.trials())
     if before:
         console.print(f"continuing after {counted(before, 'trial')}")
-    modules = modules or []
     try:
         with Shown(console, opened) as shown:
             run_jobs(opened.jobs(count), workers, modules, shown.refresh)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 
 from rl_training.algorithms.base import Array
@@ -28,6 +29,7 @@ from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
 from rl_training.errors import UserError, first_line
 
+AUTHENTICATED = (2, 59)  # the first version whose local clusters ask for a token
 KNOCK_SECONDS = 10.0  # how long to wait for an answer from the address of a cluster
 
 
@@ -292,6 +294,9 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = os.environ.get("RAY_ADDRESS")
+    if not address and tuple(map(int, ray.__version__.split(".")[:2])) < AUTHENTICATED:
+        needed = ".".join(map(str, AUTHENTICATED))
+        raise UserError(f"Ray {ray.__version__} starts clusters that ask for no password; install ray>={needed}.")
     with own_signals():
         try:
             if address:
@@ -299,11 +304,23 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
                 ray.init(**quiet)
             else:
                 cpus = max(1, math.ceil(count * needs["CPU"]))
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+                with on_this_machine():
+                    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
             where = f"RAY_ADDRESS is {address!r}, but there is no Ray cluster to use" if address else "Ray cannot start"
             raise UserError(f"{where} ({first_line(error)}).") from None
     return True
+
+
+@contextmanager
+def on_this_machine() -> Iterator[None]:
+    """Let a cluster that starts here listen on 127.0.0.1 only, as it does on macOS; Ray has no public option for it."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def knock(address: str) -> None:

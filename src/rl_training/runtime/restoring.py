@@ -30,7 +30,7 @@ from rl_training.runtime.session import (
 )
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.threads import choose_threads
-from rl_training.validation import validate
+from rl_training.validation import check_plain, validate
 
 PathLike = str | Path
 DEVICES = ("cpu", "cuda")  # kinds of device for a learner
@@ -53,6 +53,11 @@ def read_checkpoint(path: PathLike) -> dict[str, Any]:
         raise UserError(f"{path} has the schema {tree['schema']!r}; this rl-training reads schema {SCHEMA}.")
     if odd := [part for part in ("config", "spaces", "algorithm", "source", "run") if not isinstance(tree[part], dict)]:
         raise UserError(f"{path} is not a training checkpoint: its {odd[0]} is not a mapping.")
+    try:
+        for name, value in tree["config"].items():
+            check_plain(value, f"config.{name}")
+    except ValueError as error:
+        raise UserError(f"{path} is not a training checkpoint: {error}.") from None
     return tree
 
 
@@ -81,10 +86,10 @@ def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
         names = ("has_action_mask", "normalize_observations", "normalize_rewards")
         flags = {name: bool(getattr(spaces, name)) for name in names}
         again = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags).to_dict()
+        stored = spaces.to_dict()
+        odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
     except Exception as error:  # an edited file can fail in any way
         raise UserError(f"{path}: its spaces are invalid ({describe_error(error)}).") from None
-    stored = spaces.to_dict()
-    odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
     if odd or not isinstance(spaces.env_id, str):
         raise UserError(f"{path}: its spaces do not fit together; {(odd or ['env_id'])[0]} is wrong.")
     return spaces
@@ -103,7 +108,7 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
         cause = "it was edited, or written by an rl-training whose networks were different"
         raise UserError(f"{path} does not fit its own config: {problem}; {cause}.")
     for name, extra in state.items():  # the comparison accepts any string as a device
-        if isinstance(extra, Mapping) and extra.get("device", "cpu") not in DEVICES:
+        if isinstance(extra, Mapping) and str(extra.get("device", "cpu")) not in DEVICES:
             raise UserError(f"{path} does not fit its own config: algorithm.{name}.device is {extra['device']!r}.")
     try:
         algorithm.load_state_dict(state)
@@ -120,7 +125,7 @@ def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str,
         extra = state.get(name)
         if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
             continue
-        if extra.get("device") in DEVICES and extra["device"] != own["device"]:
+        if str(extra.get("device")) in DEVICES and extra["device"] != own["device"]:
             changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
     return {**state, **changed}
 
@@ -214,7 +219,8 @@ def machine_changes(stored: Any, config: TrainConfig) -> list[str]:
     if not isinstance(stored, Mapping):
         return []
     here = describe_machine(config).items()
-    changed = [f"{name} {value}, was {stored[name]}" for name, value in here if stored.get(name, value) != value]
+    was = {name: str(found) for name, found in stored.items()}
+    changed = [f"{name} {value}, was {was[name]}" for name, value in here if was.get(name, value) != value]
     return [f"this machine differs ({'; '.join(changed)}), so this resume may not be exact."] if changed else []
 
 
@@ -239,13 +245,13 @@ def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list
         # If a source loaded a wrong state without noticing, its own state differs. Buffers check themselves.
         given, taken = ({**part, "replay": None} for part in (state, session.source_state()))
         problem = first_difference(given, taken, "source")
+        if problem:
+            raise UserError(f"{path}: its source cannot be restored: {problem}.")
+        return sentences or find_history(session, state)
     except UserError:
         raise
     except Exception as error:  # an edited file can fail in any way
         raise UserError(f"{path}: its source cannot be restored ({describe_error(error)}).") from None
-    if problem:
-        raise UserError(f"{path}: its source cannot be restored: {problem}.")
-    return sentences or find_history(session, state)
 
 
 def find_history(session: Session, state: dict[str, Any]) -> list[str]:

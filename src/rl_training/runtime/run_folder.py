@@ -92,16 +92,19 @@ def is_newest(checkpoint: Path, run_dir: Path) -> bool:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder; a second process gets an error that names the first."""
+def locked(run_dir: Path, instead: str = "--output-dir") -> Iterator[None]:
+    """Keep other processes out of a run's folder; a second process gets an error that names the first.
+
+    `instead` is the option that names another folder.
+    """
     path = run_dir / ".lock"
     try:
         for name in FOLDERS:
             refuse_link(run_dir / name)
-        _locks[run_dir] = _take_lock(path)
+        _locks[run_dir] = _take_lock(path, instead)
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"{run_dir} cannot be written to ({reason}); fix that, or give --output-dir.") from None
+        raise UserError(f"{run_dir} cannot be written to ({reason}); fix that, or give {instead}.") from None
     try:
         remove_stale_temporaries(run_dir)
         yield
@@ -133,7 +136,7 @@ def keep_lock(run_dir: Path) -> None:
     _locks[run_dir] = taken
 
 
-def _take_lock(path: Path) -> int:
+def _take_lock(path: Path, instead: str = "--output-dir") -> int:
     """Return a descriptor that holds the lock; try again if the last holder removed the file in between."""
     while True:
         descriptor = open_locked(path)
@@ -142,7 +145,7 @@ def _take_lock(path: Path) -> int:
                 holder = _read_holder(descriptor)
                 who = f"process {holder.get('process')} on {holder.get('host')}" if holder else "another process"
                 raise UserError(
-                    f"{path.parent} is in use: {who} is training in it; wait until it ends or give --output-dir "
+                    f"{path.parent} is in use: {who} is training in it; wait until it ends or give {instead} "
                     f"(if it is gone, delete {path.name} there)."
                 )
             if os.fstat(descriptor).st_nlink:

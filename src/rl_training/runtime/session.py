@@ -178,9 +178,9 @@ def open_session(
         took = ", ".join(f"{float(f'{1000 * seconds:.3g}'):,g} ms with {count}" for count, seconds in times.items())
         notes.append(f"threads auto is {config.threads}: an update here takes {took}")
     if stepper is not None and not stepper.engine.state_format:
-        notes.append(UNSAVED.format(config.env_id))
+        notes.append(f"warning: {UNSAVED.format(config.env_id)}")
     if config.has_workers and config.worker_order == FIRST:
-        notes.append(ANY_ORDER)
+        notes.append(f"warning: {ANY_ORDER}")
     notes += [f"warning: {text}" for text in find_unused(config, params, spaces)]
     return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
 

@@ -87,7 +87,7 @@ class DatasetStore:
         """The inverse of `state_dict`; other data is refused."""
         check_same_data(state["dataset_sha256"], self.dataset, "recorded data")
         self.rng.bit_generator.state = state["rng"]
-        self.updates = state["updates"]
+        self.updates = int(state["updates"])
         return []
 
     def close(self) -> None:

@@ -214,5 +214,5 @@ class PriorReplayStore(ReplayStore):
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`; other prior data is refused."""
         check_same_data(state["dataset_sha256"], self.dataset, "prior data")
-        self.pretrain_updates_done = state["pretrain_updates_done"]
+        self.pretrain_updates_done = int(state["pretrain_updates_done"])
         return super().load_state_dict(state)

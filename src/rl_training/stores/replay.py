@@ -199,6 +199,8 @@ class BufferStore:
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`; a checkpoint may lack its buffer."""
         self.rng.bit_generator.state = state["rng"]
+        if type(state["credit"]) not in (int, float):
+            raise TypeError(f"credit is a {type(state['credit']).__name__}")
         self.credit = state["credit"]
         if "replay" not in state:
             return ["the checkpoint has no replay buffer; it is filled again before learning continues."]

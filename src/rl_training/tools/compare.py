@@ -1,23 +1,20 @@
-"""Read runs from their folders as plain data, group them by the settings that differ, and compare the groups."""
+"""Group runs by the settings that differ, and compare the groups."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl_training.errors import UserError, counted, did_you_mean
-from rl_training.experiment.config import read_yaml
-from rl_training.experiment.metrics_file import is_number, read_metrics
-from rl_training.runtime.run_status import find_run_folders, find_status
-from rl_training.safe_files import read_regular
+from rl_training.experiment.metrics_file import is_number
 from rl_training.tools.drawing import Series
+from rl_training.tools.records import EVALUATED, Groups, RunRecord, choose_curve, choose_measure, select_runs
 from rl_training.tools.statistics import (
     Array,
     Estimate,
@@ -28,100 +25,13 @@ from rl_training.tools.statistics import (
     probability_of_improvement,
 )
 
-EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
 NEVER_COMPARED = (
     "seed", "output_dir", "name", "tags", "benchmark", "threads", "device", "accelerate", "ray", "worker_timeout",
 )  # fmt: skip
 POINTS = 60  # of a curve
 FEW_RUNS = 5  # with fewer, a bootstrap interval is too narrow
-MOST_NAMES = 5  # of runs in a sentence
-FEW_EVALUATIONS = 3  # with fewer, there is no curve
 
-Groups = dict[str, list["RunRecord"]]
 References = Mapping[str, tuple[float, float]]  # environment -> the returns that count as 0 and 1
-
-
-@dataclass(frozen=True, eq=False)
-class RunRecord:
-    """The contents of a run's folder; nothing in it is executed."""
-
-    folder: Path
-    config: dict[str, Any]
-    manifest: dict[str, Any]
-    rows: list[dict[str, Any]]
-
-    @property
-    def algo(self) -> str:
-        """Registry name of the algorithm."""
-        return str(self.config["algo"])
-
-    @property
-    def env_id(self) -> str:
-        """The environment."""
-        return str(self.config["env_id"])
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Fields of the config and hyper-parameters by name; arguments of the environment as `env_kwargs.x`."""
-        nested = {name: _mapping(self.config.get(name)) for name in ("algo_kwargs", "env_kwargs")}
-        fields = {name: value for name, value in self.config.items() if name not in nested}
-        return fields | nested["algo_kwargs"] | {f"env_kwargs.{key}": v for key, v in nested["env_kwargs"].items()}
-
-    @property
-    def last_step(self) -> int:
-        """The step of the last row."""
-        return max((int(row["step"]) for row in self.rows if is_number(row["step"])), default=0)
-
-    @property
-    def unspent(self) -> str:
-        """` of 20,000` if the run has not used its whole budget."""
-        budget: Any = self.config.get("total_timesteps")
-        return f" of {budget:,}" if is_number(budget) and self.last_step < budget else ""
-
-    @property
-    def status(self) -> str:
-        """`done`, `running`, `stopped` or `failed`."""
-        return find_status(self.folder, is_complete=not self.unspent)
-
-    def up_to(self, step: int) -> RunRecord:
-        """The run without the rows after this step."""
-        return replace(self, rows=[row for row in self.rows if row["step"] <= step])
-
-    def curve(self, metric: str) -> tuple[Array, Array]:
-        """Steps and finite values of a metric, in the order of the steps."""
-        pairs = {row["step"]: row[metric] for row in self.rows if is_number(row.get(metric)) and is_number(row["step"])}
-        steps = sorted(pairs)
-        return np.array(steps, dtype=np.float64), np.array([pairs[step] for step in steps], dtype=np.float64)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return {str(key): part for key, part in value.items()} if isinstance(value, dict) else {}
-
-
-def find_runs(given: Iterable[str]) -> list[RunRecord]:
-    """The runs in these folders; each is a run's folder or contains some at any depth."""
-    folders: dict[Path, Path] = {}
-    for text in given:
-        found = find_run_folders(Path(text), "metrics.jsonl")
-        if not found:
-            raise UserError(
-                f"{text} is not a run folder and contains none; give folders with a config.yaml and a metrics.jsonl."
-            )
-        folders |= {p.resolve(): p for p in found}
-    return [read_run(path) for path in folders.values()]
-
-
-def read_run(folder: Path) -> RunRecord:
-    """The record of a run's folder; a manifest that cannot be read counts as empty."""
-    config = read_yaml(folder / "config.yaml")
-    for name in ("algo", "env_id"):
-        if not isinstance(config.get(name), str):
-            raise UserError(f"{folder / 'config.yaml'}: {name} is {config.get(name)!r}; it must be a name.")
-    try:
-        manifest = _mapping(json.loads(read_regular(folder / "manifest.json")))
-    except (OSError, ValueError, RecursionError):
-        manifest = {}
-    return RunRecord(folder, config, manifest, read_metrics(folder / "metrics.jsonl"))
 
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
@@ -208,6 +118,13 @@ class PairScores:
         return f"{self.name if low > 0 else self.other} is better{few}"
 
 
+def compare_pair(name: str, other: str, finals: Sequence[Array], others: Sequence[Array]) -> PairScores:
+    """Compare the final returns of two groups, an array per environment."""
+    runs = min(map(len, [*finals, *others]))
+    improvement = estimate(probability_of_improvement, finals, others)
+    return PairScores(name, other, estimate(difference, finals, others), improvement, runs)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Groups of runs compared, the best first."""
@@ -220,54 +137,6 @@ class Comparison:
     steps: Array | None  # that all runs have; shares of them where environments differ
     thresholds: Array  # of the performance profile
     notes: list[str]  # runs that were left out, and doubts
-
-
-def select_runs(groups: Groups, *, shared_steps: bool = False) -> tuple[Groups, list[str]]:
-    """The finished runs, or all of them up to the step that all on their environment reached; and what was done."""
-    runs = [run for group in groups.values() for run in group]
-    unfinished = [run for run in runs if run.status != "done"]
-    if not unfinished:
-        return groups, []
-    if not shared_steps and len(unfinished) < len(runs):
-        told = name_runs(unfinished, [f"{run.status} at step {run.last_step:,}{run.unspent}" for run in unfinished])
-        note = f"unfinished and left out: {told}; --shared-steps compares all runs up to the step that all reached."
-        return keep_runs(groups, [run for run in runs if run not in unfinished]), [note]
-    last = {env: min(run.last_step for run in runs if run.env_id == env) for env in {run.env_id for run in runs}}
-    steps = ", ".join(f"{step:,}" for step in sorted(set(last.values())))
-    why = "not every" if len(unfinished) < len(runs) else "no"
-    note = f"{why} run is finished, so all are compared up to step {steps}, which every run reached."
-    return {name: [run.up_to(last[run.env_id]) for run in group] for name, group in groups.items()}, [note]
-
-
-def choose_measure(groups: Groups, *, trained: bool = False) -> tuple[Groups, str, list[str]]:
-    """The groups without runs that lack the measure, the measure, and what was done.
-
-    The measure is the return of evaluations, unless no run was evaluated or `trained` asks for training episodes.
-    """
-    runs = [run for group in groups.values() for run in group]
-    has = {metric: [run for run in runs if len(run.curve(metric)[0])] for metric in (EVALUATED, TRAINED)}
-    metric = EVALUATED if has[EVALUATED] and not trained else TRAINED
-    if not has[metric]:
-        raise UserError("no run has an evaluation or a finished training episode; train them for longer.")
-    notes = []
-    if metric == TRAINED and not trained:
-        notes.append("no run was evaluated, so returns of training episodes are compared.")
-    if without := [run for run in runs if run not in has[metric]]:
-        reason = "never evaluated" if metric == EVALUATED else "without a finished training episode"
-        notes.append(f"{reason} and left out: {name_runs(without)}.")
-    return keep_runs(groups, has[metric]), metric, notes
-
-
-def keep_runs(groups: Groups, runs: Sequence[RunRecord]) -> Groups:
-    """The groups with only these runs; a group without any is dropped."""
-    kept = {name: [run for run in group if run in runs] for name, group in groups.items()}
-    return {name: group for name, group in kept.items() if group}
-
-
-def name_runs(runs: Sequence[RunRecord], states: Sequence[str] = ()) -> str:
-    """The folders of a few runs, each with its state in parentheses, and how many more there are."""
-    told = [run.folder.name + (f" ({states[i]})" if states else "") for i, run in enumerate(runs[:MOST_NAMES])]
-    return ", ".join(told) + (f" and {len(runs) - MOST_NAMES} more" if len(runs) > MOST_NAMES else "")
 
 
 def compare_groups(
@@ -323,29 +192,10 @@ def compare_groups(
         )  # fmt: skip
 
     scores = sorted((score(name) for name in groups), key=lambda group: -float(group.iqm.value))
-    pairs = [
-        PairScores(
-            x,
-            y,
-            *(estimate(of, finals[x], finals[y]) for of in (difference, probability_of_improvement)),
-            runs=min(len(task) for task in [*finals[x], *finals[y]]),
-        )
-        for x, y in combinations([group.name for group in scores], 2)
-    ]
+    pairs = [compare_pair(x.name, y.name, finals[x.name], finals[y.name]) for x, y in combinations(scores, 2)]
     steps = None if grids is None else grids[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
     notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
     return Comparison(envs, scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, notes)
-
-
-def choose_curve(runs: Sequence[RunRecord], *, trained: bool = False) -> tuple[str | None, list[str]]:
-    """The return that every run has often enough for a curve, and a sentence if a few runs decided it."""
-    few = [run for run in runs if len(run.curve(EVALUATED)[0]) < FEW_EVALUATIONS]
-    if not few and not trained:
-        return EVALUATED, []
-    if not all(len(run.curve(TRAINED)[0]) > 1 for run in runs):
-        return None, []
-    why = f"fewer than {FEW_EVALUATIONS} evaluations of {name_runs(few)}: curves are of training episodes."
-    return TRAINED, [why] if len(few) < len(runs) and not trained else []
 
 
 def steps_of_all(all_steps: Sequence[Array]) -> Array | None:

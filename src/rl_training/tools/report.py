@@ -22,23 +22,19 @@ import numpy as np
 
 from rl_training.errors import UserError, counted
 from rl_training.experiment.logging import format_duration
+from rl_training.experiment.metrics_file import is_number
 from rl_training.tools.compare import (
-    EVALUATED,
-    TRAINED,
     Comparison,
-    Groups,
-    RunRecord,
     compare_groups,
     describe_estimate,
     describe_groups,
     describe_pairs,
     describe_value,
-    is_number,
     learning_curves,
     metric_name,
-    select_runs,
 )
 from rl_training.tools.drawing import Series, chart_style, draw_png, draw_svg
+from rl_training.tools.records import EVALUATED, TRAINED, Groups, RunRecord, select_runs
 
 WIDE, NARROW = 720, 360  # widths of the two drawings of a chart; a screen shows one
 MOST_STEPS, MOST_FRAMES, FRAME_WIDTH = 1_000, 120, 320  # of an episode

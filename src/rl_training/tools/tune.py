@@ -31,6 +31,7 @@ from rl_training.runtime.run import EVALUATIONS, Run
 from rl_training.runtime.spec import get_algorithm_spec
 from rl_training.runtime.workflows import train
 from rl_training.safe_files import output_written, refuse_link, write_text
+from rl_training.tools.study_file import check_study, open_study, readable
 
 if TYPE_CHECKING:
     import optuna
@@ -305,15 +306,15 @@ class Study:
             refuse_link(folder / "study.db")
         self.states = optuna.trial.TrialState
         evaluations = max(1, config.total_timesteps // self.config.algo_kwargs["eval_interval"])
-        self.study = optuna.create_study(
-            storage=f"sqlite:///{folder.resolve() / 'study.db'}", study_name="tune", direction="maximize",
-            load_if_exists=True, pruner=optuna.pruners.MedianPruner(5, n_warmup_steps=evaluations // 2),
-        )  # fmt: skip
-        # a different seed each time the study continues, or random trials would be drawn twice
-        seed = config.seed + len(self.study.get_trials(deepcopy=False))
-        self.study.sampler = optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
-        self._check_same()
-        self._take_up()
+        pruner = optuna.pruners.MedianPruner(5, n_warmup_steps=evaluations // 2)
+        with readable(file := folder / "study.db"):
+            self.study = open_study(file.absolute(), direction="maximize", pruner=pruner)
+            # a different seed each time the study continues, or random trials would be drawn twice
+            seed = config.seed + len(self.study.get_trials(deepcopy=False))
+            self.study.sampler = optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
+            self._check_same()
+            check_study(self.study, {name: bool(one.choices) for name, one in space.items()})
+            self._take_up()
 
     def _check_same(self) -> None:
         """Refuse a folder in which another config was tuned."""
