@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from resume_cases import StopAt, rows_of, tiny
+from rl_training.cli import parallel
 from rl_training.cli.main import app
 from rl_training.cli.runs import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
@@ -126,6 +128,43 @@ def test_wrong_options_are_one_sentence(words: list[str], said: str) -> None:
     assert result.exit_code == 2
     assert said in result.stderr
     assert not Path("runs").exists()
+
+
+def ended(number: int | None) -> tuple[Any, ...]:
+    """What a process says at the end of its run, which this signal stopped."""
+    return "ended", Path("run"), {"global_step": 8, "train_seconds": 1.0, "stop_reason": "any"}, number
+
+
+@pytest.mark.parametrize(
+    ("says", "heard", "code"),
+    [
+        ([ended(None), ended(None)], None, 0),
+        ([ended(None), ended(signal.SIGTERM)], None, 143),
+        ([("failed", 2, "wrong."), ended(None)], None, 2),
+        ([ended(None)], signal.SIGTERM, 143),  # the second run is not started
+        ([ended(signal.SIGINT)], signal.SIGINT, 130),
+    ],
+)
+def test_the_exit_code_of_parallel_runs_says_how_they_ended(
+    monkeypatch: pytest.MonkeyPatch, says: list[tuple[Any, ...]], heard: int | None, code: int
+) -> None:
+    """The processes are not real; a signal comes right after the first one has started."""
+    left, passed_on = list(says), []
+
+    def start(job: parallel.Job, *_: Any) -> Any:
+        here, there = multiprocessing.Pipe(duplex=False)
+        there.send(left.pop(0))
+        there.close()
+        job.state, job.process = "running", SimpleNamespace(pid=-7, join=lambda: None)
+        if heard is not None:
+            signal.raise_signal(heard)
+        return here
+
+    monkeypatch.setattr(parallel, "_start", start)
+    monkeypatch.setattr(parallel.os, "kill", lambda *arguments: passed_on.append(arguments))
+    result = invoke("train", *TINY, "--seeds", "1,2", "--jobs", "2")
+    assert result.exit_code == code, result.output
+    assert (left, passed_on) == ([], [] if heard is None else [(-7, heard)])
 
 
 @pytest.mark.slow

@@ -399,9 +399,9 @@ class Run:
         evaluated = due and bool(self.evaluate(last=True))
         if evaluated:
             self.save_checkpoint()
-        self.stop_signal = int(self.ranks.largest(self.stop_signal or 0)) or None
-        if due and not evaluated and self.stop_signal is not None:
-            self.stop_reason = signal.Signals(self.stop_signal).name
+        number = int(self.ranks.largest(self.stop_signal or 0))  # which another rank may have got
+        if number and due and not evaluated:
+            self.stop_reason = signal.Signals(number).name
         self._tell("on_end")
         return {
             "global_step": self.step,
