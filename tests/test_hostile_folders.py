@@ -214,6 +214,16 @@ def test_a_pipe_in_place_of_a_file_stops_nothing(name: str, origins: dict[str, P
     assert invoke("report", run, "--no-episode", "--output", run / "report.html").exit_code in (0, 2)
 
 
+@pytest.mark.parametrize("name", ["end.json", "metrics.jsonl", ".lock"])
+def test_a_folder_in_place_of_a_file_is_one_sentence(name: str, origins: dict[str, Path], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(origins["ppo"], tmp_path / "stranger"))
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    result = invoke("resume", "--checkpoint", run)
+    assert result.exit_code == 2, result.output
+    assert "Is a directory" in result.stderr
+
+
 # ---- the lock of a deleted folder -----------------------------------------------------------------------------------
 
 
