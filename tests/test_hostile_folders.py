@@ -179,6 +179,14 @@ def test_data_sets_and_studies_never_write_through_a_link(origins: dict[str, Pat
     assert contents(outside) == before
 
 
+def test_videos_are_not_written_through_a_link(origins: dict[str, Path], outside: Path) -> None:
+    Path("videos").mkdir()
+    Path("videos/rl-video-episode-0.mp4").symlink_to(outside / "precious")
+    said = refused("eval", "--checkpoint", origins["ppo"], "--record-video", "videos")
+    assert "rl-video-episode-0.mp4 is a link, and nothing is written through links" in said
+    assert (outside / "precious").read_text() == "mine"
+
+
 def test_a_temporary_file_has_a_name_that_nobody_can_guess(tmp_path: Path) -> None:
     names = set()
     for _ in range(2):
