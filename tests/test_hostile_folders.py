@@ -179,6 +179,14 @@ def test_data_sets_and_studies_never_write_through_a_link(origins: dict[str, Pat
     assert contents(outside) == before
 
 
+def test_videos_are_not_written_through_a_link(origins: dict[str, Path], outside: Path) -> None:
+    Path("videos").mkdir()
+    Path("videos/rl-video-episode-0.mp4").symlink_to(outside / "precious")
+    said = refused("eval", "--checkpoint", origins["ppo"], "--record-video", "videos")
+    assert "rl-video-episode-0.mp4 is a link, and nothing is written through links" in said
+    assert (outside / "precious").read_text() == "mine"
+
+
 def test_a_temporary_file_has_a_name_that_nobody_can_guess(tmp_path: Path) -> None:
     names = set()
     for _ in range(2):
@@ -212,6 +220,16 @@ def test_a_pipe_in_place_of_a_file_stops_nothing(name: str, origins: dict[str, P
     result = invoke("resume", "--checkpoint", checkpoint)
     assert result.exit_code in (0, 2), result.output
     assert invoke("report", run, "--no-episode", "--output", run / "report.html").exit_code in (0, 2)
+
+
+@pytest.mark.parametrize("name", ["end.json", "metrics.jsonl", ".lock"])
+def test_a_folder_in_place_of_a_file_is_one_sentence(name: str, origins: dict[str, Path], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(origins["ppo"], tmp_path / "stranger"))
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    result = invoke("resume", "--checkpoint", run)
+    assert result.exit_code == 2, result.output
+    assert "Is a directory" in result.stderr
 
 
 # ---- the lock of a deleted folder -----------------------------------------------------------------------------------

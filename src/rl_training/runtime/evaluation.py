@@ -22,6 +22,7 @@ from rl_training.envs.user_env import Env
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
 from rl_training.runtime.acting import ActingSession
+from rl_training.safe_files import output_written, refuse_link
 
 EVALUATION_STREAM = 2**31  # an environment index that no training environment has
 MOST_SIDE_BY_SIDE = 20
@@ -70,6 +71,10 @@ class Evaluator:
 
         They can be shown in a window or recorded as videos; then they run one after the other.
         """
+        if videos is not None:
+            with output_written(videos, "the folder of videos"):
+                for path in videos.glob("*"):
+                    refuse_link(path)
         if videos is not None and find_spec("moviepy") is None:  # otherwise Gymnasium leaves an empty folder
             raise UserError(f"a video {NEEDS}.")
         shown = "rgb_array" if videos is not None else "human" if window else None

@@ -28,6 +28,7 @@ from rl_training.safe_files import (
     is_alive,
     open_locked,
     open_regular,
+    output_written,
     read_regular,
     refuse_link,
     remove_stale_temporaries,
@@ -221,7 +222,8 @@ def end_written(run_dir: Path, *, writes: bool = True) -> Iterator[dict[str, Any
     if not writes:  # another rank writes it
         yield end
         return
-    (run_dir / END_FILE).unlink(missing_ok=True)
+    with output_written(run_dir / END_FILE, "the file"):
+        (run_dir / END_FILE).unlink(missing_ok=True)
     try:
         yield end
     except BaseException as error:
@@ -249,12 +251,10 @@ def git_state() -> dict[str, str] | None:
 
     Git itself is not run: it executes commands that the folder's own configuration names.
     """
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (folder / ".git").exists():
-            with suppress(OSError, ValueError):
-                return {"commit": _read_commit(folder / ".git")}
-            return None
+    with suppress(OSError, ValueError):  # a damaged repository, or one that cannot be read
+        here = Path.cwd()
+        found = [folder / ".git" for folder in (here, *here.parents) if (folder / ".git").exists()]
+        return {"commit": _read_commit(found[0])} if found else None
     return None
 
 
