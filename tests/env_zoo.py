@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,9 @@ class OwnGenerator(Walk):
         return super().step(action)
 
 
+HISTORIES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # steps of each walk that keeps them
+
+
 class KeepsHistory(Walk):
     """As a physics engine that is not rebuilt: what earlier episodes did moves the walk, from step `since` on.
 
@@ -306,18 +310,10 @@ class KeepsHistory(Walk):
     def __init__(self, length: int = 9, since: int = 3) -> None:
         super().__init__(length)
         self.since = since
-        steps = 0
-
-        def count() -> int:
-            nonlocal steps
-            steps += 1
-            return steps
-
-        self.count = count
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        counted = self.count()
-        self.position += 0.001 * counted if self.t >= self.since else 0.0
+        HISTORIES[self] = HISTORIES.get(self, 0) + 1
+        self.position += 0.001 * HISTORIES[self] if self.t >= self.since else 0.0
         return super().step(action)
 
 

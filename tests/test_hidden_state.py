@@ -10,6 +10,7 @@ import functools
 import io
 import itertools
 import mmap
+import multiprocessing
 import queue
 import random
 import socket
@@ -243,6 +244,8 @@ UNSEEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "generator in a closure": (lambda: functools.partial(next, generator()), lambda x: x(), "a generator"),
     "file": (tempfile.TemporaryFile, lambda x: x.write(b"a"), "a BufferedRandom"),
     "thread": (threading.Thread, lambda x: None, "a Thread"),
+    "process": (multiprocessing.Process, lambda x: None, "a Process"),
+    "pipe": (lambda: multiprocessing.Pipe()[0], lambda x: None, "a Connection"),
     "socket": (socket.socket, lambda x: None, "a socket"),
     "data base": (lambda: sqlite3.connect(":memory:"), lambda x: None, "a Connection"),
     "generator of the system": (random.SystemRandom, lambda x: x.random(), "a SystemRandom"),

@@ -275,7 +275,7 @@ def test_an_inexact_resume_says_so_everywhere(
     ("env_id", "episode", "what"),
     [
         ("KeepsHistory", 1, "came to a different .* in a trial with random actions"),
-        ("MasksByHistory", 0, "MasksByHistory.begun of .* did not come back in a trial, so .* may not be"),
+        ("MasksByHistory", 0, "MasksByHistory.begun did not come back in a trial of .*, so .* may not be"),
         ("OwnGenerator", 0, "came to a different"),
         ("Walk", 1, None),
     ],

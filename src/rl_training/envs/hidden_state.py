@@ -25,6 +25,8 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -39,7 +41,7 @@ SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
 BUFFERS = (bytearray, memoryview, array.array, mmap.mmap)
 # Objects that a step does not depend on. Class and module variables are not read; docs/reliability.md says so.
 IGNORED = (type, types.ModuleType, np.ufunc, logging.Logger, type(threading.Lock()), type(threading.RLock()))
-OUTSIDE = (threading.Thread, subprocess.Popen)  # most of their state is elsewhere
+OUTSIDE = (threading.Thread, subprocess.Popen, BaseProcess, Connection)  # most of their state is elsewhere
 # C libraries whose objects a seeded reset rebuilds; the trial at a resume finds what it does not (Box2D's contacts)
 REBUILT = {"mujoco", "Box2D", "ale_py", "pygame", "glfw", "OpenGL"}
 COPYABLE = (set(sys.stdlib_module_names) | {"builtins", "pandas", "torch"}) - {"itertools"}  # it stops in Python 3.14
