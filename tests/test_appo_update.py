@@ -407,3 +407,14 @@ def test_reset_rows_are_not_in_the_statistics_of_observations(make: Any) -> None
     assert count == len(obs)
     torch.testing.assert_close(mean, obs.mean(0))
     torch.testing.assert_close(var, obs.var(0, correction=0))
+
+
+def test_a_minibatch_has_the_observations_after_its_own_trajectories() -> None:
+    rollout = make_rollout(make_policy(), steps=7, envs=5)
+    del rollout["bootstrap_value"]
+    rollout["bootstrap_obs"] = rollout["obs"][-1] + 100.0  # so that it says whose it is
+    learner = APPO(policy=make_policy(), minibatch_size=14)
+    _, seen = minibatches_of(learner, rollout)
+    assert [minibatch["rewards"].shape for minibatch in seen] == [(7, 2), (7, 2), (7, 1)]
+    for minibatch in seen:
+        assert torch.equal(minibatch["bootstrap_obs"], minibatch["obs"][-1] + 100.0)

@@ -19,8 +19,13 @@ from continuous_cases import (
 )
 from rl_training.algorithms.d4pg import D4PG
 from rl_training.algorithms.ddpg import DDPG, ddpg_loss
+from rl_training.algorithms.naf import NAF
+from rl_training.algorithms.sac import SAC
+from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_d4pg import MLPD4PGModel
 from rl_training.models.mlp_ddpg import MLPDDPGModel
+from rl_training.models.mlp_naf import MLPNAFModel
+from rl_training.models.mlp_sac import MLPSACModel
 
 make = partial(make_learner, DDPG, MLPDDPGModel)
 
@@ -151,3 +156,18 @@ def test_numpy_exploration_stays_inside_the_bounds() -> None:
     assert policy is not None
     drawn = policy(obs, None, np.random.default_rng(0), False)
     assert (drawn.max(), drawn.min()) == (1.0, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("learner", "model"), [(DDPG, MLPDDPGModel), (NAF, MLPNAFModel), (SAC, MLPSACModel)], ids=["ddpg", "naf", "sac"]
+)
+def test_statistics_of_observations_change_after_learning(learner: Any, model: Any) -> None:
+    """The first update is that of a learner which does not normalize; then the batch is in the statistics."""
+    inputs, batch = ObservationInput(normalize_size=3), make_batch()
+    normalizes = make_learner(learner, partial(model, observation_input=inputs))
+    plain = make_learner(learner, model)
+    assert normalizes.update(batch).metrics == pytest.approx(plain.update(batch).metrics, rel=1e-4, abs=1e-5)
+    assert inputs.norm is not None
+    assert inputs.norm.count == 8
+    torch.testing.assert_close(inputs.norm.mean, batch["obs"].mean(0))
+    torch.testing.assert_close(inputs.norm.var, batch["obs"].var(0, correction=0))

@@ -715,3 +715,16 @@ def test_predicted_observations_are_in_the_environments_own_units() -> None:
     torch.testing.assert_close(model.prepare(obs), encoded, rtol=1e-4, atol=1e-5)
     model.decoder.forward = lambda features: encoded  # a decoder without any error
     torch.testing.assert_close(model.predict(torch.zeros(30, 1)), obs, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_of_observations_change_after_learning() -> None:
+    """The first update is that of a model which does not normalize; then the windows are in the statistics."""
+    algorithm, batch, inputs = make(), make_batch(), ObservationInput(normalize_size=4)
+    algorithm.world_model.observation_input = inputs
+    found, expected = algorithm.update(batch).metrics, make().update(batch).metrics
+    assert found["reconstruction_loss"] == pytest.approx(expected["reconstruction_loss"], rel=1e-4)
+    obs = batch["obs"].flatten(0, 1)
+    assert inputs.norm is not None
+    assert inputs.norm.count == 18
+    torch.testing.assert_close(inputs.norm.mean, obs.mean(0))
+    torch.testing.assert_close(inputs.norm.var, obs.var(0, correction=0))

@@ -484,6 +484,7 @@ def test_a_truncated_episode_does_not_stay_in_the_absorbing_state() -> None:
     """However early it was cut."""
     terminated, truncated = np.array([[False], [False], [True]]), np.array([[False], [True], [False]])
     assert absorbing_steps(terminated, truncated, np.array([2, 1]), horizon=10).tolist() == [[0], [0], [9]]
+    assert absorbing_steps(terminated, truncated, np.array([2, 12]), horizon=10).tolist() == [[0], [0], [0]]
 
 
 def test_the_mean_reward_is_that_of_the_rows_that_are_no_resets() -> None:

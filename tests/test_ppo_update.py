@@ -379,3 +379,10 @@ def test_target_kl_is_compared_with_the_mean_of_all_learners(elsewhere: float, e
     learner = PPO(policy=policy, learning_rate=0.0, update_epochs=4, target_kl=0.1, normalize_advantages=False)
     learner.ranks = OtherRank(elsewhere)
     assert learner.update(flat_rows(make_rollout(policy))).num_gradient_steps == epochs
+
+
+def test_the_clip_fraction_counts_ratios_and_not_their_logarithms() -> None:
+    terms = {name: torch.zeros(4) for name in ("logprobs", "advantages", "values", "returns", "entropy")}
+    for ratios, share in (([1.21, 1.19, 1.0, 1.0], 0.25), ([0.81, 0.79, 1.0, 1.0], 0.25)):
+        losses = ppo_loss({**terms, "new_logprobs": torch.tensor(ratios).log()}, 0.2, 0.0, 0.0)
+        assert float(losses["clip_fraction"]) == share

@@ -79,7 +79,7 @@ class Batches(Callback):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "size", "share"), [(0.5, 8, 4), (0.25, 8, 2), (0.0, 8, 0), (1.0, 8, 8), (0.3, 10, 3)]
+    ("ratio", "size", "share"), [(0.5, 8, 4), (0.35, 8, 3), (0.0, 8, 0), (1.0, 8, 8), (0.3, 10, 3)]
 )
 def test_every_batch_has_exactly_the_configured_share(
     tmp_path: Path, prior: Path, ratio: float, size: int, share: int

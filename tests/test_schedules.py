@@ -11,7 +11,7 @@ from torch import Tensor
 from resume_cases import SPECS, tiny
 from rl_training.errors import UserError
 from rl_training.runtime.callback import Callback
-from rl_training.runtime.params import change_params, parameter_names
+from rl_training.runtime.params import Schedule, change_params, parameter_names
 from rl_training.runtime.run import Run
 from rl_training.runtime.session import open_session
 from rl_training.runtime.spec import get_algorithm_spec
@@ -178,3 +178,9 @@ def test_a_changed_number_replaces_its_schedule(given: dict[str, Any], left: dic
     stored = {"learning_rate_schedule": {"start": 1.0, "end": 0.0}}
     changed = change_params(get_algorithm_spec("mbpo").params, stored, given)
     assert changed == (left if left is not None else {**stored, **given})
+
+
+@pytest.mark.parametrize(("progress", "expected"), [(0.0, 3.0), (0.2, 2.0 + 0.5**0.5), (0.4, 2.0), (0.8, 1.0)])
+def test_a_cosine_falls_slowly_at_both_ends(progress: float, expected: float) -> None:
+    """Half a period from 3 to 1 within four fifths of the budget: an eighth of the period is 45 degrees."""
+    assert Schedule(type="cosine", start=3.0, end=1.0, fraction=0.8).value(progress) == pytest.approx(expected)
