@@ -266,6 +266,13 @@ def _brief_closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)) == before
 
 
+class Closes:
+    """Notes where its `close` was called, and what an alarm would have done."""
+
+    def close(self) -> None:
+        self.thread, self.handler = threading.current_thread(), signal.getsignal(signal.SIGALRM)
+
+
 @pytest.mark.usefixtures("_brief_closing")
 @pytest.mark.parametrize(
     ("vectorization", "said"),
@@ -289,26 +296,25 @@ def test_a_run_does_not_wait_for_an_environment_that_never_closes(
 
 
 @pytest.mark.usefixtures("_brief_closing")
-def test_closing_leaves_an_alarm_of_a_signal_and_the_other_environments_alone() -> None:
-    closed: list[threading.Thread] = []
-
-    class Closes:
-        def close(self) -> None:
-            closed.append(threading.current_thread())
-
+def test_environments_after_one_that_never_closes_are_closed() -> None:
     never = env_zoo.NeverCloses()
     never.t = 1
+    first, second = Closes(), Closes()
+    assert isinstance(play_module.close_all([never, first, never, second]), TimeoutError)
+    assert first.thread is second.thread is threading.main_thread(), "a renderer is closed in the thread that made it"
+
+
+@pytest.mark.usefixtures("_brief_closing")
+def test_closing_leaves_the_alarm_of_a_run_that_was_asked_to_stop() -> None:
     previous = signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 1000.0, 50.0)
     try:
-        error = play_module.close_all([never, Closes(), never, Closes()])
+        assert play_module.close_all([closes := Closes()]) is None
         assert signal.getitimer(signal.ITIMER_REAL) == (pytest.approx(1000.0, abs=60.0), 50.0)
-        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, previous)
-    assert isinstance(error, TimeoutError)
-    assert closed == [threading.main_thread()] * 2, "a renderer is closed in the thread that made it"
+    assert closes.handler is signal.SIG_IGN
 
 
 if __name__ == "__main__":

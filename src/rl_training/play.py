@@ -117,23 +117,23 @@ def _time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the block when the time is over, even while it waits.
 
     The block runs in this thread, because a renderer can often be closed only where it was made. Only the main thread
-    can be interrupted; elsewhere, and where there is no alarm (Windows), there is no limit.
+    can be interrupted; elsewhere, and where there is no alarm (Windows), there is no limit. After a signal, a run has
+    its own alarm, which stays.
     """
-    if seconds == inf or not hasattr(signal, "setitimer") or current_thread() is not main_thread():
+    can_limit = hasattr(signal, "setitimer") and current_thread() is main_thread()
+    if seconds == inf or not can_limit or any(signal.getitimer(signal.ITIMER_REAL)):
         yield
         return
 
     def give_up(number: int, frame: Any) -> None:
         raise TimeoutError(f"its close did not return in time ({CLOSE_SECONDS:g} seconds)")
 
-    other = signal.getitimer(signal.ITIMER_REAL)  # of a run that was asked to stop
-    seconds = min(seconds, other[0] or inf)
     handler = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, in case the exception was lost in a finalizer
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *other)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
 
 
