@@ -97,6 +97,18 @@ def test_resume_never_writes_through_a_link(name: str, origins: dict[str, Path],
     assert not list(Path().iterdir())  # it went on in its own folder
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "end.json", ".lock"])
+def test_resume_never_writes_to_a_file_that_has_another_name(
+    name: str, origins: dict[str, Path], outside: Path
+) -> None:
+    run = Path(shutil.copytree(origins["ppo"], outside.parent / "stranger"))
+    (run / name).unlink(missing_ok=True)
+    os.link(outside / "precious", run / name)
+    before = contents(outside)
+    assert invoke("resume", "--checkpoint", run).exit_code == (2 if name == ".lock" else 0)
+    assert contents(outside) == before
+
+
 def test_a_link_to_nothing_makes_no_file(origins: dict[str, Path], outside: Path) -> None:
     run = Path(shutil.copytree(origins["ppo"], outside.parent / "stranger"))
     for name in ("metrics.jsonl", "end.json"):
