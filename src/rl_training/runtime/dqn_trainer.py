@@ -33,8 +33,8 @@ class DQNParams(ReplayParams):
 
     unused: ClassVar[tuple[Unused, ...]] = (
         Unused(
-            ("epsilon_start", "epsilon_end", "exploration_fraction"), "noisy is true, and noisy layers explore instead",
-            lambda p: p.noisy,
+            ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder"),
+            "noisy is true, and noisy layers explore instead", lambda p: p.noisy,
         ),
         Unused(
             ("hidden_sizes",), "head_hidden_sizes has the widths of the layers after the convolutions of an image",
