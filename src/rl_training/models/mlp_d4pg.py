@@ -17,6 +17,8 @@ from rl_training.models.mlp_sac import SampledActions
 class MLPD4PGModel(ActorAndCritics):
     """`actor(obs)`, `distribution_logits(obs, actions)` [B, num_atoms] on `support`, `q_values` [B], its mean."""
 
+    bounded_features = True
+
     def __init__(
         self, *, obs_dim: int, action_dim: int, v_min: float = -150.0, v_max: float = 150.0, num_atoms: int = 51,
         **options: Any,

@@ -36,7 +36,7 @@ class ReturningTanh(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradients: Tensor) -> Tensor:
         """Gradients of a loss that is minimized, so a step goes against them."""
         (outputs,) = ctx.saved_tensors
         return torch.where(gradients * outputs < 0, gradients * (1.0 - outputs.square()), gradients)
@@ -97,6 +97,8 @@ class ActorAndCritics(nn.Module):
     have their own optimizers and targets. `critic_options` are those of `CriticEnsemble`.
     """
 
+    bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
+
     def __init__(
         self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
         activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
@@ -124,6 +126,7 @@ class MLPDDPGModel(ActorAndCritics):
     """`actor(obs)` [B, A] and `q_values(obs, actions)` [B]; options as in `ActorAndCritics`."""
 
     num_critics = 1
+    bounded_features = True
 
     def __init__(self, *, obs_dim: int, action_dim: int, **options: Any) -> None:
         super().__init__(

@@ -37,7 +37,7 @@ def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **other
     """Make a network for these spaces, with the hyper-parameters that its constructor names; `others` override them."""
     common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
     if "encoder" not in others:
-        common["encoder"] = make_encoder(params, spaces)
+        common["encoder"] = make_encoder(params, spaces, bounded=getattr(kind, "bounded_features", False))
     return kind(**common | params.arguments_of(kind) | others)
 
 
@@ -46,13 +46,13 @@ def any_kind(spaces: EnvSpaces) -> dict[str, Any]:
     return {"action_kind": spaces.action_kind, "action_sizes": spaces.action_sizes}
 
 
-def make_encoder(params: Params, spaces: EnvSpaces) -> nn.Module | None:
+def make_encoder(params: Params, spaces: EnvSpaces, *, bounded: bool = False) -> nn.Module | None:
     """The module before the hidden layers: the user's own network, convolutions for images, None for a vector."""
     if params.network is not None:
         return OwnEncoder(params.network, spaces)
     if spaces.obs_kind == "mixed":
-        return MixedEncoder([part.shape for part in spaces.image_parts], len(spaces.vector_columns))
-    return ImageEncoder(spaces.obs_shape) if spaces.obs_kind == "image" else None
+        return MixedEncoder([part.shape for part in spaces.image_parts], len(spaces.vector_columns), bounded=bounded)
+    return ImageEncoder(spaces.obs_shape, bounded=bounded) if spaces.obs_kind == "image" else None
 
 
 def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
