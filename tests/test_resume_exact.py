@@ -348,7 +348,8 @@ def test_every_algorithm_resumes_exactly_everywhere(tmp_path: Path, algo: str, c
     if kinds.get(fields["env_id"], "discrete") not in spec.action_kinds:
         pytest.skip(f"{algo} does not take the actions of {fields['env_id']}")
     kwargs = {"eval_interval": 150, **fields.pop("kwargs", {})}
-    fixed = read_params(spec.params, tiny(algo, tmp_path).algo_kwargs).fixed_numbers()
+    params = read_params(spec.params, tiny(algo, tmp_path).algo_kwargs)
+    fixed = params.fixed_numbers() | params.find_unused()
     names = {name: name.removesuffix("_schedule") for name in kwargs}
     unknown = {name for name, number in names.items() if number not in spec.params.model_fields or number in fixed}
     if case.startswith("normalized") and not spec.normalizes_rewards:
