@@ -36,6 +36,16 @@ def image_config(algo: str, seed: int, folder: str | Path) -> TrainConfig:
     return load_config(fill_defaults(said, UNSAID))
 
 
+def format_table(recorded: dict[str, dict[str, list[float]]]) -> str:
+    """The table in docs/results.md: a row per algorithm, a column per label."""
+    rows = [["", *recorded], ["---"] * (1 + len(recorded))]
+    for algo in next(iter(recorded.values())):
+        rows.append(
+            [algo, *(", ".join(f"{x:.2f}".replace("-", "−") for x in runs[algo]) for runs in recorded.values())]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def main() -> None:
     """Run every algorithm with every seed; record and print what they reach."""
     parser = argparse.ArgumentParser(description=__doc__)
