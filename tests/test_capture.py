@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_training.algorithms import capture
-from rl_training.algorithms.capture import (
+from rl_training.speed import capture
+from rl_training.speed.capture import (
     MOST_GRAPHS,
     PLAIN_CALLS,
     CapturedStep,
     Numbers,
     Recording,
 )
-from rl_training.algorithms.host_step import HostRecording, HostStep
+from rl_training.speed.host_step import HostRecording, HostStep
 
 
 class Kernels(TorchDispatchMode):

@@ -13,7 +13,7 @@ from resume_cases import SPECS, take_steps, tiny
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.bounds import BOUNDS
 from rl_training.errors import UserError
-from rl_training.runtime.session import open_session
+from rl_training.run.build import open_session
 
 LEARNERS = sorted({spec.learner for spec in SPECS.values()}, key=lambda learner: learner.__name__)
 OUTSIDE = {">= 0": -0.5, "> 0": 0.0, ">= 1": 0, "in [0, 1]": 1.5, "in (0, 1]": 0.0, "in (0, 1)": 1.0}

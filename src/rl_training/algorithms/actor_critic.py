@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch
 from rl_training.algorithms.exploration import PolicyActing
-from rl_training.algorithms.ops.policy import approx_kl
-from rl_training.algorithms.ops.returns import gae
-from rl_training.algorithms.optimization import Backward, Optimizer
+from rl_training.ops.policy import approx_kl
+from rl_training.ops.returns import gae
+from rl_training.speed.optimizer import Backward, Optimizer
 
 MOST_NUMBERS = 16  # per row; a GPU gathers these one by one, because `index_select` spends a block of threads on a row
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_training.algorithms.bounds import check_bounds
-from rl_training.algorithms.capture import Numbers, capture_step
-from rl_training.algorithms.optimization import Optimizer
 from rl_training.errors import UserError
+from rl_training.speed.capture import Numbers, capture_step
+from rl_training.speed.optimizer import Optimizer
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -59,7 +59,7 @@ class Algorithm(nn.Module):
     optimizers read them at every step. None means not set. They come from the config, so `state_dict` omits them.
     """
 
-    ranks: Any = None  # the other learners of a distributed run (runtime/ranks.py); None in a run of one process
+    ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
     synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
     steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
     graphs: tuple[str, ...] = ()  # methods that call the steps; if there are any, they are captured instead

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
-from rl_training.algorithms.ops.losses import Losses, critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.losses import Losses, critic_losses
+from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
 
 
 def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:

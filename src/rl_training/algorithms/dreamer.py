@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy
-from rl_training.algorithms.ops.policy import categorical_kl
-from rl_training.algorithms.ops.returns import lambda_returns
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.distributional import categorical_cross_entropy
+from rl_training.ops.policy import categorical_kl
+from rl_training.ops.returns import lambda_returns
 
 METRICS = (
     "world_model_loss", "reconstruction_loss", "reward_loss", "continue_loss", "kl_loss", "actor_loss", "critic_loss",

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import fraction_gradient, quantile_huber
-from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
 from rl_training.errors import UserError
+from rl_training.ops.distributional import fraction_gradient, quantile_huber
+from rl_training.speed.optimizer import Backward
 
 
 class FQF(QLearning):

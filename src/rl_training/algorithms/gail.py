@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from rl_training.algorithms.actor_critic import read_ends
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
 from rl_training.algorithms.exploration import PolicyActing
-from rl_training.algorithms.optimization import PLAIN_ADAM
 from rl_training.errors import UserError
+from rl_training.speed.optimizer import PLAIN_ADAM
 
 # From the logit l of D: -log(1 - D), log D, and log D - log(1 - D).
 REWARD_FORMS: dict[str, Callable[[Tensor], Tensor]] = {

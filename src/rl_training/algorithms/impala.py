@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
-from rl_training.algorithms.ops.returns import vtrace
-from rl_training.algorithms.optimization import Backward
+from rl_training.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
+from rl_training.ops.returns import vtrace
+from rl_training.speed.optimizer import Backward
 
 
 def impala_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:

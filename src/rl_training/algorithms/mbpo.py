@@ -2,7 +2,7 @@
 
 SAC whose batches are mostly imagined: an ensemble of probabilistic networks learns p(r, s' - s | s, a) from real
 transitions, and short rollouts of the current policy through it start at real states. `fit` does all of the
-model's learning. The code that makes batches (`stores/model_rollouts.py`) decides when to fit, when to roll out and
+model's learning. The code that makes batches (`data/model_store.py`) decides when to fit, when to roll out and
 what a batch holds.
 """
 
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.optimization import PLAIN_ADAM
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
+from rl_training.speed.optimizer import PLAIN_ADAM
 
 HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
 PATIENCE, LEAST_GAIN = 5, 0.01  # stop after this many epochs in which no member's error falls by this fraction

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
-from rl_training.algorithms.ops.losses import critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.losses import critic_losses
+from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
 
 
 def naf_loss(batch: Batch) -> dict[str, Tensor]:

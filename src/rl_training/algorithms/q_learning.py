@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
-from rl_training.algorithms.ops.losses import chosen_slopes, index_actions, weighted_mean
-from rl_training.algorithms.ops.targets import fold_discounts, transition_columns
-from rl_training.algorithms.optimization import Backward
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.losses import chosen_slopes, index_actions, weighted_mean
+from rl_training.ops.targets import fold_discounts, transition_columns
 from rl_training.play import random_actions
+from rl_training.speed.optimizer import Backward
 
 # obs [N, D] and a generator (None: deterministic) -> action values [N, A]
 NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]

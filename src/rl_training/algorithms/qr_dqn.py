@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import quantile_huber
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
+from rl_training.ops.distributional import quantile_huber
 
 
 class QRDQN(QLearning):

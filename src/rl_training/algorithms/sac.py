@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.ops.losses import critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.losses import critic_losses
+from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
 
 
 def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import squared_error
-from rl_training.algorithms.ops.policy import conjugate_gradient
-from rl_training.algorithms.optimization import flatten_parameters, join_parameters
+from rl_training.ops.losses import squared_error
+from rl_training.ops.policy import conjugate_gradient
+from rl_training.speed.optimizer import flatten_parameters, join_parameters
 
 
 def surrogate(new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
