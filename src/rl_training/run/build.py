@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -98,12 +98,40 @@ class Session:
             self.store.close()
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A run that was checked, before anything of it is built."""
+
+    spec: AlgorithmSpec
+    config: TrainConfig
+    params: Params
+    recipe: EnvRecipe
+    spaces: EnvSpaces
+    ranks: Ranks
+    stored: Mapping[str, Any] | None  # the learner's state in the checkpoint of a resume
+    notes: tuple[str, ...]
+
+    @property
+    def make_algorithm(self) -> Callable[..., Algorithm]:
+        """Builds the learner; arguments replace those of the plan."""
+        config = self.config
+        return partial(build_algorithm, self.spec, self.params, self.spaces, seed=config.seed, device=config.device)
+
+
 def open_session(
     config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Session:  # fmt: skip
-    """Check the config against algorithm and environment, and build both; `restored` is the checkpoint of a resume."""
-    spec, ranks = get_algorithm_spec(config.algo), ranks or Ranks()
+    """Check the config against algorithm and environment, resolve every `auto`, and build the parts of the run.
+
+    `restored` is the checkpoint of a resume.
+    """
+    return build(resolve_plan(check(config, env, restored, ranks or Ranks())))
+
+
+def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] | None, ranks: Ranks) -> Plan:
+    """Read the parameters, look at the environment, and refuse what does not fit together."""
+    spec = get_algorithm_spec(config.algo)
     if ranks.count > 1:
         config = fit_ranks(config, spec.lane)
     params = read_params(spec.params, config.algo_kwargs)
@@ -123,24 +151,46 @@ def open_session(
     params = params.settle(recipe, spaces, config.seed)
     check_loggers(config)
     check_backend(config, spec, params)
-    asked, (device, why) = config, choose_device(config, params, spaces)
-    if restored is None and device == "cpu" and getattr(params, "replay_memory", "auto") == "device":
+    stored = None if restored is None else restored["algorithm"]
+    notes = tuple(f"warning: {problem.sentence()}" for problem in problems)
+    return Plan(spec, config, params, recipe, spaces, ranks, stored, notes)
+
+
+def resolve_plan(plan: Plan) -> Plan:
+    """The plan with every `auto` of its config decided; the number of threads of a new run is measured."""
+    asked, params, ranks, is_new = plan.config, plan.params, plan.ranks, plan.stored is None
+    device, why = choose_device(asked, params, plan.spaces)
+    if is_new and device == "cpu" and getattr(params, "replay_memory", "auto") == "device":
         raise UserError("replay_memory is 'device', but device is 'cpu'; there it must be auto or host.")
     local_rank = ranks.local_rank if ranks.count > 1 else None
-    config = resolve(config.model_copy(update={"device": device}), params, recipe, spaces, local_rank)
-    times: dict[int, float] = {}
+    config = resolve(asked.model_copy(update={"device": device}), params, plan.recipe, plan.spaces, local_rank)
+    notes = [why] if why else []
+    if config.accelerate != "none":
+        eager = plan.spec.learner.eager_part
+        auto, left_out = " auto is" if asked.accelerate == "auto" else "", f", but not {eager}" if eager else ""
+        notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
     alone = ranks.count == 1 and not config.has_workers  # timing would miss other processes, which do not run yet
-    if restored is None and asked.threads == "auto" and config.device == "cpu" and alone:
-        build = partial(build_algorithm, spec, spaces=spaces, seed=config.seed, device="cpu")
+    if is_new and asked.threads == "auto" and config.device == "cpu" and alone:
+        build = partial(build_algorithm, plan.spec, spaces=plan.spaces, seed=config.seed, device="cpu")
+        sizes = config.num_envs, int(config.threads)
         with experience_fits(config):
-            times = time_updates(spec, params, spaces, recipe, config.num_envs, int(config.threads), build)
-        config = config.model_copy(update={"threads": fastest(times)}) if times else config
+            times = time_updates(plan.spec, params, plan.spaces, plan.recipe, *sizes, build)
+        if times:
+            config = config.model_copy(update={"threads": fastest(times)})
+            took = ", ".join(f"{float(f'{1000 * took:.3g}'):,g} ms with {count}" for count, took in times.items())
+            notes.append(f"threads auto is {config.threads}: an update here takes {took}")
+    notes += [f"warning: {text}" for text in find_unused(config, params, plan.spaces)]
+    return replace(plan, config=config, notes=(*plan.notes, *notes))
+
+
+def build(plan: Plan) -> Session:
+    """Build learner, environments, store and collector."""
+    config, params, spaces, ranks = plan.config, plan.params, plan.spaces, plan.ranks
     torch.set_num_threads(int(config.threads))
     if config.device.startswith("cuda"):
         torch.set_float32_matmul_precision(config.matmul_precision)
     keep_freed_memory()
-    make_algorithm = partial(build_algorithm, spec, params, spaces, seed=config.seed, device=config.device)
-    algorithm = make_algorithm(stored=None if restored is None else restored["algorithm"])
+    algorithm = plan.make_algorithm(stored=plan.stored)
     ranks.join(algorithm)
     if config.accelerate != "none":
         algorithm.accelerate(config.accelerate)
@@ -148,43 +198,41 @@ def open_session(
     if ranks.rank:
         algorithm.seed(seed)
     stepper = None
-    if spec.steps_environments and not config.has_workers:
+    if plan.spec.steps_environments and not config.has_workers:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
-        engine = make_engine(recipe.for_training, spaces, *where, device=config.device)
+        engine = make_engine(plan.recipe.for_training, spaces, *where, device=config.device)
         stepper = Stepper(engine, spaces, config.num_envs)
-    with closed_on_error(stepper):
+    with closed_on_error(stepper), experience_fits(config):
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
         resets = config.vectorization == "native" if stepper is None else stepper.resets_next_step
-        context = StoreContext(
-            params, spaces, config.num_envs, seed, config.device, recipe, rng, recording, holds_resets=resets
+        store = plan.spec.store(
+            StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, recording, resets)
         )
-        with experience_fits(config):
-            store = spec.store(context)
-            check_schedules(spec.name, params, algorithm, store)
-            collector: Collector = NoCollector()
-            if config.has_workers:
-                collector = open_workers(config, params, recipe, behaviour, store.layout, make_algorithm)
-            elif stepper is not None:  # a lagging policy acts with a second learner
-                actor = Behaviour(make_algorithm(), spaces, config.num_envs, rng) if params.lag else behaviour
-                if config.vectorization == "device" and getattr(store, "reads_tensors", False):
-                    collector = DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
-                else:
-                    collector = LocalCollector(actor, stepper, Experience(store.layout), params.lag)
-    notes = [f"warning: {problem.sentence()}" for problem in problems] + ([why] if why else [])
-    if config.accelerate != "none":
-        left_out = f", but not {algorithm.eager_part}" if algorithm.eager_part else ""
-        auto = " auto is" if asked.accelerate == "auto" else ""
-        notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
-    if times:
-        took = ", ".join(f"{float(f'{1000 * seconds:.3g}'):,g} ms with {count}" for count, seconds in times.items())
-        notes.append(f"threads auto is {config.threads}: an update here takes {took}")
+        check_schedules(plan.spec.name, params, algorithm, store)
+        collector = open_collector(plan, behaviour, store, stepper)
+    notes = list(plan.notes)
     if stepper is not None and not stepper.engine.state_format:
         notes.append(f"warning: {UNSAVED.format(config.env_id)}")
     if config.has_workers and config.worker_order == FIRST:
         notes.append(f"warning: {ANY_ORDER}")
-    notes += [f"warning: {text}" for text in find_unused(config, params, spaces)]
-    return Session(spec, config, params, recipe, spaces, algorithm, behaviour, collector, store, ranks, tuple(notes))
+    parts = algorithm, behaviour, collector, store, ranks
+    return Session(plan.spec, config, params, plan.recipe, spaces, *parts, tuple(notes))
+
+
+def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Stepper | None) -> Collector:
+    """Where the behaviour acts: in workers, in this process, or nowhere."""
+    config, params = plan.config, plan.params
+    if config.has_workers:
+        return open_workers(config, params, plan.recipe, behaviour, store.layout, plan.make_algorithm)
+    if stepper is None:
+        return NoCollector()
+    actor = behaviour
+    if params.lag:  # a lagging policy acts with a second learner
+        actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
+    if config.vectorization == "device" and getattr(store, "reads_tensors", False):
+        return DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
+    return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
 
 
 def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
