@@ -34,7 +34,7 @@ from rl_training.run.build import fit_ranks, open_session
 from rl_training.run.restoring import change_config
 from rl_training.run.workflows import resume_training, train
 from rl_training.speed import capture, numpy_forms, passes
-from rl_training.speed.capture import ACTING, BY_VALUE, OUTSIDE, map_tensors
+from rl_training.speed.capture import map_tensors
 from rl_training.speed.optimizer import Optimizer
 from test_capture import Recorded, RecordedOnHost, Replayed
 
@@ -60,14 +60,14 @@ def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> 
     algorithm, store = session.algorithm, session.store
     if accelerates:
         algorithm.accelerate("graph")
-    start = dict(algorithm.numbers)
+    start, table = dict(algorithm.numbers), algorithm.numbers
     step = updates = 0
     while updates < UPDATES:
         step += take_steps(session, step)
         for phase, batch in store.batches(algorithm, step):
             for name, value in start.items():
-                if moves and value and name not in BY_VALUE | OUTSIDE | ACTING:
-                    setattr(algorithm, name, value * (1.0 - 0.05 * updates))
+                if moves and value and name not in table.floats | table.unread | table.acting:
+                    algorithm.set_number(name, value * (1.0 - 0.05 * updates))
             store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step, sync=False))
             updates += phase == "policy"
     session.close()
@@ -157,8 +157,8 @@ def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Behav
     obs, first = np.ones((1, *spaces.obs_shape), np.float32), np.zeros(1, bool)
     actions = []
     for step in range(8):
-        for name in set(algorithm.numbers) & ACTING:
-            setattr(algorithm, name, 0.9 - 0.1 * step)
+        for name in set(algorithm.numbers) & algorithm.numbers.acting:
+            algorithm.set_number(name, 0.9 - 0.1 * step)
         actions.append(acts.act(obs, None, first)[0])
     session.close()
     return acts, actions
@@ -170,7 +170,8 @@ def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
     (_, plain), (captured, actions) = (explore(algo, accelerates=accelerates) for accelerates in (False, True))
     assert np.array_equal(plain, actions)
     step: Any = captured._explore
-    fades = ACTING & set(captured.algorithm.numbers)  # on a CPU each value is a constant of another graph
+    numbers = captured.algorithm.numbers
+    fades = numbers.acting & set(numbers)  # on a CPU each value is a constant of another graph
     assert (sum(step.replays), step.plain) == ((0, 8) if fades else (5, 3))
 
 
@@ -260,7 +261,7 @@ def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
 
     for module in (numpy_forms, noisy):  # a GPU acts in torch
         monkeypatch.setattr(module, "linear_step", lambda *_: None)
-    monkeypatch.setattr(capture, "ACTING", frozenset())
+    monkeypatch.setattr(capture.Numbers, "_stays_float", lambda self, name, _: name in self.floats | self.unread)
     for module in (behaviour, acting):
         monkeypatch.setattr(module, "HostStep", Kept)
 

@@ -210,6 +210,8 @@ def test_inputs_of_ever_other_shapes_end_the_capturing(monkeypatch: pytest.Monke
 
 def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:
     numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, target_kl=1.0, epsilon=1.0, unset=None)
+    numbers.floats, numbers.unread = frozenset({"optimizer_eps"}), frozenset({"target_kl"})
+    numbers.acting = frozenset({"epsilon"})
     numbers.device = torch.device("cpu")
     step = Recorded(lambda x: x * numbers["rate"] * numbers["fixed"] + numbers["optimizer_eps"], numbers)
     assert isinstance(numbers["rate"], float)  # no schedule has set it

@@ -153,7 +153,7 @@ def test_schedules_move_the_numbers_of_the_learner_inside() -> None:
     gail = make_gail()
     for name in ("learning_rate", "clip_coef", "ent_coef", "gamma", "gae_lambda", "vf_coef"):
         assert gail.scheduled(name)
-        setattr(gail, name, 0.125)
+        gail.set_number(name, 0.125)
         assert getattr(gail.ppo, name) == 0.125
     gail.discriminator_learning_rate = 0.5
     assert gail.discriminator_optimizer.learning_rate == 0.5

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.numbers import Number
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 from rl_training.speed.optimizer import PLAIN_ADAM
@@ -63,7 +64,9 @@ class MBPO(SAC):
     """The MBPO learner. `policy_model` is SAC's; `dynamics_model(obs, actions, members)` gives means, logvars, ends."""
 
     model_loss_name = "mbpo_model_loss"
-    synonyms = {"policy_learning_rate": "learning_rate"}
+    policy_learning_rate = Number(">= 0", of="learning_rate")
+    model_learning_rate = Number(">= 0")
+    model_weight_decay = Number(">= 0", read="by value")
     steps = ("critic_step", "actor_step", "model_step")
     graphs = ("update_step", "model_step")
     eager_part = "imagined rollouts and the choice of elites"
@@ -80,7 +83,7 @@ class MBPO(SAC):
             raise UserError(f"num_elites is {elites}; from 1 to num_ensembles ({members}) are possible.")
         super().__init__(model=policy_model, learning_rate=policy_learning_rate, **options)
         self.dynamics_model: Any = dynamics_model
-        self.numbers.update(model_learning_rate=model_learning_rate, model_weight_decay=model_weight_decay)
+        self.model_learning_rate, self.model_weight_decay = model_learning_rate, model_weight_decay
         self.model_optimizer = self.make_optimizer(
             "model_optimizer", dynamics_model.parameters(), "model_learning_rate", **PLAIN_ADAM
         )

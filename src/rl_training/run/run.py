@@ -138,7 +138,7 @@ class Run:
         algorithm, store = self.session.algorithm, self.session.store
         for name, value in self.scheduled_values().items():
             if algorithm.scheduled(name):
-                setattr(algorithm, name, value)
+                algorithm.set_number(name, value)
             if hasattr(store, name):  # a replay buffer, for example, has the learner's discount too
                 setattr(store, name, value)
 

@@ -19,10 +19,6 @@ PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd initialize t
 MOST_GRAPHS = 16  # per step; each graph keeps its own memory
 MOST_CAPTURES = 64  # per step: inputs with more shapes than that seldom repeat one
 CAPTURING_STREAM = threading.RLock()  # held while a thread uses `capture_stream`
-# Numbers that a kernel takes by value, or that Python code branches on.
-BY_VALUE = frozenset({"optimizer_eps", "kappa", "gradient_penalty", "model_weight_decay"})
-OUTSIDE = frozenset({"target_kl", "penalty_coef"})  # no step reads them
-ACTING = frozenset({"epsilon", "exploration_noise"})  # a CPU reads them in numpy, so they stay floats there
 
 
 class Numbers(dict[str, Any]):
@@ -32,10 +28,14 @@ class Numbers(dict[str, Any]):
     captured step reads them. This includes numbers that have not changed yet: a resumed run would otherwise round
     differently.
     `constants` are the values that a graph cannot read in place: floats, and the addresses of the tensors. A graph is
-    valid only for the constants that it was captured with.
+    valid only for the constants that it was captured with. Numbers in `floats` stay floats (those in `acting` only on a
+    CPU), and those in `unread` are in no graph.
     """
 
     device: torch.device | None = None
+    floats: frozenset[str] = frozenset()
+    acting: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
     constants: tuple[Any, ...] = ()
     _failures = 0
 
@@ -44,13 +44,13 @@ class Numbers(dict[str, Any]):
         if isinstance(held, Tensor) and value is not None:
             held.fill_(value)
             return
-        if self.device is not None and value is not None and name not in self._floats(self.device):
+        if self.device is not None and value is not None and not self._stays_float(name, self.device):
             value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
         super().__setitem__(name, value)
         self._find_constants()
 
     def _find_constants(self) -> None:
-        read = [value for name, value in self.items() if name not in OUTSIDE]
+        read = [value for name, value in self.items() if name not in self.unread]
         places = [("at", value.data_ptr()) if isinstance(value, Tensor) else value for value in read]
         self.constants = (self._failures, *places)
 
@@ -61,12 +61,11 @@ class Numbers(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         """Copy floats as floats; the copy has its own tensors."""
-        return Numbers, (dict(self),), {"device": self.device}
+        kept = ("device", "floats", "acting", "unread")
+        return Numbers, (dict(self),), {name: getattr(self, name) for name in kept}
 
-    @staticmethod
-    def _floats(device: torch.device) -> frozenset[str]:
-        """The numbers that stay floats."""
-        return BY_VALUE | OUTSIDE | (ACTING if device.type == "cpu" else frozenset())
+    def _stays_float(self, name: str, device: torch.device) -> bool:
+        return name in self.floats or name in self.unread or (name in self.acting and device.type == "cpu")
 
     def update(self, *others: Any, **values: float | None) -> None:
         """Like `dict.update`, but through `__setitem__`."""

@@ -83,7 +83,7 @@ class Optimizer(nn.Module):
     """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
 
     It is a module, so that its moments are in the algorithm's `state_dict`. `learning_rate`, `eps` and `max_grad_norm`
-    may be names in the table `numbers`, which is read at every step; "a|b" is a if that is set, else b.
+    may be names in the table `numbers`, which is read at every step; of two names the first that is set counts.
     """
 
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
@@ -95,7 +95,7 @@ class Optimizer(nn.Module):
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        learning_rate: float | str,
+        learning_rate: float | str | tuple[str, str],
         kind: str = "adam",
         eps: float | str = 1e-8,
         max_grad_norm: float | str | None = None,
@@ -108,9 +108,9 @@ class Optimizer(nn.Module):
         own: dict[str, Any] = {}
         self._where: dict[str, tuple[Mapping[str, Any], str, str | None]] = {}  # option -> table, name, common name
         for option, value in (("learning_rate", learning_rate), ("eps", eps), ("max_grad_norm", max_grad_norm)):
-            if isinstance(value, str):
-                name, _, common = value.partition("|")
-                self._where[option] = {} if numbers is None else numbers, name, common or None
+            if isinstance(value, (str, tuple)):
+                name, common = value if isinstance(value, tuple) else (value, None)
+                self._where[option] = {} if numbers is None else numbers, name, common
             else:
                 own[option] = value
                 self._where[option] = own, option, None
