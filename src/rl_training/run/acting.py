@@ -18,6 +18,8 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.play import Act
 from rl_training.speed.host_step import HostStep
 
+CAN_BE_LEFT = False  # a signal may not interrupt this code (run/interruption.py)
+
 _LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()
 
 

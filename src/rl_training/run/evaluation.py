@@ -24,6 +24,8 @@ from rl_training.play import closed_after, play
 from rl_training.run.acting import ActingSession
 from rl_training.safe_files import output_written, refuse_link
 
+CAN_BE_LEFT = True  # a signal may interrupt this code (run/interruption.py)
+
 EVALUATION_STREAM = 2**31  # an environment index that no training environment has
 MOST_SIDE_BY_SIDE = 20
 MOST_STEPS = 10_000  # for environments without a limit

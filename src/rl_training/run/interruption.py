@@ -129,22 +129,23 @@ def _all_can_save_after(run: Run, error: BaseException) -> bool:
 
 
 def can_leave(frame: FrameType | None) -> bool:
-    """Whether code of an environment, its engine or an evaluation is running, where an exception breaks no learner."""
+    """Whether code of an environment, its engine or an evaluation is running, where an exception breaks no learner.
+
+    The innermost module that has a `CAN_BE_LEFT` decides; without any, nothing may be interrupted.
+    """
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module in ("rl_training.envs.stepper", "rl_training.run.evaluation"):
-            return True
-        if module.startswith(("rl_training.runtime.", "rl_training.algorithms.")):
-            return False
+        mark = frame.f_globals.get("CAN_BE_LEFT")
+        if mark is not None:
+            return bool(mark)
         frame = frame.f_back
     return False
 
 
 def can_save_after(error: BaseException) -> bool:
-    """Whether buffers are intact; they may not be if their own code raised the error (out of memory, for example)."""
+    """Whether buffers are intact: an error inside a module that has `CHANGES_BUFFERS` may leave one half changed."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").startswith("rl_training.data."):
+        if trace.tb_frame.f_globals.get("CHANGES_BUFFERS", False):
             return False
         trace = trace.tb_next
     return not isinstance(error, TrainingFailure)
