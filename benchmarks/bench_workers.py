@@ -15,10 +15,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rl_training.experiment.config import read_yaml
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import train
+from rl_training.config.train_config import read_yaml
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import train
 
 
 class Sleepy(gym.Env[Any, Any]):

@@ -55,7 +55,7 @@ SPEEDS = (
 
 def our_workload(job: Job, folder: str) -> dict[str, Any]:
     """Steps and seconds of one run of ours."""
-    from rl_training.experiment.config import load_config
+    from rl_training.config.train_config import load_config
 
     name = job["name"]
     discrete = name not in ("sac", "td3")

@@ -64,7 +64,7 @@ SOLVE_TARGET = 1 / 3
 
 def our_workload(job: Job, folder: str) -> dict[str, Any]:
     """Steps and seconds of one run of ours."""
-    from rl_training.experiment.config import load_config
+    from rl_training.config.train_config import load_config
 
     given, steps = dict(OURS[job["name"]]), job["steps"]
     preset = given.pop("preset", None)
@@ -75,7 +75,7 @@ def our_workload(job: Job, folder: str) -> dict[str, Any]:
 def our_solve(job: Job, folder: str) -> dict[str, Any]:
     """Seconds of `learn()` until an evaluation reaches the bar, with the packaged preset."""
     from rl_training import PPO
-    from rl_training.experiment.config import load_config
+    from rl_training.config.train_config import load_config
 
     config = load_config("ppo/cartpole")
     stop = {"eval_interval": EVAL_EVERY, "early_stopping": {"threshold": SOLVED}}

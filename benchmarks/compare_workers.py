@@ -23,10 +23,10 @@ HIDDEN = [64, 64]  # of our preset
 
 def measure_ours(algo: str, backend: str, workers: int, envs: int, seconds: float) -> float:
     """Steps/s of the CartPole preset with that execution backend."""
-    from rl_training.experiment.config import load_config
-    from rl_training.runtime.callback import Callback
-    from rl_training.runtime.run import Run
-    from rl_training.runtime.workflows import train
+    from rl_training.config.train_config import load_config
+    from rl_training.run.callback import Callback
+    from rl_training.run.run import Run
+    from rl_training.run.workflows import train
 
     class Stopwatch(Callback):
         """Measures, and stops the run."""

@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl_training.config.params import read_params
+from rl_training.config.spec import get_algorithm_spec
+from rl_training.data.model_store import ModelRollouts
+from rl_training.data.store import StoreContext
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import build_algorithm
-from rl_training.runtime.spec import StoreContext, get_algorithm_spec
-from rl_training.stores.model_rollouts import ModelRollouts
+from rl_training.run.learner import build_algorithm
 
 CHEETAH = EnvSpaces.from_gym("cheetah", gs.Box(-np.inf, np.inf, (17,), np.float32), gs.Box(-1, 1, (6,), np.float32))
 LANDER = EnvSpaces.from_gym("lander", gs.Box(-np.inf, np.inf, (8,), np.float32), gs.Discrete(4))

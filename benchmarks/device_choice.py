@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from rl_training.experiment.config import load_config
-from rl_training.runtime.settings import UNSAID, fill_defaults
-from rl_training.runtime.threads import torch_settings_restored
+from rl_training.config.settings import UNSAID, fill_defaults
+from rl_training.config.threads import torch_settings_restored
+from rl_training.config.train_config import load_config
 from rl_training.tools import bench
 
 SHORT = {"learning_starts": 300, "buffer_capacity": 20_000}

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import rl_training
-from rl_training.runtime.session import open_session
-from rl_training.runtime.settings import UNSAID, fill_defaults
+from rl_training.config.settings import UNSAID, fill_defaults
+from rl_training.run.build import open_session
 
 STEPS, EPOCHS, MINIBATCHES, WARM_UP = 32, 4, 4, 20
 
@@ -77,7 +77,7 @@ def measure(algo: str, num_envs: int, folder: str) -> float:
 def split(algo: str, num_envs: int) -> dict[str, float]:
     """Milliseconds of a turn: collecting, valuing, learning; each waited for."""
     config, turns = settings(algo, num_envs, total_timesteps=10**9), max(GIVEN.updates // 4, 1)
-    session = open_session(rl_training.experiment.config.load_config(fill_defaults(config, UNSAID)))
+    session = open_session(rl_training.config.train_config.load_config(fill_defaults(config, UNSAID)))
     clock, spent = Clock(), dict.fromkeys(("collect", "hand over", "learn"), 0.0)
     for turn in range(WARM_UP + turns):
         times = [clock.now()]

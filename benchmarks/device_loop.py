@@ -29,8 +29,8 @@ import yaml
 
 from rl_training import Callback
 from rl_training.data import ReplayBuffer
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import train
+from rl_training.run.run import Run
+from rl_training.run.workflows import train
 
 STARTS = 500  # steps at random before learning
 WIDE = {"hidden_sizes": [256, 256], "batch_size": 256, "buffer_capacity": 1_000_000}

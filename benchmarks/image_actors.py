@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rl_training.experiment.config import TrainConfig, load_config
-from rl_training.runtime.settings import UNSAID, fill_defaults
-from rl_training.runtime.workflows import train
+from rl_training.config.settings import UNSAID, fill_defaults
+from rl_training.config.train_config import TrainConfig, load_config
+from rl_training.run.workflows import train
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # where a run finds the environment

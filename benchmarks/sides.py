@@ -122,7 +122,7 @@ class FromTheStart:
 
 def our_speed(config: Any, job: Job, folder: str) -> dict[str, Any]:
     """Steps and seconds of one run of ours: the seconds of the loop, logging included."""
-    from rl_training.runtime.workflows import train
+    from rl_training.run.workflows import train
 
     changes = {"output_dir": folder, "threads": job["threads"], "eval_episodes": 0, "device": "cpu"}
     watch = Stopwatch()

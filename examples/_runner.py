@@ -9,7 +9,7 @@ import rl_training
 from rl_training.errors import UserError
 from rl_training.experiment.config import load_config
 from rl_training.experiment.registry import get_algorithm_spec
-from rl_training.runtime.workflows import TrainResult
+from rl_training.run.workflows import TrainResult
 
 OPTIONS = {
     "--total-timesteps": "environment steps to train for",

@@ -28,9 +28,9 @@ import numpy as np
 import yaml
 from run_gates import ROOT, describe_machine, hash_config, merge
 
+from rl_training.config.settings import UNSAID, fill_defaults
+from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.errors import UserError, did_you_mean
-from rl_training.experiment.config import TrainConfig, load_config
-from rl_training.runtime.settings import UNSAID, fill_defaults
 
 SETTINGS, RECORDS = ROOT / "scripts" / "defaults.yaml", ROOT / "results" / "defaults"
 LONGEST_EPISODE = 5_000  # steps of an evaluation episode in an environment without a limit of its own
@@ -89,7 +89,7 @@ def jobs_of(settings: Settings, round_name: str) -> Iterator[Job]:
 
 def our_config(settings: Settings, job: Job, output_dir: str = "runs", device: str = "cpu") -> TrainConfig:
     """What `train --algo NAME --env ID` would run, with the candidate's changes and nothing that costs time."""
-    from rl_training.runtime.spec import get_algorithm_spec
+    from rl_training.config.spec import get_algorithm_spec
 
     base, changes = get_algorithm_spec(job.algo).defaults, {}
     if job.label != "default":
@@ -192,8 +192,8 @@ class Examiner:
 
 def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) -> tuple[int, Predict]:
     """Our training: steps that it took, and the final policy."""
-    from rl_training.runtime.callback import Callback
-    from rl_training.runtime.workflows import TrainedPolicy, train
+    from rl_training.run.callback import Callback
+    from rl_training.run.workflows import TrainedPolicy, train
 
     class Look(Callback):
         def on_update(self, run: Any) -> None:
@@ -265,7 +265,7 @@ def run_jobs(settings: Settings, jobs: Sequence[Job], path: Path, processes: int
     if settings["device"] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "gymnasium", "rl_training.runtime.workflows", "compare_defaults"])
+    context.set_forkserver_preload(["torch", "gymnasium", "rl_training.run.workflows", "compare_defaults"])
     path.parent.mkdir(parents=True, exist_ok=True)
     begun, waiting, failed = time.monotonic(), list(jobs), 0
     running: dict[int, tuple[Any, Job]] = {}

@@ -15,9 +15,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rl_training.experiment.config import TrainConfig
+from rl_training.config.train_config import TrainConfig
 from rl_training.experiment.registry import list_algorithm_specs
-from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 
 SMALL = {
     "num_steps": 32, "learning_starts": 64, "batch_size": 64, "buffer_capacity": 2_000, "value_updates": 8,

@@ -16,7 +16,7 @@ def measure() -> list[str]:
     """One line of the table for each algorithm and kind of action."""
     sys.path.insert(0, str(ROOT / "tests"))
     from resume_cases import SPECS, tiny
-    from rl_training.runtime.workflows import train
+    from rl_training.run.workflows import train
     from rl_training.tools.export import export_policy
 
     lines = []

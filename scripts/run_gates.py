@@ -31,12 +31,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from rl_training.config.settings import read_config
+from rl_training.config.train_config import TrainConfig, read_yaml
 from rl_training.errors import UserError, did_you_mean
-from rl_training.experiment.config import TrainConfig, read_yaml
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.settings import read_config
-from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.callback import Callback
+from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.validation import StrictModel, validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,8 +153,8 @@ def config_hash(gate: Gate) -> str:
 
 def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     """Of a config with every default spelled out, and of how it is evaluated."""
-    from rl_training.runtime.params import dump_params, read_params
-    from rl_training.runtime.spec import get_algorithm_spec
+    from rl_training.config.params import dump_params, read_params
+    from rl_training.config.spec import get_algorithm_spec
 
     plain = config.model_dump(mode="json", exclude=UNHASHED)
     if plain["device"] == "cuda":

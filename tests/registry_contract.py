@@ -19,10 +19,10 @@ from gymnasium import spaces as gs
 
 import env_zoo
 from resume_cases import SPECS, StopAt, tiny
+from rl_training.config.train_config import TrainConfig
 from rl_training.errors import UserError
-from rl_training.experiment.config import TrainConfig
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.workflows import evaluate_checkpoint, predict_checkpoint
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.workflows import evaluate_checkpoint, predict_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 ACTIONS: dict[str, gs.Space[Any]] = {

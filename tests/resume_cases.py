@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
-from rl_training.experiment.config import TrainConfig, load_config
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session
-from rl_training.runtime.settings import UNSAID, fill_defaults
-from rl_training.runtime.spec import AlgorithmSpec, list_algorithm_specs
-from rl_training.runtime.workflows import TrainResult, resume_training, train
+from rl_training.config.settings import UNSAID, fill_defaults
+from rl_training.config.spec import AlgorithmSpec, list_algorithm_specs
+from rl_training.config.train_config import TrainConfig, load_config
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.build import Session
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import TrainResult, resume_training, train
 
 SPECS = {spec.name: spec for spec in list_algorithm_specs()}
 CLOCKED = {"time", "steps_per_second", "train_seconds"}  # what two equal runs need not share

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from resume_cases import SPECS, TINY, env_of, take_steps, tiny
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import open_session
+from rl_training.run.build import open_session
+from rl_training.run.run import Run
 
 UPDATES, MOST_STEPS = 6, 120
 # Small enough networks and so few steps that nearly every number shows in the weights.

@@ -18,24 +18,24 @@ import yaml
 from torch import Tensor
 
 from resume_cases import SPECS, assert_same, rows_of, stop_and_resume, take_steps, tiny
-from rl_training.algorithms import capture
 from rl_training.algorithms.base import Algorithm
-from rl_training.algorithms.capture import ACTING, BY_VALUE, OUTSIDE, map_tensors
 from rl_training.algorithms.dreamer import Dreamer
-from rl_training.algorithms.optimization import Optimizer
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.collect import behaviour
 from rl_training.collect.behaviour import Behaviour
+from rl_training.config import choices
+from rl_training.config.choices import choose_acceleration
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.models import ensemble, mlp_iqn_network, noisy, numpy_forms, passes
-from rl_training.runtime import acting
-from rl_training.runtime import session as session_module
-from rl_training.runtime.acting import ActingSession
-from rl_training.runtime.device_choice import choose_acceleration
-from rl_training.runtime.restoring import change_config
-from rl_training.runtime.session import fit_ranks, open_session
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.models import ensemble, mlp_iqn_network, noisy
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run import acting
+from rl_training.run.acting import ActingSession
+from rl_training.run.build import fit_ranks, open_session
+from rl_training.run.restoring import change_config
+from rl_training.run.workflows import resume_training, train
+from rl_training.speed import capture, numpy_forms, passes
+from rl_training.speed.capture import map_tensors
+from rl_training.speed.optimizer import Optimizer
 from test_capture import Recorded, RecordedOnHost, Replayed
 
 BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
@@ -60,14 +60,14 @@ def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> 
     algorithm, store = session.algorithm, session.store
     if accelerates:
         algorithm.accelerate("graph")
-    start = dict(algorithm.numbers)
+    start, table = dict(algorithm.numbers), algorithm.numbers
     step = updates = 0
     while updates < UPDATES:
         step += take_steps(session, step)
         for phase, batch in store.batches(algorithm, step):
             for name, value in start.items():
-                if moves and value and name not in BY_VALUE | OUTSIDE | ACTING:
-                    setattr(algorithm, name, value * (1.0 - 0.05 * updates))
+                if moves and value and name not in table.floats | table.unread | table.acting:
+                    algorithm.set_number(name, value * (1.0 - 0.05 * updates))
             store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step, sync=False))
             updates += phase == "policy"
     session.close()
@@ -157,8 +157,8 @@ def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Behav
     obs, first = np.ones((1, *spaces.obs_shape), np.float32), np.zeros(1, bool)
     actions = []
     for step in range(8):
-        for name in set(algorithm.numbers) & ACTING:
-            setattr(algorithm, name, 0.9 - 0.1 * step)
+        for name in set(algorithm.numbers) & algorithm.numbers.acting:
+            algorithm.set_number(name, 0.9 - 0.1 * step)
         actions.append(acts.act(obs, None, first)[0])
     session.close()
     return acts, actions
@@ -170,7 +170,8 @@ def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
     (_, plain), (captured, actions) = (explore(algo, accelerates=accelerates) for accelerates in (False, True))
     assert np.array_equal(plain, actions)
     step: Any = captured._explore
-    fades = ACTING & set(captured.algorithm.numbers)  # on a CPU each value is a constant of another graph
+    numbers = captured.algorithm.numbers
+    fades = numbers.acting & set(numbers)  # on a CPU each value is a constant of another graph
     assert (sum(step.replays), step.plain) == ((0, 8) if fades else (5, 3))
 
 
@@ -260,7 +261,7 @@ def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
 
     for module in (numpy_forms, noisy):  # a GPU acts in torch
         monkeypatch.setattr(module, "linear_step", lambda *_: None)
-    monkeypatch.setattr(capture, "ACTING", frozenset())
+    monkeypatch.setattr(capture.Numbers, "_stays_float", lambda self, name, _: name in self.floats | self.unread)
     for module in (behaviour, acting):
         monkeypatch.setattr(module, "HostStep", Kept)
 
@@ -268,7 +269,7 @@ def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
         fades = {"learning_rate_schedule": {"start": 1e-3, "end": 1e-4}}
         return tiny(algo, tmp_path / name, threads=1, eval_episodes=1, kwargs=fades | {"eval_interval": 50})
 
-    monkeypatch.setattr(session_module, "choose_acceleration", lambda *_: "graph")
+    monkeypatch.setattr(choices, "choose_acceleration", lambda *_: "graph")
     results = [train(config("graphs"), console=False), stop_and_resume(config("parts"), 60)]
     assert {step.function.__name__ for step in steps if step.replays} == {"explore", "decide"}
     steps.clear()
@@ -367,7 +368,7 @@ def test_several_learners_run_plainly() -> None:
 def test_a_run_keeps_and_says_what_was_chosen_and_its_resume_takes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_training.runtime.session.choose_acceleration", lambda config, *_: {"auto": "graph"}.get(
+    monkeypatch.setattr("rl_training.config.choices.choose_acceleration", lambda config, *_: {"auto": "graph"}.get(
         config.accelerate, config.accelerate))  # fmt: skip
     settings: dict[str, Any] = {"eval_episodes": 0}
     settings["kwargs"] = {"learning_rate_schedule": {"type": "linear", "start": 1e-3, "end": 0.0}}
@@ -386,7 +387,7 @@ def test_the_precision_of_products_is_set_for_a_gpu_only(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
     open_session(tiny("ppo", Path("unused"), matmul_precision="high")).close()
     assert said == []
-    monkeypatch.setattr("rl_training.runtime.session.build_algorithm", lambda *_, **__: pytest.fail("not so far"))
+    monkeypatch.setattr("rl_training.run.build.build_algorithm", lambda *_, **__: pytest.fail("not so far"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(pytest.fail.Exception, match="not so far"):
         open_session(tiny("ppo", Path("unused"), matmul_precision="high", device="cuda"))

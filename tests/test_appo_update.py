@@ -12,8 +12,8 @@ from torch import Tensor
 import rl_training.algorithms.appo as appo_module
 from rl_training.algorithms.appo import APPO, appo_loss
 from rl_training.algorithms.impala import IMPALA
-from rl_training.algorithms.ops.losses import clipped_surrogate
 from rl_training.algorithms.ppo import ppo_loss
+from rl_training.ops.losses import clipped_surrogate
 from rollout_cases import (
     KINDS,
     PLAIN_STEP,

@@ -19,8 +19,8 @@ import torch
 
 from rl_training import safe_files
 from rl_training.errors import UserError
-from rl_training.experiment import checkpointing
-from rl_training.experiment.checkpointing import (
+from rl_training.record import checkpoints as checkpointing
+from rl_training.record.checkpoints import (
     CheckpointFolder,
     load_checkpoint,
     save_checkpoint,

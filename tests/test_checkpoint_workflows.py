@@ -17,9 +17,9 @@ import rl_training
 from resume_cases import SPECS, StopAt, assert_same, edit_checkpoint, env_of, rows_of, tiny
 from rl_training.api import ManagedAlgorithm
 from rl_training.errors import UserError
-from rl_training.experiment import checkpointing
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
-from rl_training.runtime.workflows import (
+from rl_training.record import checkpoints as checkpointing
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
+from rl_training.run.workflows import (
     evaluate_checkpoint,
     load_policy,
     plain_action,

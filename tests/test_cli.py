@@ -22,7 +22,7 @@ from rl_training.cli.main import app
 from rl_training.cli.overrides import apply_settings
 from rl_training.cli.screen import larger_budget, mean_interval
 from rl_training.errors import Terminated, UserError
-from rl_training.runtime.workflows import train
+from rl_training.run.workflows import train
 
 TINY = ["--config", "ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
         "--set", "num_steps=64", "--set", "minibatch_size=64"]  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_reader_that_ends_early_is_no_error(words: list[str]) -> None:
 
 
 def test_list_says_what_each_preset_reached() -> None:
-    from rl_training.experiment.config import list_presets, read_reached
+    from rl_training.config.train_config import list_presets, read_reached
 
     shown = {words[0]: words[1:] for line in succeed("list").splitlines() if len(words := line.split()) > 1}
     reached = read_reached()
@@ -304,7 +304,7 @@ def test_help_and_version_answer() -> None:
 
 def test_cli_exports_load_config() -> None:
     from rl_training.cli import load_config
-    from rl_training.experiment import config
+    from rl_training.config import train_config as config
 
     assert load_config is config.load_config
 
@@ -431,7 +431,7 @@ def test_wrong_eval_options_are_one_sentence(checkpoint: str, options: list[str]
 
 
 def test_a_video_without_moviepy_leaves_no_folder(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_training.runtime.evaluation.find_spec", lambda name: None)
+    monkeypatch.setattr("rl_training.run.evaluation.find_spec", lambda name: None)
     result = invoke("eval", "--checkpoint", checkpoint, "--record-video", "videos")
     check_one_sentence(result.exit_code, result.stderr, "rl-training[video]")
     assert not Path("videos").exists()

@@ -17,9 +17,9 @@ from resume_cases import edit_checkpoint, tiny
 from rl_training.cli.main import app
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime.workflows import train
-from rl_training.stores.recording import record_policy
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.recording import record_policy
+from rl_training.run.workflows import train
 
 ENVS = """
 import gymnasium as gym

@@ -22,8 +22,8 @@ from rl_training.cli import parallel
 from rl_training.cli.main import app
 from rl_training.cli.runs import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
-from rl_training.runtime.run_folder import locked
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.run.folder import locked
+from rl_training.run.workflows import resume_training, train
 
 TINY = ["ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
         "--set", "num_steps=64", "--set", "minibatch_size=64"]  # fmt: skip

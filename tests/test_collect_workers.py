@@ -21,22 +21,23 @@ import torch
 
 from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import Request
 from rl_training.collect.worker import CollectingWorker, WorkerPlan
 from rl_training.collect.workers import WorkerCollector, WorkerRecord
-from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.config.choices import choose_workers
+from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import make_engine
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.experiment.logging import RunLogger
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.progress import describe_workers
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session, build_algorithm, choose_workers, open_session
-from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
+from rl_training.record.logger import RunLogger
+from rl_training.run.build import Session, open_session
+from rl_training.run.callback import Callback
+from rl_training.run.learner import build_algorithm
+from rl_training.run.progress import describe_workers
+from rl_training.run.run import Run
+from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 STEPPING = [name for name, spec in SPECS.items() if spec.steps_environments]
 CLOCKED = {"learner_waiting", "worker_waiting", "worker_restarts"}
@@ -106,7 +107,7 @@ def test_auto_leaves_one_core_to_the_learner(tmp_path: Path, monkeypatch: Any) -
     three: Any = workers("a2c", tmp_path, "auto")  # environments
     even = three.model_copy(update={"num_envs": 9, "worker_order": "first"})
     for config, cores, count in ((three, 1, 1), (three, 64, 3), (even, 8, 3), (three, 3, 2)):
-        monkeypatch.setattr("rl_training.runtime.session.os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("rl_training.config.choices.os.cpu_count", lambda cores=cores: cores)
         assert choose_workers(config) == count
 
 
@@ -126,7 +127,7 @@ def test_workers_hold_random_actions_from_turn_to_turn(tmp_path: Path) -> None:
 def test_workers_act_with_weights_of_known_age_and_tell_their_log_probabilities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_training.runtime.session.os.cpu_count", lambda: 3)
+    monkeypatch.setattr("rl_training.config.choices.os.cpu_count", lambda: 3)
     session = open_session(workers("impala", tmp_path, "auto", env_id="Pendulum-v1", kwargs={"policy_lag": 2}))
     assert len(session.collector.records) == session.config.num_workers == 2  # type: ignore[attr-defined]
     learner: Any = session.algorithm
@@ -219,7 +220,7 @@ def test_what_workers_cannot_do_is_refused(algo: str, fields: dict[str, Any], sa
 
 
 def test_without_ray_one_sentence_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_training.runtime.session.find_spec", lambda name: None)
+    monkeypatch.setattr("rl_training.run.build.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs Ray: pip install 'rl-training\[distributed\]'"):
         train(workers("a2c", tmp_path / "runs", execution_backend="ray"), console=False)
     assert not (tmp_path / "runs").exists()

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from resume_cases import StopAt, assert_same_run, rows_of, tiny
 from rl_training.cli.main import app
+from rl_training.config.train_config import TrainConfig
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import TrainConfig
-from rl_training.runtime import workflows
-from rl_training.runtime.run import Run
-from rl_training.runtime.run_folder import locked
-from rl_training.runtime.workflows import TrainResult, resume_training, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run import workflows
+from rl_training.run.folder import locked
+from rl_training.run.run import Run
+from rl_training.run.workflows import TrainResult, resume_training, train
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from continuous_cases import (
     make_learner,
 )
 from rl_training.algorithms.d4pg import D4PG, d4pg_loss
-from rl_training.algorithms.ops.distributional import project_categorical
 from rl_training.errors import UserError
 from rl_training.models.mlp_d4pg import MLPD4PGModel
+from rl_training.ops.distributional import project_categorical
 
 SUPPORT: dict[str, Any] = {"v_min": -20.0, "v_max": 20.0, "num_atoms": 41}
 make = partial(make_learner, D4PG, partial(MLPD4PGModel, **SUPPORT), **SUPPORT)

@@ -12,12 +12,12 @@ from gymnasium import spaces as gs
 
 from registry_contract import OBSERVATIONS
 from resume_cases import SPECS, tiny
+from rl_training.config.choices import choose_device
+from rl_training.config.params import read_params
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.device_choice import choose_device
-from rl_training.runtime.params import read_params
-from rl_training.runtime.workflows import train
+from rl_training.run.workflows import train
 
 VECTOR = probe_spaces(read_recipe("CartPole-v1", {}))
 IMAGE = probe_spaces(read_recipe("env_zoo:MinAtarLike", {}))

@@ -14,17 +14,16 @@ import torch
 
 from resume_cases import assert_same, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
-from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer
+from rl_training.config.train_config import TrainConfig
+from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer, replay_store
 from rl_training.data import device_copy as device_copy_module
+from rl_training.data.replay_store import ReplayStore
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import TrainResult, resume_training, train
-from rl_training.stores import replay as replay_store
-from rl_training.stores.replay import ReplayStore
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.build import open_session
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import TrainResult, resume_training, train
 from test_prioritized_replay import OnGPU
 from test_replay_buffer import Episodes
 

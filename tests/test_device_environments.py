@@ -20,9 +20,11 @@ from typer.testing import CliRunner
 import resume_cases
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
 from rl_training import PPO
-from rl_training.algorithms.capture import PLAIN_CALLS, Numbers
 from rl_training.cli.main import app
 from rl_training.collect.device import DeviceCollector
+from rl_training.config.settings import UNSAID, fill_defaults
+from rl_training.config.train_config import load_config
+from rl_training.data import rollout_store as rollouts
 from rl_training.envs import device_checks
 from rl_training.envs.device import (
     DeviceEngine,
@@ -38,15 +40,13 @@ from rl_training.envs.probe import probe, probe_spaces
 from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
-from rl_training.experiment.config import load_config
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session, open_session
-from rl_training.runtime.settings import UNSAID, fill_defaults
-from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
-from rl_training.stores import rollouts
+from rl_training.run.build import Session, open_session
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
+from rl_training.speed.capture import PLAIN_CALLS, Numbers
 from test_capture import Recorded
 
 CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")

@@ -20,8 +20,8 @@ import yaml
 
 from rl_training.cli.exits import WRONG_INPUT
 from rl_training.cli.main import app
+from rl_training.config.train_config import list_presets, read_reached
 from rl_training.errors import Terminated
-from rl_training.experiment.config import list_presets, read_reached
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -181,8 +181,8 @@ def test_the_algorithm_of_the_worked_example_trains(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     from importlib.metadata import EntryPoint
 
-    from rl_training.runtime import spec
-    from rl_training.runtime.workflows import train
+    from rl_training.config import spec
+    from rl_training.run.workflows import train
 
     point = EntryPoint("better", "better_trainer:SPECS", spec.ENTRY_POINT_GROUP)
     monkeypatch.setattr(spec, "entry_points", lambda group: [point])

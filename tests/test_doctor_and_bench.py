@@ -16,13 +16,13 @@ import torch
 from typer.testing import CliRunner
 
 from rl_training.cli.main import app
+from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
+from rl_training.config.threads import torch_settings_restored
+from rl_training.config.train_config import load_config
 from rl_training.envs.probe import probe, probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.experiment.config import load_config
-from rl_training.runtime.session import build_algorithm
-from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec
-from rl_training.runtime.threads import torch_settings_restored
+from rl_training.run.learner import build_algorithm
 from rl_training.tools import bench, doctor, floor, worker_cost
 from rl_training.tools.floor import Floor
 from rl_training.tools.worker_cost import WorkerCost
@@ -568,7 +568,7 @@ def test_doctor_and_bench_as_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_refuses_an_algorithm_that_does_not_fit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from rl_training.runtime import spec
+    from rl_training.config import spec
 
     only_discrete = dataclasses.replace(spec.get_algorithm_spec("ppo"), action_kinds=("discrete",))
     monkeypatch.setattr(spec, "get_algorithm_spec", lambda name: only_discrete)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from registry_contract import EXAMPLES, ReferenceScript
-from rl_training.experiment.config import load_config
+from rl_training.config.train_config import load_config
 
 pytest.importorskip("ale_py")
 QUICK = {"size": "xxs", "batch_size": 2, "sequence_length": 8, "train_ratio": 8, "learning_starts": 50}

@@ -13,20 +13,20 @@ from torch import Tensor
 
 import env_zoo
 from resume_cases import tiny
-from rl_training.algorithms import capture
 from rl_training.algorithms.base import read_metrics
-from rl_training.algorithms.capture import PLAIN_CALLS
 from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
+from rl_training.config.choices import choose_threads
+from rl_training.config.params import read_params
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.dreamer import RSSM, SIZES, TwoHotHead, sample_one_hot, straight_through
 from rl_training.models.dreamer_behavior import GaussianActor
+from rl_training.run.build import open_session
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import open_session
-from rl_training.runtime.threads import choose_threads
+from rl_training.speed import capture
+from rl_training.speed.capture import PLAIN_CALLS
 from test_capture import Recorded
 
 torch.set_num_threads(1)

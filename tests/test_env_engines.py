@@ -21,7 +21,7 @@ from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Episode, Stepper
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 
 ATARI_KWARGS = {"frameskip": 1, "wrappers": {"atari": {"noop_max": 3, "frame_stack": 2}}, "max_episode_steps": 12}
 

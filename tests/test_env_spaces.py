@@ -19,7 +19,7 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 
 EVERY_SPACE: list[gs.Space[Any]] = [
     gs.Box(-1.0, 1.0, (3,)),

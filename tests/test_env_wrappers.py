@@ -13,17 +13,17 @@ import torch
 import env_zoo
 from resume_cases import SPECS, edit_checkpoint, env_of, take_steps, tiny
 from rl_training.algorithms.actor_critic import RewardScale
+from rl_training.config.params import read_params
+from rl_training.config.train_config import TrainConfig
 from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
+from rl_training.run.build import open_session
+from rl_training.run.evaluation import Evaluator
+from rl_training.run.workflows import predict_checkpoint, resume_training, train
 
 ATARI = "ALE/Pong-v5"
 

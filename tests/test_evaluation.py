@@ -15,13 +15,13 @@ from env_zoo import Constant
 from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.recipe import read_recipe
-from rl_training.experiment import logging
-from rl_training.runtime import clock as clock_module
-from rl_training.runtime import evaluation
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.clock import RecentSpeeds
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
+from rl_training.record import logger as logging
+from rl_training.run import clock as clock_module
+from rl_training.run import evaluation
+from rl_training.run.callback import Callback
+from rl_training.run.clock import RecentSpeeds
+from rl_training.run.run import Run
+from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 ENDLESS = 10**9
 

@@ -9,8 +9,8 @@ import gymnasium as gym
 import pytest
 
 from resume_cases import SPECS, StopAt, assert_same_run, tiny
+from rl_training.config.train_config import dump_yaml
 from rl_training.errors import UserError
-from rl_training.experiment.config import dump_yaml
 from rl_training.experiment.default_manager import DefaultExperimentManager
 
 

@@ -22,14 +22,14 @@ import pytest
 from env_zoo import Constant
 from resume_cases import tiny
 from rl_training.cli.exits import describe
+from rl_training.config.train_config import TrainConfig
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import TrainConfig
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime import run_folder
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run import folder as run_folder
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import resume_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BY_PATH = ("open", "mkdir", "unlink", "replace", "link")

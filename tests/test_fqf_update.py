@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from rl_training.algorithms.fqf import FQF
-from rl_training.algorithms.ops.distributional import fraction_gradient
 from rl_training.algorithms.q_learning import choose
 from rl_training.errors import UserError
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
+from rl_training.ops.distributional import fraction_gradient
 
 
 def make_learner(**options):

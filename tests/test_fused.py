@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rl_training.algorithms.a2c import A2C
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.ppo import PPO
-from rl_training.models import passes
 from rl_training.models.blocks import mlp
 from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.speed import passes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULE = passes.is_fused
@@ -53,7 +53,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.usefixtures("fused")
 def test_kernels_start_on_the_device_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would start them on the current device, which for `device: cuda:1` is another one."""
-    from rl_training.models.kernels import mlp as kernels
+    from rl_training.speed import mlp_kernels as kernels
 
     inside: list[Tensor] = []
 

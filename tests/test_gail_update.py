@@ -16,13 +16,13 @@ from resume_cases import StopAt, assert_same, assert_same_run, edit_checkpoint, 
 from rl_training.algorithms.gail import GAIL, REWARD_FORMS, gail_loss, penalize_gradient
 from rl_training.algorithms.ppo import PPO
 from rl_training.data import TransitionDataset, load_transition_dataset
+from rl_training.data.demonstration_store import DemonstrationStore, absorbing_steps, find_horizon
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
-from rl_training.stores.demonstrations import DemonstrationStore, absorbing_steps, find_horizon
+from rl_training.run.build import open_session
+from rl_training.run.workflows import predict_checkpoint, resume_training, train
 from rollout_cases import KINDS, OBS_DIM, make_policy, make_rollout, weights_of
 
 PPO_OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "update_epochs": 2, "minibatch_size": 8}
@@ -153,7 +153,7 @@ def test_schedules_move_the_numbers_of_the_learner_inside() -> None:
     gail = make_gail()
     for name in ("learning_rate", "clip_coef", "ent_coef", "gamma", "gae_lambda", "vf_coef"):
         assert gail.scheduled(name)
-        setattr(gail, name, 0.125)
+        gail.set_number(name, 0.125)
         assert getattr(gail.ppo, name) == 0.125
     gail.discriminator_learning_rate = 0.5
     assert gail.discriminator_optimizer.learning_rate == 0.5

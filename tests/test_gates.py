@@ -20,8 +20,8 @@ import render_results  # noqa: E402
 import run_gates  # noqa: E402
 import sides  # noqa: E402
 
+from rl_training.config.train_config import list_presets  # noqa: E402
 from rl_training.errors import UserError  # noqa: E402
-from rl_training.experiment.config import list_presets  # noqa: E402
 
 TINY = {"total_timesteps": 64, "num_envs": 2, "log_interval": 1, "algo_kwargs": {"num_steps": 8, "max_updates": 4}}
 

@@ -12,13 +12,13 @@ from torch import nn
 
 import env_zoo
 from resume_cases import SPECS, tiny
+from rl_training.config.params import read_params
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.noisy import NoisyLinear
-from rl_training.runtime.params import read_params
-from rl_training.runtime.workflows import train
+from rl_training.run.workflows import train
 
 
 @pytest.mark.parametrize("algo", SPECS)

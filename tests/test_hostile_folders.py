@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from resume_cases import StopAt, tiny
 from rl_training.cli.main import app
 from rl_training.errors import TrainingFailure, UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime import run_folder
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run import folder as run_folder
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import resume_training, train
 from rl_training.safe_files import replacing, write_text
 
 WRITTEN = ("config.yaml", "manifest.json", "metrics.jsonl", "end.json", ".lock", ".metrics.jsonl.tmp")

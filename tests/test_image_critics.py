@@ -15,12 +15,12 @@ import torch
 from env_zoo import DotToTarget
 from registry_contract import OBSERVATIONS, kind_config
 from resume_cases import assert_same_run, stop_and_resume
+from rl_training.config.spec import get_algorithm_spec
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_ddpg import ReturningTanh
 from rl_training.play import play
-from rl_training.runtime.session import build_algorithm
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import train
+from rl_training.run.learner import build_algorithm
+from rl_training.run.workflows import train
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

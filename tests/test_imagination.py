@@ -16,8 +16,8 @@ from rl_training.data import TransitionDataset
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
-from rl_training.runtime.restoring import load_algorithm, read_checkpoint
-from rl_training.runtime.workflows import train
+from rl_training.run.learner import load_algorithm, read_checkpoint
+from rl_training.run.workflows import train
 from rl_training.tools import imagination
 from rl_training.tools.imagination import (
     Windows,

@@ -11,13 +11,28 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
-LOGGED = {f"experiment.{name}" for name in ("appender", "metrics_file", "event_file", "services")}  # parts of logging
-LOW_EXPERIMENT = {"experiment.config", "experiment.checkpointing", "experiment.logging", *LOGGED}
 ANYWHERE = {"errors", "validation", "play", "safe_files", "stable_baselines3"}
+# Folder -> the folders that it may import, lowest first: each imports only folders above it in this table.
+ROOMS = {
+    "ops": "",
+    "speed": "ops",
+    "models": "ops speed",
+    "algorithms": "ops speed",
+    "envs": "",
+    "data": "algorithms envs",
+    "collect": "speed algorithms envs data",
+    "config": "models algorithms envs data collect",
+    "record": "",
+    "run": "speed algorithms envs data collect config record",
+    "runtime": "models algorithms envs data config run",
+    "experiment": "envs config run",
+    "api": "envs config record run experiment",
+    "tools": "algorithms envs data collect config record run",
+    "cli": "envs data config record run experiment tools",
+}
 ALGORITHM_BASES = {  # shared by learners
-    "base", "optimization", "capture", "actor_critic", "exploration", "q_learning", "support", "target",
+    "base", "numbers", "actor_critic", "exploration", "q_learning", "support", "target", "ops",
 }  # fmt: skip
-OTHERS_BY_LEAF = {"models": {"algorithms.ops"}}  # a leaf of a leaf: pure functions of tensors
 
 
 def is_inside(module: str, parent: str) -> bool:
@@ -77,15 +92,15 @@ def violations(files: list[Path], *, allowed: set[str] | None = None, forbidden:
     return found
 
 
-@pytest.mark.parametrize("leaf", ["models", "data", "envs", "algorithms"])
-def test_leaves_import_only_themselves(leaf: str) -> None:
-    assert violations(files_of(leaf), allowed={leaf, *ANYWHERE, *OTHERS_BY_LEAF.get(leaf, set())}) == []
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_imports_only_the_folders_that_the_table_names(room: str) -> None:
+    assert violations(files_of(room), allowed={room, "", *ROOMS[room].split(), *ANYWHERE}) == []
 
 
-@pytest.mark.parametrize("leaf", sorted(LOW_EXPERIMENT))
-def test_low_experiment_modules_import_no_one(leaf: str) -> None:
-    parts = LOGGED if leaf in LOGGED | {"experiment.logging"} else set()
-    assert violations(files_of(leaf), allowed=ANYWHERE | parts) == []
+def test_no_folder_imports_one_that_comes_later_so_there_is_no_cycle() -> None:
+    order = list(ROOMS)
+    for room, allowed in ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in allowed.split()), room
 
 
 @pytest.mark.parametrize("module", sorted(ANYWHERE))
@@ -94,8 +109,8 @@ def test_what_everyone_imports_imports_next_to_nothing(module: str) -> None:
 
 
 def test_ops_are_pure_functions_of_tensors() -> None:
-    assert violations(files_of("algorithms.ops"), allowed={"algorithms.ops", "errors"}) == []
-    foreign = {name.split(".")[0] for path in files_of("algorithms.ops") for name in imported_names(path)}
+    assert violations(files_of("ops"), allowed={"ops", "errors"}) == []
+    foreign = {name.split(".")[0] for path in files_of("ops") for name in imported_names(path)}
     assert foreign <= {"__future__", "torch", "collections", "math", "typing", "rl_training"}
 
 
@@ -108,7 +123,7 @@ def learner_files() -> list[Path]:
 @pytest.mark.parametrize("path", learner_files(), ids=lambda path: path.stem)
 def test_an_algorithm_imports_torch_its_base_and_the_one_it_extends(path: Path) -> None:
     learners = {f"algorithms.{other.stem}" for other in learner_files()}
-    bases = {f"algorithms.{name}" for name in ALGORITHM_BASES} | {"algorithms.ops"}
+    bases = {f"algorithms.{name}" for name in ALGORITHM_BASES} | {"ops", "speed"}
     assert violations([path], allowed={*bases, *learners, *ANYWHERE}) == []
     assert len({name for name in own_imports(path) if name in learners}) <= 1
     standard = set(sys.stdlib_module_names)
@@ -116,55 +131,22 @@ def test_an_algorithm_imports_torch_its_base_and_the_one_it_extends(path: Path) 
     assert foreign <= {"torch", "numpy", "rl_training"}
 
 
-def test_runtime_knows_nothing_above_it() -> None:
-    above = {"experiment.registry", "experiment.default_manager", "api", "cli"}
-    assert violations(files_of("runtime"), forbidden=above) == []
-
-
 TRAINERS = {module_name(path) for path in (PACKAGE / "runtime").glob("*_trainer.py")}
 EXTENDED = {"runtime.gail_trainer": {"runtime.ppo_trainer"}}  # a trainer that extends another
 
 
-def test_collecting_stands_on_the_leaves_alone() -> None:
-    assert violations(files_of("collect"), allowed={"collect", "algorithms", "data", "envs", *ANYWHERE}) == []
-
-
-def test_the_core_of_the_runtime_knows_no_store_trainer_or_tool() -> None:
-    core = [path for path in (PACKAGE / "runtime").glob("*.py") if module_name(path) not in TRAINERS]
-    assert violations(core, forbidden={"stores", "tools", *TRAINERS}) == []
-
-
-def test_stores_know_no_trainer_and_no_tool_and_nothing_above_the_runtime() -> None:
-    above = {"experiment.registry", "experiment.default_manager", "api", "cli"}
-    assert violations(files_of("stores"), forbidden={"tools", *above, *TRAINERS}) == []
+def test_the_runtime_has_only_trainers() -> None:
+    assert {module_name(path) for path in files_of("runtime")} == {"runtime", *TRAINERS}
 
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))
-def test_trainers_know_no_tool_and_no_other_trainer(trainer: str) -> None:
+def test_trainers_know_no_other_trainer(trainer: str) -> None:
     others = TRAINERS - {trainer} - EXTENDED.get(trainer, set())
-    assert violations(files_of(trainer), forbidden={"tools", *others}) == []
-
-
-def test_only_the_command_line_knows_the_tools() -> None:
-    assert violations(files_of("tools"), forbidden={"api", "cli"}) == []
-    assert violations(files_of("experiment", "api"), forbidden={"tools"}) == []
-
-
-def test_the_high_experiment_modules_know_neither_api_nor_cli() -> None:
-    files = files_of("experiment.registry", "experiment.default_manager")
-    assert violations(files, forbidden={"api", "cli"}) == []
-
-
-def test_api_knows_no_command_line() -> None:
-    assert violations(files_of("api"), forbidden={"cli"}) == []
+    assert violations(files_of(trainer), forbidden=others) == []
 
 
 def test_every_folder_has_a_rule() -> None:
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    low = {"models", "data", "envs", "algorithms", "collect", "stores"}
-    assert folders == {*low, "runtime", "tools", "experiment", "api", "cli"}
-    experiment = {module_name(path) for path in files_of("experiment")} - {"experiment"}
-    assert experiment == {*LOW_EXPERIMENT, "experiment.registry", "experiment.default_manager"}
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(ROOMS)
 
 
 @pytest.mark.parametrize("statement", ["import rl_training", "import rl_training.cli.main"])

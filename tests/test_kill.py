@@ -25,15 +25,15 @@ from resume_cases import StopAt, assert_same_run, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.cli.exits import run_to_exit_code
 from rl_training.collect.workers import WorkerCollector
+from rl_training.config.train_config import load_config
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import Workers
-from rl_training.experiment import checkpointing
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import load_config
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from rl_training.record import checkpoints as checkpointing
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from test_collect_workers import assert_same_end, workers
 
 pytestmark = pytest.mark.slow
@@ -41,9 +41,9 @@ LIMIT = 120  # seconds; a process that takes longer hangs
 # Says "ready" at the first update, and "asked" when a signal has been heard.
 SCRIPT = """
 import sys
-from rl_training.experiment.config import load_config
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.config.train_config import load_config
+from rl_training.run.callback import Callback
+from rl_training.run.workflows import resume_training, train
 
 class Tell(Callback):
     told = False

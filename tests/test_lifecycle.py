@@ -22,22 +22,23 @@ from resume_cases import assert_same, assert_same_run, edit_checkpoint, rows_of,
 from rl_training import safe_files
 from rl_training.algorithms.a2c import A2C
 from rl_training.api import ManagedAlgorithm
+from rl_training.config.train_config import TrainConfig
 from rl_training.data.rings import TransitionRings
 from rl_training.envs.engines import SyncEngine
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError
-from rl_training.experiment import checkpointing
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.default_manager import DefaultExperimentManager
-from rl_training.runtime import interruption, run_folder, workflows
+from rl_training.record import checkpoints as checkpointing
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run import folder as run_folder
+from rl_training.run import interruption, workflows
+from rl_training.run.build import open_session
+from rl_training.run.callback import Callback
+from rl_training.run.evaluation import Evaluator
+from rl_training.run.interruption import Interruption
+from rl_training.run.run import NotSaved, Run
+from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.runtime.a2c_trainer import train_a2c
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.interruption import Interruption
-from rl_training.runtime.run import NotSaved, Run
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 NOT_EXACT = pytest.mark.filterwarnings("ignore:stopped in the middle of a turn", "ignore:it was saved in the middle")
 
@@ -141,7 +142,7 @@ def signal_in_evaluation(monkeypatch: pytest.MonkeyPatch, number: int, *, inside
             if inside:
                 monkeypatch.setattr("gymnasium.envs.classic_control.cartpole.CartPoleEnv.step", lambda *_: stall())
             else:
-                act = "rl_training.runtime.acting.ActingSession.act"
+                act = "rl_training.run.acting.ActingSession.act"
                 monkeypatch.setattr(act, lambda *_: (ask_to_stop(), np.zeros(2, dtype=int))[1])
         return original(evaluator, *arguments, **options)
 

@@ -12,9 +12,9 @@ import pytest
 
 from resume_cases import StopAt, tiny
 from rl_training.errors import UserError
-from rl_training.experiment.logging import RunLogger
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.record.logger import RunLogger
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.workflows import resume_training, train
 
 TELL = """
 import json, os
@@ -109,7 +109,7 @@ def test_a_service_that_fails_is_warned_of_once_and_the_run_goes_on(
 def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_training.runtime.session.find_spec", lambda name: None if name == "wandb" else object())
+    monkeypatch.setattr("rl_training.run.build.find_spec", lambda name: None if name == "wandb" else object())
     with pytest.raises(UserError, match=r"loggers names 'wandb', which is not installed: pip install 'rl"):
         train(tiny("ppo", tmp_path / "runs", loggers=["wandb"]), console=False)
     assert not (tmp_path / "runs").exists()

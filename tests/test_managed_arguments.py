@@ -15,10 +15,10 @@ import rl_training
 from resume_cases import SPECS, assert_same_run, edit_checkpoint, tiny
 from rl_training import A2C, DQN, PPO, TrainConfig
 from rl_training.cli.overrides import apply_settings, build_config
+from rl_training.config.settings import read_config
+from rl_training.config.train_config import list_presets, load_config
 from rl_training.errors import UserError
-from rl_training.experiment.config import list_presets, load_config
-from rl_training.runtime.settings import read_config
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.run.workflows import resume_training, train
 from rl_training.stable_baselines3 import NAMES, REMARKS
 
 SMALL = {"total_timesteps": 32, "eval_episodes": 2, "device": "cpu", "num_steps": 8, "hidden_sizes": (8,)}

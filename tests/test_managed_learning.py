@@ -13,11 +13,11 @@ import pytest
 import env_zoo
 from resume_cases import FirstReturns, StopAt, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO
+from rl_training.config.settings import UNSAID
 from rl_training.errors import UserError
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.settings import UNSAID
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import resume_training, train
 
 
 class Watch(Callback):

@@ -13,12 +13,12 @@ import yaml
 import rl_training
 from resume_cases import StopAt, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO
+from rl_training.config.params import read_params
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.params import read_params
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.workflows import resume_training
 from rl_training.runtime.ppo_trainer import PPOParams
-from rl_training.runtime.workflows import resume_training
 
 
 def half(progress: float) -> float:

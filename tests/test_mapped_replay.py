@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 from resume_cases import StopAt, assert_same_run, tiny
 from rl_training.cli.main import app
+from rl_training.config.train_config import TrainConfig
 from rl_training.data import ReplayBuffer, mapped
 from rl_training.data.mapped import MappedFolder
 from rl_training.errors import UserError
-from rl_training.experiment import checkpointing
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
-from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.record import checkpoints as checkpointing
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import resume_training, train
 
 
 def make(folder: Path | None, capacity: int = 50, obs_dim: int = 3) -> ReplayBuffer:
@@ -191,7 +191,7 @@ import re, resource, sys
 from pathlib import Path
 import numpy as np
 from rl_training.data import ReplayBuffer
-from rl_training.experiment import checkpointing
+from rl_training.record import checkpoints as checkpointing
 
 checkpointing.MAPPED_BYTES = 1 << 20
 data = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

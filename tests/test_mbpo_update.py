@@ -16,18 +16,18 @@ from resume_cases import SPECS, StopAt, assert_same_run, stop_and_resume, take_s
 from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
+from rl_training.config.params import read_params
+from rl_training.data.model_store import ModelReplayStore
 from rl_training.data.synthetic import SyntheticBuffer
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.terminations import KNOWN, known_termination, never
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.build import open_session
+from rl_training.run.workflows import resume_training, train
 from rl_training.runtime.mbpo_trainer import MBPOParams
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import resume_training, train
-from rl_training.stores.model_rollouts import ModelReplayStore
 
 
 def make(learner: type[MBPO] = MBPO, num_ensembles: int = 7, **options: Any) -> Any:

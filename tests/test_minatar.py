@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from resume_cases import assert_same_run, stop_and_resume, tiny
+from rl_training.config.train_config import load_config
 from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
-from rl_training.experiment.config import load_config
-from rl_training.runtime.workflows import train
+from rl_training.run.workflows import train
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,9 @@ from gymnasium import spaces as gs
 from env_zoo import Walk
 from registry_contract import OBSERVATIONS, AnyKind, kind_config
 from resume_cases import assert_same_run, stop_and_resume
+from rl_training.config.networks import make_encoder, make_input
+from rl_training.config.params import Params
+from rl_training.config.spec import get_algorithm_spec
 from rl_training.data import TransitionDataset
 from rl_training.envs.prediction_input import encode_for_prediction
 from rl_training.envs.probe import probe, probe_spaces
@@ -21,11 +24,8 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.models.blocks import MixedEncoder
 from rl_training.models.dreamer import Decoder, Encoder, PartsDecoder, PartsEncoder
-from rl_training.runtime.networks import make_encoder, make_input
-from rl_training.runtime.params import Params
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import load_policy, train
-from rl_training.stores.recording import read_replay_buffer
+from rl_training.run.recording import read_replay_buffer
+from rl_training.run.workflows import load_policy, train
 from rl_training.tools.doctor import OK, check_environment
 from rl_training.tools.export import export_policy
 

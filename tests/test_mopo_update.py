@@ -13,14 +13,15 @@ from continuous_cases import make_batch
 from resume_cases import StopAt, assert_same, edit_checkpoint, stop_and_resume, take_steps, tiny
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.algorithms.mopo import MOPO
+from rl_training.config.model_based import build_learner
 from rl_training.data import load_transition_dataset
+from rl_training.data.model_store import ModelDatasetStore
 from rl_training.envs.engines import make_engine
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime import session as session_module
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import resume_training, train
-from rl_training.stores.model_rollouts import ModelDatasetStore, build_learner
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run import build as session_module
+from rl_training.run.build import open_session
+from rl_training.run.workflows import resume_training, train
 from test_mbpo_update import by_hand, make
 
 
@@ -81,7 +82,7 @@ def test_one_policy_update_is_one_timestep_and_no_environment_is_made(
     def never(*_: Any) -> None:
         raise AssertionError("training environments were made")
 
-    monkeypatch.setattr("rl_training.runtime.session.make_engine", never)
+    monkeypatch.setattr("rl_training.run.build.make_engine", never)
     result = train(tiny("mopo", tmp_path, total_timesteps=50, eval_episodes=0), console=False)
     assert result.metrics["global_step"] == 50
     assert result.metrics["updates"] == 50 + result.metrics["model_fit_updates"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.ops.distributional import (
+from rl_training.ops.distributional import (
     categorical_cross_entropy,
     fraction_gradient,
     project_by_ramps,

@@ -13,8 +13,10 @@ from torch import Tensor
 from rl_training.algorithms.a2c import a2c_loss
 from rl_training.algorithms.appo import appo_loss
 from rl_training.algorithms.impala import impala_loss
-from rl_training.algorithms.ops.distributional import CHUNK, cross_entropy, quantile_huber, quantile_huber_loss
-from rl_training.algorithms.ops.losses import (
+from rl_training.algorithms.ppo import ppo_loss
+from rl_training.algorithms.q_learning import choose
+from rl_training.ops.distributional import CHUNK, cross_entropy, quantile_huber, quantile_huber_loss
+from rl_training.ops.losses import (
     chosen_slopes,
     clipped_surrogate,
     critic_losses,
@@ -24,9 +26,7 @@ from rl_training.algorithms.ops.losses import (
     value_error,
     weighted_mean,
 )
-from rl_training.algorithms.ops.policy import categorical_log_prob
-from rl_training.algorithms.ppo import ppo_loss
-from rl_training.algorithms.q_learning import choose
+from rl_training.ops.policy import categorical_log_prob
 
 ROWS = 11
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal, TransformedDistribution, kl_divergence
 from torch.distributions.transforms import TanhTransform
 
-from rl_training.algorithms.ops.policy import (
+from rl_training.ops.policy import (
     approx_kl,
     categorical_entropy,
     categorical_kl,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms import optimization
-from rl_training.algorithms.optimization import OPTIMIZERS, Optimizer, flatten_parameters, split_evenly
 from rl_training.errors import UserError
 from rl_training.models.blocks import mlp
+from rl_training.speed import optimizer as optimization
+from rl_training.speed.optimizer import OPTIMIZERS, Optimizer, flatten_parameters, split_evenly
 
 torch.set_num_threads(1)  # networks this small only wait for each other's threads
 

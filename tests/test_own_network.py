@@ -20,14 +20,14 @@ from registry_contract import OBSERVATIONS, check_actions, first_kind, kind_conf
 from resume_cases import SPECS, StopAt, assert_same_run, stop_and_resume, tiny
 from rl_training import PPO, SAC
 from rl_training.cli.main import app
+from rl_training.config.own_network import OwnEncoder, UserNetwork, resolve_network
+from rl_training.config.params import read_params
+from rl_training.config.train_config import dump_yaml
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import dump_yaml
-from rl_training.runtime.own_network import OwnEncoder, UserNetwork, resolve_network
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import build_algorithm
-from rl_training.runtime.workflows import (
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.learner import build_algorithm
+from rl_training.run.workflows import (
     evaluate_checkpoint,
     load_policy,
     predict_checkpoint,

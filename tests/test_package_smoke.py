@@ -18,13 +18,14 @@ import pytest
 import torch
 
 import rl_training
+from rl_training.config.params import read_params
+from rl_training.config.train_config import list_presets, load_config
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
-from rl_training.experiment.config import list_presets, load_config
 from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import build_algorithm, open_session
+from rl_training.run.build import open_session
+from rl_training.run.learner import build_algorithm
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = """
@@ -36,7 +37,7 @@ build_meta.build_sdist(out)
 """
 USE = """
 import rl_training
-from rl_training.experiment.config import load_config
+from rl_training.config.train_config import load_config
 load_config("ppo/cartpole")
 print(rl_training.__file__)
 """

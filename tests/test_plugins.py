@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import rl_training
 from rl_training.cli.main import app
+from rl_training.config import spec
 from rl_training.errors import UserError
 from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
-from rl_training.runtime import spec
 
 Install = Callable[..., None]
 GOOD = """

@@ -12,21 +12,22 @@ from gymnasium import spaces as gs
 from gymnasium.envs.classic_control.pendulum import PendulumEnv
 
 from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resume, take_steps, tiny
+from rl_training.config.recorded_data import DatasetKind, DatasetParams
+from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import write_minari
+from rl_training.data.prior_store import PriorReplayStore, find_dataset
 from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import TrainConfig
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import predict_checkpoint, resume_training, train
-from rl_training.stores.prior_data import DatasetKind, DatasetParams, PriorReplayStore, find_dataset
-from rl_training.stores.recording import read_replay_buffer
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.build import open_session
+from rl_training.run.callback import Callback
+from rl_training.run.recording import read_replay_buffer
+from rl_training.run.run import Run
+from rl_training.run.workflows import predict_checkpoint, resume_training, train
 
 MARK = 777.0  # a reward that Pendulum never gives
 

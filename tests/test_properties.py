@@ -23,14 +23,14 @@ from limits import limited
 from resume_cases import tiny
 from rl_training.cli.overrides import apply_settings
 from rl_training.cli.predict import read_values
+from rl_training.config.params import read_params
+from rl_training.config.spec import get_algorithm_spec
+from rl_training.config.train_config import Presets, TrainConfig, load_config
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import read_minari, write_minari
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import Presets, TrainConfig, load_config
-from rl_training.runtime.params import read_params
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import TrainedPolicy, load_policy, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.workflows import TrainedPolicy, load_policy, train
 
 FEW = settings(
     max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)

@@ -15,11 +15,11 @@ import rl_training
 from registry_contract import kind_config
 from resume_cases import SPECS, tiny
 from rl_training import A2C, IMPALA, PPO, TrainConfig
+from rl_training.config.train_config import dump_yaml, load_config
 from rl_training.envs.episodes import episode_seed
 from rl_training.errors import UserError
-from rl_training.experiment.config import dump_yaml, load_config
-from rl_training.runtime.evaluation import EVALUATION_STREAM
-from rl_training.runtime.workflows import train
+from rl_training.run.evaluation import EVALUATION_STREAM
+from rl_training.run.workflows import train
 
 OBS = np.array([0.0, 0.1, 0.02, -0.1], dtype=np.float32)
 

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from resume_cases import StopAt, assert_same_run, take_steps, tiny
 from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.runtime import interruption, workflows
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.ranks import RankFailure, Ranks, TorchRanks, leave_ranks
-from rl_training.runtime.restoring import part_of_rank
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session, open_session
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run import interruption, workflows
+from rl_training.run.build import Session, open_session
+from rl_training.run.callback import Callback
+from rl_training.run.ranks import RankFailure, Ranks, TorchRanks, leave_ranks
+from rl_training.run.restoring import part_of_rank
+from rl_training.run.run import Run
+from rl_training.run.workflows import resume_training, train
 from rl_training.safe_files import is_alive
 
 LIMIT = 120  # seconds; a run that takes longer hangs
@@ -268,8 +268,8 @@ import atexit, os, sys
 import torch.distributed as dist
 from rl_training.cli.exits import exit_after_signal, run_to_exit_code
 from rl_training.errors import EnvironmentFailure
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.run.callback import Callback
+from rl_training.run.workflows import resume_training, train
 
 what, path, breaks = sys.argv[1:]
 atexit.register(lambda: os.write(1, b"still joined\\n" if dist.is_initialized() else b"left\\n"))

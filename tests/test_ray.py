@@ -21,10 +21,10 @@ import pytest
 from resume_cases import SPECS, StopAt, take_steps
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.errors import UserError
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from rl_training.run.build import open_session
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from test_collect_workers import assert_same_end, workers
 
 ray = pytest.importorskip("ray")

@@ -21,15 +21,15 @@ from resume_cases import (
     tiny,
     without,
 )
+from rl_training.config.params import read_params
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.metrics_file import read_metrics
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.params import read_params
-from rl_training.runtime.restoring import find_history
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.record.metrics_file import read_metrics
+from rl_training.run.build import open_session
+from rl_training.run.callback import Callback
+from rl_training.run.restoring import find_history
+from rl_training.run.run import Run
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 
 EVALUATED = {"eval_interval": 40}
 SCHEDULED = {"learning_rate_schedule": {"type": "linear", "start": 1e-2, "end": 0.0}}

@@ -24,14 +24,14 @@ import torch
 import yaml
 
 from resume_cases import SPECS, StopAt, env_of, tiny
+from rl_training.config.params import EarlyStopping, Schedule
+from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.envs.wrappers import WrapperOptions
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
-from rl_training.experiment.config import TrainConfig, load_config
 from rl_training.experiment.default_manager import DefaultExperimentManager
-from rl_training.runtime.params import EarlyStopping, Schedule
-from rl_training.runtime.run_state import RunState
-from rl_training.runtime.workflows import evaluate_checkpoint, predict_checkpoint, resume_training, train
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
+from rl_training.run.state import RunState
+from rl_training.run.workflows import evaluate_checkpoint, predict_checkpoint, resume_training, train
 
 COUNT, SAMPLE, COMMANDS, SEED = 2000, 150, 60, 20260101
 NAN, INF = float("nan"), float("inf")

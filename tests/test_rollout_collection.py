@@ -14,12 +14,12 @@ import torch
 
 import env_zoo
 from resume_cases import take_steps
-from rl_training.experiment.config import TrainConfig
+from rl_training.config.train_config import TrainConfig
 from rl_training.experiment.registry import list_algorithm_specs
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
-from rl_training.runtime.session import Session, open_session
-from rl_training.runtime.workflows import train
+from rl_training.run.build import Session, open_session
+from rl_training.run.workflows import train
 
 ROLLOUT_NAMES = [spec.name for spec in list_algorithm_specs() if spec.lane == "rollout"]
 SMALL = {"num_steps": 16, "hidden_sizes": [8]}

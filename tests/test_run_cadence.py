@@ -14,16 +14,16 @@ from resume_cases import StopAt, assert_same, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.algorithms.base import UpdateResult
 from rl_training.algorithms.dqn import DQN
+from rl_training.config.train_config import load_config
 from rl_training.data import PrioritizedReplayBuffer
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
-from rl_training.experiment.checkpointing import load_checkpoint
-from rl_training.experiment.config import load_config
-from rl_training.runtime import clock as clock_module
-from rl_training.runtime import run as run_module
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.evaluation import Evaluator
-from rl_training.runtime.run import Run
-from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run import clock as clock_module
+from rl_training.run import run as run_module
+from rl_training.run.callback import Callback
+from rl_training.run.evaluation import Evaluator
+from rl_training.run.run import Run
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from test_prioritized_replay import OnGPU
 
 

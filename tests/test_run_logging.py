@@ -17,8 +17,8 @@ import torch
 
 from rl_training import safe_files
 from rl_training.errors import UserError
-from rl_training.experiment.logging import RunLogger, format_duration
-from rl_training.experiment.metrics_file import read_metrics
+from rl_training.record.logger import RunLogger, format_duration
+from rl_training.record.metrics_file import read_metrics
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from resume_cases import assert_same, tiny
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import train
+from rl_training.run.build import open_session
+from rl_training.run.workflows import train
 
 
 def global_generators() -> tuple[Any, ...]:

@@ -9,13 +9,13 @@ import pytest
 from torch import Tensor
 
 from resume_cases import SPECS, tiny
+from rl_training.config.params import Schedule, change_params, parameter_names
+from rl_training.config.spec import get_algorithm_spec
 from rl_training.errors import UserError
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.params import Schedule, change_params, parameter_names
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import open_session
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import train
+from rl_training.run.build import open_session
+from rl_training.run.callback import Callback
+from rl_training.run.run import Run
+from rl_training.run.workflows import train
 from setting_cases import learned, other_value, same
 
 # What else a number needs in order to be read.

@@ -15,7 +15,7 @@ from resume_cases import take_steps, tiny
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.data import RecurrentReplayBuffer
 from rl_training.errors import UserError
-from rl_training.runtime.session import open_session
+from rl_training.run.build import open_session
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ from resume_cases import tiny
 from rl_training.cli.main import app
 from rl_training.envs.setup_problems import find_problems
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.runtime.workflows import TrainResult, train
+from rl_training.run.workflows import TrainResult, train
 from rl_training.tools import doctor
 
 GOOD = """

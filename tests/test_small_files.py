@@ -16,16 +16,16 @@ import yaml
 from limits import limited
 from resume_cases import SPECS, tiny
 from rl_training.cli.predict import read_values
+from rl_training.config.params import read_params
+from rl_training.config.train_config import load_config, parse_yaml
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import read_minari
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
-from rl_training.experiment.config import load_config, parse_yaml
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import SizeLimit, build_algorithm
-from rl_training.runtime.workflows import load_policy, resume_training, train
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
+from rl_training.run.learner import SizeLimit, build_algorithm
+from rl_training.run.workflows import load_policy, resume_training, train
 
 HUGE = 60_000_000
 ARRAYS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated")

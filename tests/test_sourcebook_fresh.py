@@ -12,7 +12,7 @@ import pytest
 
 from resume_cases import SPECS, take_steps, tiny
 from rl_training.algorithms.base import UpdateResult
-from rl_training.runtime.session import open_session
+from rl_training.run.build import open_session
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -18,20 +18,21 @@ import env_zoo
 from resume_cases import SPECS, StopAt, assert_same, assert_same_run, tiny
 from rl_training.algorithms.base import UpdateResult
 from rl_training.algorithms.c51_dqn import C51DQN
-from rl_training.algorithms.ops.distributional import carry_over, outside_mass
 from rl_training.collect.behaviour import Behaviour
+from rl_training.config import support
+from rl_training.config.support import derive_support, random_returns
 from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.data.support import SupportWatch
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.runtime.restoring import load_algorithm, read_checkpoint
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import resume_training, train
-from rl_training.stores import support
-from rl_training.stores.support import SupportWatch, derive_support, random_returns
+from rl_training.ops.distributional import carry_over, outside_mass
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.build import open_session
+from rl_training.run.learner import load_algorithm, read_checkpoint
+from rl_training.run.workflows import resume_training, train
 
 HEADS = ["c51_dqn", "rainbow_dqn", "d4pg"]
 

@@ -11,10 +11,10 @@ import torch
 import yaml
 
 from resume_cases import SPECS, assert_same, tiny
+from rl_training.config import threads
 from rl_training.errors import UserError
-from rl_training.runtime import threads
-from rl_training.runtime.session import open_session
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.run.build import open_session
+from rl_training.run.workflows import resume_training, train
 
 WIDE = {"hidden_sizes": [256]}
 MEASURED = [name for name, spec in SPECS.items() if spec.lane in threads.MEASURED_LANES and name != "rlpd"]
@@ -86,7 +86,7 @@ def test_a_run_leaves_torch_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
         raise UserError("enough")
 
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    monkeypatch.setattr("rl_training.runtime.workflows.open_session", set_all)
+    monkeypatch.setattr("rl_training.run.workflows.open_session", set_all)
     with pytest.raises(UserError, match="enough"):
         train(tiny("ppo", tmp_path), console=False)
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before

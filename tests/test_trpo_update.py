@@ -14,10 +14,10 @@ import rl_training.algorithms.trpo as trpo_module
 from registry_contract import ReferenceScript, TrainerSmoke
 from resume_cases import StopAt, edit_checkpoint, tiny
 from rl_training.algorithms.trpo import TRPO, trpo_loss
-from rl_training.experiment.checkpointing import load_checkpoint
 from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_actor_critic import MLPActorCritic
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.record.checkpoints import load_checkpoint
+from rl_training.run.workflows import resume_training, train
 from rollout_cases import (
     KINDS,
     assert_same_weights,

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.experiment.config import TrainConfig
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.config.train_config import TrainConfig
 from rl_training.experiment.registry import list_algorithm_specs
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import train
+from rl_training.run.workflows import train
 
 WITHOUT_ENVIRONMENT_REWARD = ("dataset", "demonstrations")  # lanes: data on disk, or rewards of a discriminator
 WORTH = 10.0

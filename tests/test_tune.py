@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from resume_cases import SPECS, tiny
 from rl_training.cli.main import app
 from rl_training.cli.tune import trial_table
+from rl_training.config.params import read_params
+from rl_training.config.train_config import TrainConfig, load_config, parse_yaml
 from rl_training.errors import UserError
-from rl_training.experiment.config import TrainConfig, load_config, parse_yaml
-from rl_training.runtime.params import read_params
-from rl_training.runtime.workflows import train
+from rl_training.run.workflows import train
 from rl_training.tools import tune
 from rl_training.tools.tune import Job, Study, search_space, with_values
 

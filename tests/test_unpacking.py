@@ -18,7 +18,7 @@ from env_zoo import BoxActions, MultiBinaryActions, MultiDiscreteActions, Scalar
 from resume_cases import tiny
 from rl_training.api import unpacking
 from rl_training.api.managed import ManagedAlgorithm
-from rl_training.runtime.workflows import DiscreteAction, TrainedPolicy, train
+from rl_training.run.workflows import DiscreteAction, TrainedPolicy, train
 from test_checkpoint_workflows import managed
 
 HINT = r"predict returns the action alone, not \(action, state\); write action = model.predict\(obs\)"

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 import rl_training
 from resume_cases import tiny
 from rl_training.cli.main import app
+from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.envs.entry_points import is_provided
 from rl_training.envs.factory import make_env
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
-from rl_training.experiment.checkpointing import load_checkpoint, save_checkpoint
-from rl_training.experiment.config import TrainConfig, load_config
-from rl_training.runtime.workflows import evaluate_checkpoint, resume_training, train
+from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 
 CANARY = "canary"
 ATTACKS: dict[str, dict[str, Any]] = {

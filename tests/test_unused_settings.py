@@ -17,16 +17,16 @@ from torch import Tensor
 from resume_cases import SPECS, env_of, tiny
 from rl_training import DQN, TRPO
 from rl_training.cli.overrides import build_config
+from rl_training.config.params import read_params
+from rl_training.config.settings import read_config
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.config.train_config import TrainConfig, dump_yaml, list_presets, read_yaml
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.experiment.config import TrainConfig, dump_yaml, list_presets, read_yaml
-from rl_training.runtime.params import read_params
-from rl_training.runtime.session import open_session
-from rl_training.runtime.settings import read_config
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import resume_training, train
+from rl_training.run.build import open_session
+from rl_training.run.workflows import resume_training, train
 from setting_cases import other_value, run, same
 
 # Settings that do not change what is learned in a short run on the CPU, each with a test of its effect.

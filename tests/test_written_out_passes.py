@@ -20,7 +20,7 @@ from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.algorithms.rlpd import RLPD
 from rl_training.algorithms.sac import SAC
 from rl_training.algorithms.td3 import TD3
-from rl_training.models import ensemble, mlp_iqn_network, passes
+from rl_training.models import ensemble, mlp_iqn_network
 from rl_training.models.blocks import mlp
 from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.mlp_actor_critic import MLPActorCritic
@@ -31,6 +31,7 @@ from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.models.mlp_td3 import MLPTD3Model
+from rl_training.speed import passes
 
 ROWS, OBS = 33, 5
 KINDS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "TrainConfig":
-        from rl_training.experiment.config import TrainConfig
+        from rl_training.config.train_config import TrainConfig
 
         return TrainConfig
     if not name[:1].isupper():

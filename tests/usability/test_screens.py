@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 
 from rl_training.cli import runs
 from rl_training.cli.main import app
+from rl_training.config.train_config import TrainConfig
 from rl_training.data import memory
-from rl_training.experiment.config import TrainConfig
 from rl_training.tools import bench, doctor
 from rl_training.tools.floor import Floor
 from rl_training.tools.worker_cost import WorkerCost

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
+from rl_training.algorithms.numbers import Number
+from rl_training.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 
 
 def a2c_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
@@ -26,6 +27,8 @@ class A2C(ActorCriticAlgorithm):
 
     reads_logprobs = False
     steps = ("gradient_step",)
+    ent_coef = Number(">= 0")
+    vf_coef = Number(">= 0")
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
@@ -33,7 +36,7 @@ class A2C(ActorCriticAlgorithm):
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gae_lambda=gae_lambda, max_grad_norm=max_grad_norm, **options)
         self.normalize_advantages = normalize_advantages
-        self.numbers.update(learning_rate=learning_rate, ent_coef=ent_coef, vf_coef=vf_coef)
+        self.learning_rate, self.ent_coef, self.vf_coef = learning_rate, ent_coef, vf_coef
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def gradient_step(self, rows: Batch) -> dict[str, Tensor]:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch
 from rl_training.algorithms.exploration import PolicyActing
-from rl_training.algorithms.ops.policy import approx_kl
-from rl_training.algorithms.ops.returns import gae
-from rl_training.algorithms.optimization import Backward, Optimizer
+from rl_training.algorithms.numbers import Number
+from rl_training.ops.policy import approx_kl
+from rl_training.ops.returns import gae
+from rl_training.speed.optimizer import Backward, Optimizer
 
 MOST_NUMBERS = 16  # per row; a GPU gathers these one by one, because `index_select` spends a block of threads on a row
 
@@ -68,6 +69,8 @@ class RewardScale(nn.Module):
 class ActorCriticAlgorithm(PolicyActing):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
+    gamma = Number("in [0, 1]")
+    gae_lambda = Number("in [0, 1]")
     optimizer: Optimizer
     normalize_advantages: bool
     reads_logprobs = True  # of the policy that acted
@@ -79,7 +82,7 @@ class ActorCriticAlgorithm(PolicyActing):
     ) -> None:  # fmt: skip
         super().__init__(optimizer_eps=optimizer_eps, **options)
         self.policy = policy
-        self.numbers.update(gamma=gamma, gae_lambda=gae_lambda)
+        self.gamma, self.gae_lambda = gamma, gae_lambda
         self.reward_scale = RewardScale(gamma) if normalize_rewards else None
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:

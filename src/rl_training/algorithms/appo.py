@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from rl_training.algorithms.actor_critic import ratio_statistics
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
-from rl_training.algorithms.ops.losses import Losses, clipped_surrogate, means
-from rl_training.algorithms.ops.policy import approx_kl
+from rl_training.algorithms.numbers import Number, Setting, check_bound
+from rl_training.ops.losses import Losses, clipped_surrogate, means
+from rl_training.ops.policy import approx_kl
 
 METRICS = (
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
@@ -46,6 +47,11 @@ class APPO(IMPALA):
     """The APPO learner. Batches are those of IMPALA. Minibatches are whole trajectories: each recomputes V-trace."""
 
     steps = ("minibatch_step",)
+    clip_coef = Number("> 0")
+    kl_target = Number("> 0")
+    update_epochs = Setting(">= 1")
+    minibatch_size = Setting(">= 1")
+    target_update_interval = Setting(">= 1")
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 5e-4, ent_coef: float = 0.01, clip_coef: float = 0.2,
@@ -54,11 +60,12 @@ class APPO(IMPALA):
         **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, learning_rate=learning_rate, ent_coef=ent_coef, **options)
-        self.numbers.update(clip_coef=clip_coef, kl_target=kl_target)
+        self.clip_coef, self.kl_target = clip_coef, kl_target
         self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages = normalize_advantages
         self.target_update_interval = target_update_interval
         self.target: Any = copy.deepcopy(policy).requires_grad_(False) if target_policy else None
+        check_bound("kl_coef", ">= 0", kl_coef)
         self.kl_coef: Tensor
         self.register_buffer("kl_coef", torch.tensor(kl_coef))
 

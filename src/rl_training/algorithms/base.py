@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.algorithms.bounds import check_bounds
-from rl_training.algorithms.capture import Numbers, capture_step
-from rl_training.algorithms.optimization import Optimizer
+from rl_training.algorithms.numbers import Number, numbers_read
 from rl_training.errors import UserError
+from rl_training.speed.capture import Numbers, capture_step
+from rl_training.speed.optimizer import Optimizer
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -55,25 +55,26 @@ class ActOutput:
 class Algorithm(nn.Module):
     """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete.
 
-    `numbers` is the table of numbers that a schedule may change. Its entries are attributes of the learner, and the
-    optimizers read them at every step. None means not set. They come from the config, so `state_dict` omits them.
+    `numbers` is the table of the numbers that a schedule may change, which a learner declares as `Number`. The
+    optimizers read their numbers from it at every step.
     """
 
-    ranks: Any = None  # the other learners of a distributed run (runtime/ranks.py); None in a run of one process
-    synonyms: ClassVar[Mapping[str, str]] = {}  # another name of a number -> its name in `numbers`
+    learning_rate = Number(">= 0")
+    optimizer_eps = Number("> 0", read="by value")
+    max_grad_norm = Number("> 0")
+
+    ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
     steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
     graphs: tuple[str, ...] = ()  # methods that call the steps; if there are any, they are captured instead
     eager_part: ClassVar[str] = ""  # describes the part of an update that is neither a step nor a graph
-
-    def __new__(cls, *_: Any, **arguments: Any) -> Any:
-        check_bounds(arguments)
-        return super().__new__(cls)
 
     def __init__(
         self, *, optimizer: str = "adam", optimizer_eps: float = 1e-8, max_grad_norm: float | None = None
     ) -> None:
         super().__init__()
-        self.numbers = Numbers(optimizer_eps=optimizer_eps, max_grad_norm=max_grad_norm)
+        self.numbers = Numbers()
+        self._say_how_numbers_are_read()
+        self.optimizer_eps, self.max_grad_norm = optimizer_eps, max_grad_norm
         self.optimizer_kind = optimizer
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
@@ -137,26 +138,20 @@ class Algorithm(nn.Module):
             for optimizer in learner._optimizers.values() if how == "compile" else ():
                 optimizer.apply_gradients = torch.compiler.disable(optimizer.apply_gradients)  # type: ignore[method-assign]
 
-    def __getattr__(self, name: str) -> Any:
-        numbers, known = self.__dict__.get("numbers", {}), self.synonyms.get(name, name)
-        return numbers[known] if known in numbers else super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        known = self.synonyms.get(name, name)
-        if known in self.__dict__.get("numbers", {}):
-            self.numbers[known] = value
-            return
-        super().__setattr__(name, value)
-        if isinstance(value, nn.Module):
-            self.__dict__[name] = value  # so that reading it, ten times per update, bypasses `__getattr__`
+    def _say_how_numbers_are_read(self) -> None:
+        table = self.numbers
+        table.floats |= numbers_read(type(self), "by value")
+        table.acting |= numbers_read(type(self), "to act")
+        table.unread |= numbers_read(type(self), "never")
 
     def make_optimizer(
-        self, name: str, parameters: Iterable[nn.Parameter], learning_rate: str = "learning_rate", **options: Any
-    ) -> Optimizer:
+        self, name: str, parameters: Iterable[nn.Parameter],
+        learning_rate: str | tuple[str, str] = "learning_rate", **options: Any,
+    ) -> Optimizer:  # fmt: skip
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
         It has the learner's kind of optimizer unless the options name another. `learning_rate`, `eps` and
-        `max_grad_norm` are names in `numbers` ("a|b" is a if that is set, else b), or numbers that no schedule changes.
+        `max_grad_norm` are names in `numbers` (of two, the first that is set counts), or numbers that stay as they are.
         """
         options = {"kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"} | options
         optimizer = Optimizer(parameters, learning_rate=learning_rate, numbers=self.numbers, **options)
@@ -191,7 +186,15 @@ class Algorithm(nn.Module):
 
     def scheduled(self, name: str) -> bool:
         """Whether `name` is a number that a schedule may change."""
-        return self.synonyms.get(name, name) in self.numbers
+        return self._key(name) in self.numbers
+
+    def set_number(self, name: str, value: float) -> None:
+        """Change a number during a run, as a schedule does."""
+        self.numbers[self._key(name)] = value
+
+    def _key(self, name: str) -> str:
+        declared = getattr(type(self), name, None)
+        return declared.key if isinstance(declared, Number) else name
 
     def get_extra_state(self) -> dict[str, Any]:
         """Counters and generator, in addition to the tensors of `state_dict`."""

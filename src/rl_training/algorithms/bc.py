@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.numbers import Number
 
 
 def bc_loss(batch: Batch, ent_coef: float = 0.0) -> dict[str, Tensor]:
@@ -28,13 +29,14 @@ class BC(ActorCriticAlgorithm):
     """
 
     steps = ("gradient_step",)
+    ent_coef = Number(">= 0")
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0,
         max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, max_grad_norm=max_grad_norm, **options)
-        self.numbers.update(learning_rate=learning_rate, ent_coef=ent_coef)
+        self.learning_rate, self.ent_coef = learning_rate, ent_coef
         self.heldout_loss: Tensor
         self.register_buffer("heldout_loss", torch.zeros(()))
         self.optimizer = self.make_optimizer("optimizer", self.policy.actor_parameters())

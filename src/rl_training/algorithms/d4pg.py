@@ -15,11 +15,12 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Batch
 from rl_training.algorithms.ddpg import DDPG, actor_loss
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
-from rl_training.algorithms.ops.losses import weighted_mean
-from rl_training.algorithms.ops.targets import fold_discounts
+from rl_training.algorithms.numbers import Setting
 from rl_training.algorithms.support import move_support
 from rl_training.errors import UserError
+from rl_training.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
+from rl_training.ops.losses import weighted_mean
+from rl_training.ops.targets import fold_discounts
 
 
 def critic_loss(logits: Tensor, target_distributions: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -42,6 +43,8 @@ class D4PG(DDPG):
 
     Priorities are the cross-entropies. `v_min`, `v_max` and `num_atoms`, when given, must match the model.
     """
+
+    target_update_interval = Setting(">= 1")
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, v_min: float | None = None, v_max: float | None = None,

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
-from rl_training.algorithms.ops.losses import Losses, critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
+from rl_training.algorithms.numbers import Number
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.losses import Losses, critic_losses
+from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
 
 
 def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
@@ -45,10 +46,16 @@ class DDPG(GaussianExploration):
     `action_gradient_clip` bounds the norm of each sample's dQ/da, as in D4PG's public code.
     """
 
-    policy_delay = 1
+    policy_delay: Any = 1
     steps = ("critic_step", "actor_step")
     graphs = ("update_step",)
-    target_update_interval: int | None = None  # updates between target updates; None: with every actor step
+    target_update_interval: Any = None  # updates between target updates; None: with every actor step
+    gamma = Number("in [0, 1]")
+    tau = Number("in (0, 1]")
+    exploration_noise = Number(">= 0", read="to act")
+    action_gradient_clip = Number("> 0")
+    critic_learning_rate = Number(">= 0")
+    actor_learning_rate = Number(">= 0")
 
     def __init__(
         self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
@@ -57,15 +64,14 @@ class DDPG(GaussianExploration):
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self.model = model
-        self.numbers.update(
-            gamma=gamma, tau=tau, exploration_noise=exploration_noise, action_gradient_clip=action_gradient_clip,
-            learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
-            actor_learning_rate=actor_learning_rate,
-        )  # fmt: skip
+        self.gamma, self.tau, self.exploration_noise = gamma, tau, exploration_noise
+        self.action_gradient_clip = action_gradient_clip
+        self.learning_rate = learning_rate
+        self.critic_learning_rate, self.actor_learning_rate = critic_learning_rate, actor_learning_rate
         critics, actor = model.critics.parameters(), model.actor.parameters()
-        rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0])
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1])
+        critic_rate, actor_rate = ("critic_learning_rate", "learning_rate"), ("actor_learning_rate", "learning_rate")
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, critic_rate)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, actor_rate)
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
         self.last_actor_loss: Tensor

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch
-from rl_training.algorithms.ops.losses import huber
-from rl_training.algorithms.ops.targets import bellman_target, double_q_values
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
+from rl_training.ops.losses import huber
+from rl_training.ops.targets import bellman_target, double_q_values
 
 
 def dqn_terms(q_values: Tensor, actions: Tensor, targets: Tensor) -> SampleTerms:

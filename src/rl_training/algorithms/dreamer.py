@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy
-from rl_training.algorithms.ops.policy import categorical_kl
-from rl_training.algorithms.ops.returns import lambda_returns
+from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.distributional import categorical_cross_entropy
+from rl_training.ops.policy import categorical_kl
+from rl_training.ops.returns import lambda_returns
 
 METRICS = (
     "world_model_loss", "reconstruction_loss", "reward_loss", "continue_loss", "kl_loss", "actor_loss", "critic_loss",
@@ -71,6 +72,15 @@ class Dreamer(Algorithm):
     """
 
     steps: tuple[str, ...] = ("train_step",)
+    gamma = Number("in [0, 1]")
+    gae_lambda = Number("in [0, 1]")
+    entropy_coef = Number(">= 0")
+    free_nats = Number(">= 0")
+    tau = Number("in (0, 1]")
+    world_model_learning_rate = Number(">= 0")
+    actor_learning_rate = Number(">= 0")
+    critic_learning_rate = Number(">= 0")
+    imagination_horizon = Setting(">= 1")
 
     def __init__(
         self, *, world_model: Any, actor: Any, critic: Any, learning_rate: float = 3e-4,
@@ -81,18 +91,16 @@ class Dreamer(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__(max_grad_norm=max_grad_norm, **options)
         self.world_model, self.actor, self.critic = world_model, actor, critic
-        rates = {
-            "learning_rate": learning_rate, "world_model_learning_rate": world_model_learning_rate,
-            "actor_learning_rate": actor_learning_rate, "critic_learning_rate": critic_learning_rate,
-        }  # fmt: skip
         if not capture:
             self.steps = ()
-        self.numbers.update(
-            gamma=gamma, gae_lambda=gae_lambda, entropy_coef=entropy_coef, free_nats=free_nats, tau=tau, **rates
-        )
+        self.gamma, self.gae_lambda, self.tau = gamma, gae_lambda, tau
+        self.entropy_coef, self.free_nats = entropy_coef, free_nats
+        self.learning_rate, self.world_model_learning_rate = learning_rate, world_model_learning_rate
+        self.actor_learning_rate, self.critic_learning_rate = actor_learning_rate, critic_learning_rate
         self.imagination_horizon = imagination_horizon
+        common = "learning_rate"
         self.optimizers = {
-            name: self.make_optimizer(f"{name}_optimizer", part.parameters(), f"{name}_learning_rate|learning_rate")
+            name: self.make_optimizer(f"{name}_optimizer", part.parameters(), (f"{name}_learning_rate", common))
             for name, part in (("world_model", world_model), ("actor", actor), ("critic", critic))
         }
         self._target = TargetNetwork(critic)

@@ -15,14 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import fraction_gradient, quantile_huber
-from rl_training.algorithms.optimization import Backward
+from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
 from rl_training.errors import UserError
+from rl_training.ops.distributional import fraction_gradient, quantile_huber
+from rl_training.speed.optimizer import Backward
 
 
 class FQF(QLearning):
     """The FQF learner. `q_network` has `propose`, a `fraction_layer`, and what IQN needs (see `MLPFQFNetwork`)."""
+
+    kappa = Number(">= 0", read="by value")
+    entropy_coef = Number(">= 0")
+    fraction_learning_rate = Number(">= 0")
+    num_quantiles = Setting(">= 1")
 
     def __init__(
         self, *, q_network: nn.Module, fraction_learning_rate: float = 2.5e-9, num_quantiles: int = 32,
@@ -34,7 +40,7 @@ class FQF(QLearning):
                 f"num_quantiles is {num_quantiles}; the network proposes {self.q_network.num_quantiles} fractions."
             )
         self.num_quantiles = num_quantiles
-        self.numbers.update(kappa=kappa, entropy_coef=entropy_coef, fraction_learning_rate=fraction_learning_rate)
+        self.kappa, self.entropy_coef, self.fraction_learning_rate = kappa, entropy_coef, fraction_learning_rate
         self.fraction_optimizer = self.make_optimizer(
             "fraction_optimizer", self.q_network.fraction_layer.parameters(), "fraction_learning_rate",
             kind="rmsprop", decay=0.95, eps=1e-5, max_grad_norm=None,

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from rl_training.algorithms.actor_critic import read_ends
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
 from rl_training.algorithms.exploration import PolicyActing
-from rl_training.algorithms.optimization import PLAIN_ADAM
+from rl_training.algorithms.numbers import Number, Setting
 from rl_training.errors import UserError
+from rl_training.speed.optimizer import PLAIN_ADAM
 
 # From the logit l of D: -log(1 - D), log D, and log D - log(1 - D).
 REWARD_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -79,6 +80,11 @@ class GAIL(PolicyActing):
     """
 
     steps = ("discriminator_step",)
+    gamma = Number("in [0, 1]")
+    discriminator_learning_rate = Number(">= 0")
+    gradient_penalty = Number(">= 0", read="by value")
+    discriminator_updates = Setting(">= 0")
+    discriminator_batch_size = Setting(">= 1")
 
     def __init__(
         self, *, ppo: Algorithm, discriminator: nn.Module, discriminator_learning_rate: float = 5e-4,
@@ -90,9 +96,8 @@ class GAIL(PolicyActing):
             raise UserError(f"reward_form is {reward_form!r}; it must be one of {', '.join(REWARD_FORMS)}.")
         self.ppo: Any = ppo
         self.numbers = ppo.numbers  # one table for both
-        self.numbers.update(
-            discriminator_learning_rate=discriminator_learning_rate, gradient_penalty=gradient_penalty
-        )
+        self._say_how_numbers_are_read()
+        self.discriminator_learning_rate, self.gradient_penalty = discriminator_learning_rate, gradient_penalty
         self.discriminator: Any = discriminator
         self.discriminator_updates, self.discriminator_batch_size = discriminator_updates, discriminator_batch_size
         self.reward_form = reward_form

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
-from rl_training.algorithms.ops.returns import vtrace
-from rl_training.algorithms.optimization import Backward
+from rl_training.algorithms.numbers import Number
+from rl_training.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
+from rl_training.ops.returns import vtrace
+from rl_training.speed.optimizer import Backward
 
 
 def impala_loss(batch: Batch, ent_coef: float, vf_coef: float) -> Losses:
@@ -47,6 +48,11 @@ class IMPALA(ActorCriticAlgorithm):
 
     reads_values = False
     steps: tuple[str, ...] = ("gradient_step",)
+    ent_coef = Number(">= 0")
+    vf_coef = Number(">= 0")
+    rho_clip = Number("> 0")
+    c_clip = Number("> 0")
+    pg_rho_clip = Number("> 0")
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
@@ -54,10 +60,8 @@ class IMPALA(ActorCriticAlgorithm):
         importance_correction: bool = True, max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, gae_lambda=gae_lambda, max_grad_norm=max_grad_norm, **options)
-        self.numbers.update(
-            learning_rate=learning_rate, ent_coef=ent_coef, vf_coef=vf_coef, rho_clip=rho_clip, c_clip=c_clip,
-            pg_rho_clip=pg_rho_clip,
-        )  # fmt: skip
+        self.learning_rate, self.ent_coef, self.vf_coef = learning_rate, ent_coef, vf_coef
+        self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
         self.importance_correction = importance_correction
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 

@@ -13,22 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import quantile_huber
-from rl_training.algorithms.optimization import Backward
+from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
+from rl_training.ops.distributional import quantile_huber
+from rl_training.speed.optimizer import Backward
 
 
 class IQN(QLearning):
     """The IQN learner. `q_network` has `features`, `quantiles` and `expected_values` (see `MLPIQNNetwork`)."""
+
+    kappa = Number(">= 0", read="by value")
+    num_quantiles = Setting(">= 1")
+    num_target_quantiles = Setting(">= 1")
+    num_acting_quantiles = Setting(">= 1")
 
     def __init__(
         self, *, q_network: nn.Module, num_quantiles: int = 8, num_target_quantiles: int | None = None,
         num_acting_quantiles: int = 32, kappa: float = 1.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(q_network=q_network, **options)
-        self.num_quantiles, self.num_target_quantiles = num_quantiles, num_target_quantiles or num_quantiles
+        self.num_quantiles = num_quantiles
+        self.num_target_quantiles = num_quantiles if num_target_quantiles is None else num_target_quantiles
         self.num_acting_quantiles = num_acting_quantiles
-        self.numbers["kappa"] = kappa
+        self.kappa = kappa
         self.make_target()
 
     def draws(self, count: int) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 SAC whose batches are mostly imagined: an ensemble of probabilistic networks learns p(r, s' - s | s, a) from real
 transitions, and short rollouts of the current policy through it start at real states. `fit` does all of the
-model's learning. The code that makes batches (`stores/model_rollouts.py`) decides when to fit, when to roll out and
+model's learning. The code that makes batches (`data/model_store.py`) decides when to fit, when to roll out and
 what a batch holds.
 """
 
@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.optimization import PLAIN_ADAM
+from rl_training.algorithms.numbers import Number
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
+from rl_training.speed.optimizer import PLAIN_ADAM
 
 HELDOUT_SHARE, MOST_HELDOUT = 0.2, 5_000
 PATIENCE, LEAST_GAIN = 5, 0.01  # stop after this many epochs in which no member's error falls by this fraction
@@ -63,7 +64,9 @@ class MBPO(SAC):
     """The MBPO learner. `policy_model` is SAC's; `dynamics_model(obs, actions, members)` gives means, logvars, ends."""
 
     model_loss_name = "mbpo_model_loss"
-    synonyms = {"policy_learning_rate": "learning_rate"}
+    policy_learning_rate = Number(">= 0", of="learning_rate")
+    model_learning_rate = Number(">= 0")
+    model_weight_decay = Number(">= 0", read="by value")
     steps = ("critic_step", "actor_step", "model_step")
     graphs = ("update_step", "model_step")
     eager_part = "imagined rollouts and the choice of elites"
@@ -80,7 +83,7 @@ class MBPO(SAC):
             raise UserError(f"num_elites is {elites}; from 1 to num_ensembles ({members}) are possible.")
         super().__init__(model=policy_model, learning_rate=policy_learning_rate, **options)
         self.dynamics_model: Any = dynamics_model
-        self.numbers.update(model_learning_rate=model_learning_rate, model_weight_decay=model_weight_decay)
+        self.model_learning_rate, self.model_weight_decay = model_learning_rate, model_weight_decay
         self.model_optimizer = self.make_optimizer(
             "model_optimizer", dynamics_model.parameters(), "model_learning_rate", **PLAIN_ADAM
         )

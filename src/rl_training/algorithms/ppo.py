@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_statistics, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
+from rl_training.algorithms.numbers import Number, Setting
+from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
 MOST_STEPS = 32  # in one graph
 
@@ -35,6 +36,12 @@ class PPO(ActorCriticAlgorithm):
 
     steps = ("minibatch_step",)
     graphs = ("shuffled_steps",)
+    clip_coef = Number("> 0")
+    ent_coef = Number(">= 0")
+    vf_coef = Number(">= 0")
+    target_kl = Number("> 0", read="never")
+    update_epochs = Setting(">= 1")
+    minibatch_size = Setting(">= 1")
 
     def __init__(
         self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
@@ -43,9 +50,8 @@ class PPO(ActorCriticAlgorithm):
         max_grad_norm: float | None = 0.5, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, max_grad_norm=max_grad_norm, **options)
-        self.numbers.update(
-            learning_rate=learning_rate, clip_coef=clip_coef, ent_coef=ent_coef, vf_coef=vf_coef, target_kl=target_kl
-        )
+        self.learning_rate, self.clip_coef, self.target_kl = learning_rate, clip_coef, target_kl
+        self.ent_coef, self.vf_coef = ent_coef, vf_coef
         self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
         self.normalize_advantages, self.clip_value_loss = normalize_advantages, clip_value_loss
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
-from rl_training.algorithms.ops.losses import chosen_slopes, index_actions, weighted_mean
-from rl_training.algorithms.ops.targets import fold_discounts, transition_columns
-from rl_training.algorithms.optimization import Backward
+from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.losses import chosen_slopes, index_actions, weighted_mean
+from rl_training.ops.targets import fold_discounts, transition_columns
 from rl_training.play import random_actions
+from rl_training.speed.optimizer import Backward
 
 # obs [N, D] and a generator (None: deterministic) -> action values [N, A]
 NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]
@@ -55,6 +56,10 @@ class QLearning(Algorithm):
 
     steps = ("critic_step",)
     graphs = ("update_step",)
+    gamma = Number("in [0, 1]")
+    tau = Number("in (0, 1]")
+    epsilon = Number("in [0, 1]", read="to act")
+    target_update_interval = Setting(">= 1")
 
     def __init__(
         self, *, q_network: nn.Module, learning_rate: float = 3e-4, gamma: float = 0.99,
@@ -63,7 +68,7 @@ class QLearning(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__(max_grad_norm=max_grad_norm, **options)
         self.q_network: Any = q_network
-        self.numbers.update(learning_rate=learning_rate, gamma=gamma, tau=tau, epsilon=epsilon)
+        self.learning_rate, self.gamma, self.tau, self.epsilon = learning_rate, gamma, tau, epsilon
         self.double_q, self.target_update_interval = double_q, target_update_interval
         self.optimizer = self.make_optimizer("optimizer", self.value_parameters())
         self.noisy = bool(getattr(q_network, "noise_dim", 0))

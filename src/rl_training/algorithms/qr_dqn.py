@@ -12,17 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.ops.distributional import quantile_huber
+from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
+from rl_training.ops.distributional import quantile_huber
 
 
 class QRDQN(QLearning):
     """The QR-DQN learner. `q_network` maps [B, ...] to quantiles [B, A, num_quantiles]."""
 
+    kappa = Number(">= 0", read="by value")
+    num_quantiles = Setting(">= 1")
+
     def __init__(self, *, q_network: nn.Module, num_quantiles: int = 50, kappa: float = 1.0, **options: Any) -> None:
         super().__init__(q_network=q_network, **options)
         self.num_quantiles = num_quantiles
-        self.numbers["kappa"] = kappa
+        self.kappa = kappa
         self.taus: Tensor
         self.register_buffer("taus", (torch.arange(num_quantiles).float() + 0.5) / num_quantiles)
         self.make_target()

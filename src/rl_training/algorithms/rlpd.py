@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Batch
+from rl_training.algorithms.numbers import Setting
 from rl_training.algorithms.sac import SAC, actor_loss, sac_loss, twins
 from rl_training.errors import UserError
 
@@ -34,6 +35,7 @@ class RLPD(SAC):
     """
 
     graphs = ()  # a permutation is drawn between the steps
+    actor_update_interval = Setting(">= 1")
 
     def __init__(
         self, *, model: Any, critic_subset_size: int = 2, actor_update_interval: int = 1,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.ops.losses import critic_losses
-from rl_training.algorithms.ops.targets import bellman_target, fold_discounts, transition_columns
+from rl_training.algorithms.numbers import Number, Setting, check_bound
 from rl_training.algorithms.target import TargetNetwork
+from rl_training.ops.losses import critic_losses
+from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
 
 
 def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:
@@ -52,9 +53,15 @@ class SAC(Algorithm):
     unless given). Without `backup_entropy` the critics' targets leave the entropy out.
     """
 
-    actor_update_interval = 1
+    actor_update_interval: Any = 1
     steps: tuple[str, ...] = ("critic_step", "actor_step")
     graphs: tuple[str, ...] = ("update_step",)
+    gamma = Number("in [0, 1]")
+    tau = Number("in (0, 1]")
+    critic_learning_rate = Number(">= 0")
+    actor_learning_rate = Number(">= 0")
+    target_entropy = Number()
+    initial_alpha = Setting("> 0")
 
     def __init__(
         self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
@@ -64,20 +71,20 @@ class SAC(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__(**options)
         self.model: Any = model
-        self.numbers.update(
-            gamma=gamma, tau=tau, learning_rate=learning_rate, critic_learning_rate=critic_learning_rate,
-            actor_learning_rate=actor_learning_rate,
-            target_entropy=-float(model.action_dim) if target_entropy is None else target_entropy,
-        )  # fmt: skip
+        self.gamma, self.tau, self.initial_alpha = gamma, tau, initial_alpha
+        self.target_entropy = -float(model.action_dim) if target_entropy is None else target_entropy
+        self.learning_rate = learning_rate
+        self.critic_learning_rate, self.actor_learning_rate = critic_learning_rate, actor_learning_rate
         critics, actor = model.critics.parameters(), model.actor.parameters()
-        rates = "critic_learning_rate|learning_rate", "actor_learning_rate|learning_rate"
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, rates[0])
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, rates[1])
+        critic_rate, actor_rate = ("critic_learning_rate", "learning_rate"), ("actor_learning_rate", "learning_rate")
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, critic_rate)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, actor_rate)
         start = torch.tensor(math.log(initial_alpha), device=self.device)
         self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
             self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha])
         else:
+            check_bound("alpha", ">= 0", alpha)
             self.numbers["alpha"] = float(alpha)
         self.backup_entropy = backup_entropy
         self._target = TargetNetwork(model.critics)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.ops.distributional import carry_over
+from rl_training.ops.distributional import carry_over
 
 
 @torch.no_grad()

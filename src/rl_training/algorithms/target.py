@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.optimization import join_parameters
+from rl_training.speed.optimizer import join_parameters
 
 
 class TargetNetwork:

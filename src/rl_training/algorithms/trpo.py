@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
 from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.ops.losses import squared_error
-from rl_training.algorithms.ops.policy import conjugate_gradient
-from rl_training.algorithms.optimization import flatten_parameters, join_parameters
+from rl_training.algorithms.numbers import Number, Setting
+from rl_training.ops.losses import squared_error
+from rl_training.ops.policy import conjugate_gradient
+from rl_training.speed.optimizer import flatten_parameters, join_parameters
 
 
 def surrogate(new_logprobs: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -39,9 +40,17 @@ def trpo_loss(batch: Batch) -> dict[str, Tensor]:
 class TRPO(ActorCriticAlgorithm):
     """The TRPO learner. A batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
-    synonyms = {"learning_rate": "value_learning_rate"}  # the only learning rate
     steps = ("value_step",)
     eager_part = "the policy's step, whose line search reads the KL"
+    value_learning_rate = Number("> 0")
+    learning_rate = Number("> 0", of="value_learning_rate")  # the only learning rate
+    max_kl = Number("> 0")
+    cg_damping = Number("> 0")
+    line_search_shrink = Number("in (0, 1)")
+    cg_iterations = Setting(">= 1")
+    line_search_steps = Setting(">= 1")
+    value_updates = Setting(">= 1")
+    value_minibatch_size = Setting(">= 1")
 
     def __init__(
         self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
@@ -49,10 +58,8 @@ class TRPO(ActorCriticAlgorithm):
         value_minibatch_size: int | None = 128, normalize_advantages: bool = True, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(policy=policy, **options)
-        self.numbers.update(
-            value_learning_rate=value_learning_rate, max_kl=max_kl, cg_damping=cg_damping,
-            line_search_shrink=line_search_shrink,
-        )  # fmt: skip
+        self.value_learning_rate, self.max_kl, self.cg_damping = value_learning_rate, max_kl, cg_damping
+        self.line_search_shrink = line_search_shrink
         self.cg_iterations, self.line_search_steps = cg_iterations, line_search_steps
         self.value_updates, self.value_minibatch_size = value_updates, value_minibatch_size
         self.normalize_advantages = normalize_advantages

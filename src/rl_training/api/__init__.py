@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rl_training.api.managed import ManagedAlgorithm
+from rl_training.config.params import Schedule
 from rl_training.errors import Terminated, did_you_mean
 from rl_training.experiment.registry import list_algorithm_specs, spec_of_class
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.params import Schedule
-from rl_training.runtime.workflows import TrainResult
+from rl_training.run.callback import Callback
+from rl_training.run.workflows import TrainResult
 
 __all__ = ["Callback", "ManagedAlgorithm", "Schedule", "Terminated", "TrainResult", "find_public_name"]
 

@@ -7,9 +7,9 @@ from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any, Optional
 
 from rl_training.api.managed import ManagedAlgorithm
-from rl_training.experiment.config import TrainConfig
+from rl_training.config.params import Schedule, parameter_names
+from rl_training.config.train_config import TrainConfig
 from rl_training.experiment.registry import AlgorithmSpec, spec_of_class
-from rl_training.runtime.params import Schedule, parameter_names
 
 
 @cache

@@ -10,23 +10,23 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 
 from rl_training.api.unpacking import warn_if_unpacked
+from rl_training.config.params import dump_params, read_params
+from rl_training.config.settings import UNSAID, AnyConfig, fill_defaults, read_config
+from rl_training.config.spec import get_algorithm_spec
+from rl_training.config.train_config import TrainConfig, names_config
 from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.user_env import NAMELESS, UserEnv, name_env, read_env
 from rl_training.errors import UserError, did_you_mean
-from rl_training.experiment.checkpointing import save_checkpoint
-from rl_training.experiment.config import TrainConfig, names_config
-from rl_training.runtime.acting import ActingSession
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.params import dump_params, read_params
-from rl_training.runtime.ranks import join_ranks
-from rl_training.runtime.restoring import load_algorithm, move_config, read_checkpoint
-from rl_training.runtime.run_state import RunState
-from rl_training.runtime.session import check_same_spaces
-from rl_training.runtime.settings import UNSAID, AnyConfig, fill_defaults, read_config
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import (
+from rl_training.record.checkpoints import save_checkpoint
+from rl_training.run.acting import ActingSession
+from rl_training.run.callback import Callback
+from rl_training.run.learner import check_same_spaces, load_algorithm, read_checkpoint
+from rl_training.run.ranks import join_ranks
+from rl_training.run.restoring import move_config
+from rl_training.run.state import RunState
+from rl_training.run.workflows import (
     TrainedPolicy,
     TrainResult,
     evaluate_checkpoint,

@@ -8,6 +8,6 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name not in ("TrainConfig", "load_config"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rl_training.experiment import config
+    from rl_training.config import train_config as config
 
     return getattr(config, name)

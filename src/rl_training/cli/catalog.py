@@ -50,7 +50,7 @@ def list_algorithms() -> None:
 
 def table_of_presets() -> Table:
     """Every packaged preset and its result."""
-    from rl_training.experiment.config import list_presets, read_reached
+    from rl_training.config.train_config import list_presets, read_reached
 
     reached = read_reached()
     table = Table(header_style="bold", box=SIMPLE_HEAD)
@@ -79,7 +79,7 @@ def show_config(
     presets: Annotated[bool, option("List the packaged presets.", "--list")] = False,
 ) -> None:
     """Print a config as YAML with every default filled in; nothing in it is called."""
-    from rl_training.experiment.config import dump_yaml, list_presets
+    from rl_training.config.train_config import dump_yaml, list_presets
 
     config = one_config(preset, config)
     if presets:
@@ -94,17 +94,17 @@ def show_config(
 
 
 def _algorithm_of(config: str | None, algo: str | None) -> str | None:
-    from rl_training.experiment.config import load_config
+    from rl_training.config.train_config import load_config
 
     return load_config(config).algo if config is not None else algo
 
 
 def resolve_config(config: Any) -> dict[str, Any]:
     """The config checked against its algorithm and resolved as far as possible without an environment."""
+    from rl_training.config.choices import resolve
+    from rl_training.config.params import read_params
+    from rl_training.config.spec import get_algorithm_spec
     from rl_training.envs.recipe import read_recipe
-    from rl_training.runtime.params import read_params
-    from rl_training.runtime.session import resolve
-    from rl_training.runtime.spec import get_algorithm_spec
 
     params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
     recipe = read_recipe(config.env_id, config.env_kwargs)
@@ -113,8 +113,8 @@ def resolve_config(config: Any) -> dict[str, Any]:
 
 def config_schema(algo: str | None) -> dict[str, Any]:
     """The JSON schema of a config file; for one algorithm also of its hyper-parameters under `algo_kwargs`."""
+    from rl_training.config.train_config import TrainConfig
     from rl_training.envs.wrappers import WrapperOptions
-    from rl_training.experiment.config import TrainConfig
     from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
 
     schema = TrainConfig.model_json_schema()
@@ -133,7 +133,7 @@ def config_schema(algo: str | None) -> dict[str, Any]:
 
 def _hyper_parameter_schema(params: Any, algo: str) -> dict[str, Any]:
     """The schema of the hyper-parameters, with their schedules under the names that a config uses."""
-    from rl_training.runtime.known_keys import hyper_parameters
+    from rl_training.config.known_keys import hyper_parameters
 
     schema: dict[str, Any] = params.model_json_schema()
     fields = schema["properties"]

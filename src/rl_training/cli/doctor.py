@@ -84,9 +84,9 @@ def _describe_package(name: str, extra: str, use: str) -> str:
 
 def _check_environment(console: Console, env: str, algo: str | None, settings: list[str], budget: str | None) -> None:
     from rl_training.cli.overrides import apply_settings, build_config
+    from rl_training.config.spec import get_algorithm_spec
     from rl_training.envs.probe import probe
     from rl_training.envs.recipe import read_recipe
-    from rl_training.runtime.spec import get_algorithm_spec
     from rl_training.tools import doctor as checks
 
     if algo is None:

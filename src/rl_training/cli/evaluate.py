@@ -42,7 +42,7 @@ def evaluate(
     if render and record_video is not None:
         raise UserError("--render and --record-video were both given; give one of them.")
     named = name_environment(env, modules)
-    from rl_training.runtime.workflows import evaluate_checkpoint
+    from rl_training.run.workflows import evaluate_checkpoint
 
     path = find_checkpoint(checkpoint)
     pictures: list[Path] = []

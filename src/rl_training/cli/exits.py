@@ -24,7 +24,7 @@ from rl_training.errors import (
 )
 
 if TYPE_CHECKING:
-    from rl_training.runtime.workflows import TrainResult
+    from rl_training.run.workflows import TrainResult
 
 FAILED, WRONG_INPUT, BY_SIGNAL = 1, 2, 128  # plus the number of the signal
 STOPPED = BY_SIGNAL + signal.SIGINT
@@ -79,7 +79,7 @@ def describe_warning(message: object) -> str:
 def describe(error: Exception) -> tuple[int, str]:
     """The exit code and the sentence of an exception."""
     if isinstance(error, UnknownKey):
-        from rl_training.runtime.known_keys import with_full_path
+        from rl_training.config.known_keys import with_full_path
 
         error = with_full_path(error)
     if isinstance(error, UserError):

@@ -42,8 +42,8 @@ def export(
     if not card and env is not None:
         raise UserError("--env is for --card, which was not given; without it no environment is made.")
     named = name_environment(env, modules)
-    from rl_training.runtime.restoring import load_algorithm, read_checkpoint
-    from rl_training.runtime.workflows import evaluate_checkpoint
+    from rl_training.run.learner import load_algorithm, read_checkpoint
+    from rl_training.run.workflows import evaluate_checkpoint
     from rl_training.tools.export import export_policy
 
     path, names = find_checkpoint(checkpoint), tuple(modules or ())

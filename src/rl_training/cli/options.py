@@ -24,7 +24,7 @@ def option(text: str, *names: str, metavar: str | None = None, complete: Any = N
 
 def complete_preset(incomplete: str) -> list[str]:
     """Presets that begin with this text."""
-    from rl_training.experiment.config import list_presets
+    from rl_training.config.train_config import list_presets
 
     return [name for name in list_presets() if name.startswith(incomplete)]
 

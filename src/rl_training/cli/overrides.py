@@ -12,7 +12,7 @@ from rl_training.cli.exits import is_first_rank
 from rl_training.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from rl_training.experiment.config import TrainConfig
+    from rl_training.config.train_config import TrainConfig
 
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -23,8 +23,8 @@ def build_config(
 ) -> TrainConfig:  # fmt: skip
     """The validated config of a command; `fields` that are None were not given."""
     from rl_training.cli.options import name_environment
-    from rl_training.experiment.config import TrainConfig, settings_in
-    from rl_training.runtime.spec import list_algorithm_specs
+    from rl_training.config.spec import list_algorithm_specs
+    from rl_training.config.train_config import TrainConfig, settings_in
     from rl_training.validation import validate
 
     if env is not None and algo is None and config in [spec.name for spec in list_algorithm_specs()]:
@@ -47,8 +47,8 @@ def build_config(
 
 def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:
     """The mapping in a config file or preset, or for an algorithm and environment, with the algorithm's defaults."""
-    from rl_training.experiment.config import read_yaml
-    from rl_training.runtime.settings import with_defaults
+    from rl_training.config.settings import with_defaults
+    from rl_training.config.train_config import read_yaml
 
     if config is not None:
         if algo is not None or env is not None:
@@ -77,8 +77,8 @@ def apply_settings(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str
 
 def drop_replaced_schedules(data: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """The mapping without the schedules of numbers that `--set` sets; prints one line for each."""
-    from rl_training.runtime.params import replaced_schedules
-    from rl_training.runtime.spec import get_algorithm_spec
+    from rl_training.config.params import replaced_schedules
+    from rl_training.config.spec import get_algorithm_spec
 
     paths = [_path(setting.partition("=")[0].strip(), data.get("algo")) for setting in settings]
     given = [path[1] for path in paths if len(path) > 1 and path[0] == "algo_kwargs"]
@@ -101,7 +101,7 @@ def describe_schedule(schedule: Any) -> str:
 
 def read_value(setting: str, text: str) -> Any:
     """A value read as YAML, except that `1e-3` is a number."""
-    from rl_training.experiment.config import parse_yaml
+    from rl_training.config.train_config import parse_yaml
 
     try:
         return _read_exponents(parse_yaml(text))
@@ -119,8 +119,8 @@ def _read_exponents(value: Any) -> Any:
 
 def _path(key: str, algo: Any) -> list[str]:
     """Where a key belongs: a field of TrainConfig, or a hyper-parameter under `algo_kwargs`."""
-    from rl_training.experiment.config import TrainConfig
-    from rl_training.runtime.known_keys import hyper_parameters, nearest_setting
+    from rl_training.config.known_keys import hyper_parameters, nearest_setting
+    from rl_training.config.train_config import TrainConfig
 
     parts = key.split(".")
     if parts[0] in TrainConfig.model_fields:

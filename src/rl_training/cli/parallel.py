@@ -24,7 +24,7 @@ from rl_training.cli.screen import TABLE_STYLE
 from rl_training.errors import Terminated, counted
 
 if TYPE_CHECKING:
-    from rl_training.experiment.config import TrainConfig
+    from rl_training.config.train_config import TrainConfig
 
 REPORT_SECONDS = 0.25
 
@@ -141,7 +141,7 @@ def _stopping(jobs: Sequence[Job], waiting: list[Job]) -> Iterator[list[int]]:
 
 def show_jobs(jobs: Sequence[Job]) -> Table:
     """One row per run: progress, speed and return."""
-    from rl_training.experiment.logging import format_duration
+    from rl_training.record.logger import format_duration
 
     first = jobs[0].config
     table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **TABLE_STYLE)
@@ -167,9 +167,9 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
     os.environ["OMP_NUM_THREADS"] = threads
     from rl_training.cli.exits import STOPPED, describe, describe_warning
     from rl_training.cli.options import name_environment
-    from rl_training.runtime.callback import Callback
-    from rl_training.runtime.run import Run
-    from rl_training.runtime.workflows import train
+    from rl_training.run.callback import Callback
+    from rl_training.run.run import Run
+    from rl_training.run.workflows import train
 
     class Tell(Callback):
         """Reports the progress of the run from time to time."""

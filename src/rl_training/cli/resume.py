@@ -43,9 +43,9 @@ def resume(
     for name in networks:
         name_environment(name, None)
     named = name_environment(env, modules)
-    from rl_training.runtime.callback import Callback
-    from rl_training.runtime.run import Run
-    from rl_training.runtime.workflows import resume_training
+    from rl_training.run.callback import Callback
+    from rl_training.run.run import Run
+    from rl_training.run.workflows import resume_training
 
     class Watch(Callback):
         """Remembers where the resumed run began and what it trains."""
@@ -71,7 +71,7 @@ def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:
     if not settings:
         return {}
     from rl_training.cli.overrides import apply_settings
-    from rl_training.runtime.workflows import read_checkpoint
+    from rl_training.run.workflows import read_checkpoint
 
     stored = read_checkpoint(path)["config"]
     changed = apply_settings(stored, settings)

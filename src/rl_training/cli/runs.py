@@ -64,7 +64,7 @@ def list_runs(
 
 def summarize_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
     """The runs in a folder, the newest first, and a sentence about each that cannot be read."""
-    from rl_training.runtime.run_status import find_run_folders
+    from rl_training.run.status import find_run_folders
 
     found, damaged = [], []
     for run in find_run_folders(folder, "manifest.json"):
@@ -78,8 +78,8 @@ def summarize_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
 
 def read_run(run_dir: Path, name: str) -> RunSummary:
     """Read the files of a run; a UserError names the value that a run would not have."""
-    from rl_training.experiment.config import read_yaml
-    from rl_training.runtime.run_status import find_status
+    from rl_training.config.train_config import read_yaml
+    from rl_training.run.status import find_status
 
     config, metrics = read_yaml(run_dir / "config.yaml"), run_dir / "metrics.jsonl"
     for field in ("algo", "env_id"):
@@ -97,7 +97,7 @@ def read_run(run_dir: Path, name: str) -> RunSummary:
 
 def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
     """The newest complete row and the mean return of every evaluation; other rows are not parsed."""
-    from rl_training.experiment.metrics_file import parse_row
+    from rl_training.record.metrics_file import parse_row
     from rl_training.safe_files import open_regular
 
     returns: list[float] = []
@@ -113,7 +113,7 @@ def read_returns(metrics: Path) -> tuple[dict[str, Any], list[float]]:
 
 def read_number(row: dict[str, Any], name: str, file: str = "metrics.jsonl") -> float:
     """The number of that name, which may be NaN or infinite, as our files write them."""
-    from rl_training.experiment.metrics_file import is_number, unspell
+    from rl_training.record.metrics_file import is_number, unspell
 
     value = unspell(row.get(name))
     if is_number(value) or (isinstance(value, float) and not math.isfinite(value)):

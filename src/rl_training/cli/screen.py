@@ -18,7 +18,7 @@ from rl_training.cli.exits import is_first_rank
 from rl_training.errors import counted, printable
 
 if TYPE_CHECKING:
-    from rl_training.runtime.workflows import TrainResult
+    from rl_training.run.workflows import TrainResult
 
 PIPE_WIDTH = 160  # a table in a file or pipe has no width limit
 FEW_SEEDS = 5  # with fewer, an interval is to be doubted
@@ -77,7 +77,7 @@ def print_run(
     console: Console, result: TrainResult, title: str, names: str = "", *, trained: int | None = None
 ) -> None:
     """The summary of one run and the commands to run next; `names` is from `repeat_names`."""
-    from rl_training.experiment.logging import format_duration  # here because it imports numpy
+    from rl_training.record.logger import format_duration  # here because it imports numpy
 
     metrics, best = result.metrics, result.checkpoint_path.with_name("best.ckpt")
     steps, seconds = metrics["global_step"], metrics["train_seconds"]
@@ -94,7 +94,7 @@ def print_run(
         ("checkpoint", quote(result.checkpoint_path)),
         ("best", quote(best) if best.is_file() else ""),
     ])  # fmt: skip
-    from rl_training.runtime.ranks import join_ranks, resume_command
+    from rl_training.run.ranks import join_ranks, resume_command
 
     given = f"--checkpoint {quote(result.checkpoint_path)}{names}"
     console.print("\nnext")
@@ -155,7 +155,7 @@ def describe_interval(values: Sequence[float], what: str = "return") -> str:
 
 def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
     """One row per seed, then the mean over the seeds whose runs are finished, with its interval."""
-    from rl_training.runtime.run_status import COMPLETE
+    from rl_training.run.status import COMPLETE
 
     finished = [result.metrics for _, result in runs if result.metrics["stop_reason"] in COMPLETE]
     evaluated = any("eval_return_mean" in metrics for metrics in finished)

@@ -28,7 +28,7 @@ from rl_training.cli.screen import make_console, print_run, print_seeds, repeat_
 from rl_training.errors import UserError
 
 if TYPE_CHECKING:
-    from rl_training.experiment.config import TrainConfig
+    from rl_training.config.train_config import TrainConfig
 
 LARGEST_SEED = 2**32 - 1
 
@@ -105,7 +105,7 @@ def run_all(
         if runs:
             print_seeds(console, runs, title)
         raise typer.Exit(code)
-    from rl_training.runtime import workflows
+    from rl_training.run import workflows
 
     for config in configs:
         result = workflows.train(config, console=True, raise_on_signal=False, continues=continues)

@@ -31,7 +31,7 @@ from rl_training.cli.screen import describe_interval, make_console, mean_interva
 from rl_training.errors import UserError, counted
 
 if TYPE_CHECKING:
-    from rl_training.experiment.config import TrainConfig
+    from rl_training.config.train_config import TrainConfig
     from rl_training.tools.tune import Study
 
 SHOWN = 10  # finished trials in the live table
@@ -66,7 +66,7 @@ def tune(
     if seeds == 1:
         raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
     built = build_config(one_config(preset, config), algo, env, settings, modules, total_timesteps=total_timesteps)
-    from rl_training.runtime.run_folder import locked
+    from rl_training.run.folder import locked
     from rl_training.safe_files import output_written
     from rl_training.tools.tune import Study, search_space
 

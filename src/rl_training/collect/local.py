@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
-from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import Step
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
-
-
-class Request(NamedTuple):
-    """How much to collect: the minimum numbers of rows and of real transitions.
-
-    The first `random` transitions have random actions, each repeated for `hold` rows on average.
-    """
-
-    steps: int = 0
-    transitions: int = 0
-    random: int = 0
-    hold: float = 1.0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is requested."""
-        return not self.steps and not self.transitions
 
 
 class Collector(Protocol):

@@ -22,9 +22,8 @@ from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 
 from rl_training.algorithms.base import Array
-from rl_training.collect.local import Request
 from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
-from rl_training.data.experience import Experience
+from rl_training.data.experience import Experience, Request
 from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
 from rl_training.errors import UserError, first_line

@@ -13,8 +13,8 @@ import torch
 
 from rl_training.algorithms.base import Algorithm, Array
 from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import LocalCollector, Request
-from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.collect.local import LocalCollector
+from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import make_engine
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.remote import register_missing, share_arrays

@@ -11,10 +11,10 @@ import numpy as np
 
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import NOTHING, Lag, Request
+from rl_training.collect.local import NOTHING, Lag
 from rl_training.collect.transport import Transport
 from rl_training.collect.worker import MEMORIES, WorkerPlan
-from rl_training.data.experience import Experience
+from rl_training.data.experience import Experience, Request
 from rl_training.envs.engines import REPLAY_SECONDS
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.workers import LOOK_EVERY, WorkerFailure

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rl_training.data.memory import Array, as_tensors, torch_dtype
 
+CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
 MOST_WAITING = 256  # written rows that wait for the next batch
 
 

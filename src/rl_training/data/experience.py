@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,3 +99,20 @@ class Experience:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
+
+
+class Request(NamedTuple):
+    """How much to collect: the minimum numbers of rows and of real transitions.
+
+    The first `random` transitions have random actions, each repeated for `hold` rows on average.
+    """
+
+    steps: int = 0
+    transitions: int = 0
+    random: int = 0
+    hold: float = 1.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is requested."""
+        return not self.steps and not self.transitions

@@ -10,6 +10,8 @@ import numpy as np
 from rl_training.data.mapped import MappedFolder
 from rl_training.data.memory import Array, ArraySpec, allocate
 
+CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
 
 class FinalObservations:
     """A pool with one slot per episode end still in the ring; it starts small, grows by half, and reuses free slots."""

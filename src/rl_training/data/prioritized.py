@@ -12,6 +12,8 @@ from torch import Tensor
 from rl_training.data.memory import Array
 from rl_training.data.replay import ReplayBuffer
 
+CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
 _BLOCK = 64
 
 

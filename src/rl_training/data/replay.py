@@ -14,6 +14,8 @@ from rl_training.data.memory import Array, Sender, as_tensors
 from rl_training.data.rings import TransitionRings
 from rl_training.errors import UserError
 
+CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
 
 class Ahead(NamedTuple):
     """A batch that was drawn one step ahead of its use."""

@@ -25,6 +25,8 @@ from rl_training.data.memory import (
 )  # fmt: skip
 from rl_training.errors import UserError
 
+CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
 _STACK_CHECKS = 1000  # steps during which observations are checked to be frame stacks
 
 

@@ -14,6 +14,8 @@ from rl_training.data.memory import Array, ArraySpec, as_tensors, check_same_lay
 from rl_training.data.rings import EnvRings
 from rl_training.errors import UserError
 
+CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
 
 class RecurrentReplayBuffer(EnvRings):
     """The newest rows of `num_envs` environments, one ring each, sampled as windows of `sequence_length` rows.

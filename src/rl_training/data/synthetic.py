@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rl_training.data.memory import ArraySpec, allocate, check_same_layout, filled_parts, fits_on_gpu, restore_parts
 
+CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
 
 class SyntheticBuffer:
     """A ring of `capacity` single transitions: obs, actions, rewards, next_obs and dones (terminated, as float32).

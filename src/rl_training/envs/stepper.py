@@ -12,6 +12,8 @@ from rl_training.envs.episodes import Differences, differences, join_names
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import EnvironmentFailure
 
+CAN_BE_LEFT = True  # a signal may interrupt this code (run/interruption.py)
+
 
 class Episode(NamedTuple):
     """A finished episode of the training environments."""

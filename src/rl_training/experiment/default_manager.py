@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_training.config.params import read_params
+from rl_training.config.train_config import TrainConfig
 from rl_training.envs.user_env import UserEnv, read_env
-from rl_training.experiment.config import TrainConfig
 from rl_training.experiment.registry import get_algorithm_spec
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.params import read_params
-from rl_training.runtime.workflows import AnyConfig, TrainResult, read_config, resume_training, train
+from rl_training.run.callback import Callback
+from rl_training.run.workflows import AnyConfig, TrainResult, read_config, resume_training, train
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """The registry under its public name."""
 
-from rl_training.runtime.spec import AlgorithmSpec, get_algorithm_spec, list_algorithm_specs, spec_of_class
+from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec, list_algorithm_specs, spec_of_class
 
 __all__ = ["AlgorithmSpec", "get_algorithm_spec", "list_algorithm_specs", "spec_of_class"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
@@ -110,7 +112,7 @@ def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; changed only by `update`, so it is frozen outside learning."""
 
-    ranks: Any = None  # the other learners of a distributed run, whose rows count too (runtime/ranks.py)
+    ranks: Any = None  # the other learners of a distributed run, whose rows count too (run/ranks.py)
 
     def __init__(self, size: int, clip: float = 10.0) -> None:
         super().__init__()
@@ -195,3 +197,16 @@ class MixedInput(ObservationInput):
         """Add the vectors to the running statistics, if there are any."""
         if self.norm is not None:
             self.norm.update(self.split(obs)[1])
+
+
+def numpy_input(layer: ObservationInput) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
+    """`ObservationInput` in numpy on the same memory; None for images, alone or among other parts."""
+    if layer.image_scale is not None or type(layer) is not ObservationInput:
+        return None
+    if layer.norm is None:
+        return lambda obs: obs
+    norm = layer.norm
+    if not norm.mean.is_cpu:
+        return None
+    mean, var, clip = norm.mean.numpy(), norm.var.numpy(), norm.clip
+    return lambda obs: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)

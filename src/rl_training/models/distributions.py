@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.ops.policy import (
+from rl_training.ops.policy import (
     categorical_entropy,
     categorical_kl,
     categorical_log_prob,

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.algorithms.ops.distributional import categorical_cross_entropy, symexp, symlog, two_hot
 from rl_training.models.blocks import ObservationInput, activation_layer, linear
+from rl_training.ops.distributional import categorical_cross_entropy, symexp, symlog, two_hot
 
 NORM_EPS = 1e-3
 SMALL_IMAGE = 32  # pixels a side; smaller images get one 3x3 layer, because strides would lose details

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.algorithms.ops.policy import categorical_entropy, gaussian_entropy, gaussian_log_prob
 from rl_training.models.dreamer import TwoHotHead, norm_mlp, sample_one_hot
+from rl_training.ops.policy import categorical_entropy, gaussian_entropy, gaussian_log_prob
 
 STD_RANGE = (0.1, 1.0)
 OUTPUT_GAIN = 0.01  # a new policy is close to uniform

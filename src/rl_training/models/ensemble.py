@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import activation_layer, encode
-from rl_training.models.passes import Backward, SplitMLP, StackedHead, StackedPass, evaluate, runs_written_out, trace
+from rl_training.speed.passes import Backward, SplitMLP, StackedHead, StackedPass, evaluate, runs_written_out, trace
 
 
 class _Layer(NamedTuple):

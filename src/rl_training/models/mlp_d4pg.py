@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.ops.policy import gaussian_log_prob
 from rl_training.errors import UserError
 from rl_training.models.mlp_ddpg import ActorAndCritics, DeterministicActor
 from rl_training.models.mlp_sac import SampledActions
+from rl_training.ops.policy import gaussian_log_prob
 
 
 class MLPD4PGModel(ActorAndCritics):

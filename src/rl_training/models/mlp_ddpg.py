@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.ensemble import CriticEnsemble
-from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
-from rl_training.models.passes import WrittenOut
+from rl_training.speed.numpy_forms import Array, numpy_forward
+from rl_training.speed.passes import WrittenOut
 
 # obs [N, ...], masks (unused here), generator, deterministic -> actions [N, A]
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, activation_layer, encode, encoded_dim
+from rl_training.models.blocks import ObservationInput, activation_layer, encode, encoded_dim, numpy_input
 from rl_training.models.noisy import NoisyNetwork, make_layer
-from rl_training.models.numpy_forms import Array, NumpyStep, numpy_chain, numpy_input, numpy_step
-from rl_training.models.passes import Backward, WrittenOut
+from rl_training.speed.numpy_forms import Array, NumpyStep, numpy_chain, numpy_step
+from rl_training.speed.passes import Backward, WrittenOut
 
 # obs [N, D] and a generator for noise (None: mean weights) -> what `forward` returns, without torch
 NumpyNetwork = Callable[[Array, "np.random.Generator | None"], Array]

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.ops.policy import tanh_log_det
-from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
+from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.mlp_ddpg import ActorAndCritics, NumpyPolicy
-from rl_training.models.numpy_forms import Array, numpy_forward, numpy_input
-from rl_training.models.passes import WrittenOut
+from rl_training.ops.policy import tanh_log_det
+from rl_training.speed.numpy_forms import Array, numpy_forward
+from rl_training.speed.passes import WrittenOut
 
 LOG_STD_RANGE = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)

@@ -1,1 +1,1 @@
-"""What runs: algorithm specs, trainers, the loop, evaluation and the workflows over checkpoints."""
+"""One `<algo>_trainer.py` per algorithm: its parameters and its registry entries."""

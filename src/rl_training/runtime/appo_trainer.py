@@ -7,9 +7,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
-from rl_training.runtime.params import Unused
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.config.params import Unused
+from rl_training.config.rollout import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.run.workflows import train_function
 
 
 class APPOParams(RolloutParams):

@@ -7,13 +7,14 @@ from typing import ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.bc import BC
+from rl_training.config.networks import LINEAR_HEADS, make_policy
+from rl_training.config.params import Unused
+from rl_training.config.recorded_data import DatasetLaneParams
+from rl_training.config.rollout import ACTION_KINDS
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.data.dataset_store import DatasetStore
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.runtime.networks import LINEAR_HEADS, make_policy
-from rl_training.runtime.params import Unused
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.dataset import DatasetLaneParams, DatasetStore
-from rl_training.stores.rollouts import ACTION_KINDS
+from rl_training.run.workflows import train_function
 
 
 class BCParams(DatasetLaneParams):

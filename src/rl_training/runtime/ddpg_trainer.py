@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.ddpg import DDPG
+from rl_training.config.replay import DeterministicActorParams, continuous_spec
 from rl_training.models.mlp_ddpg import MLPDDPGModel
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.replay import DeterministicActorParams, continuous_spec
+from rl_training.run.workflows import train_function
 
 
 class DDPGParams(DeterministicActorParams):

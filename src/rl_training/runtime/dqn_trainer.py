@@ -15,17 +15,18 @@ from rl_training.algorithms.fqf import FQF
 from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
+from rl_training.config.networks import make_network
+from rl_training.config.params import Schedule, Unused, Widths
+from rl_training.config.replay import ReplayParams
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.config.support import SupportParams
+from rl_training.data.replay_store import ReplayStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.runtime.networks import make_network
-from rl_training.runtime.params import Schedule, Unused, Widths
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.replay import ReplayParams, ReplayStore
-from rl_training.stores.support import SupportParams
+from rl_training.run.workflows import train_function
 
 
 class DQNParams(ReplayParams):

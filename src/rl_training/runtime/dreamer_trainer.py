@@ -7,6 +7,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from rl_training.algorithms.dreamer import Dreamer
+from rl_training.config.networks import make_input
+from rl_training.config.params import Activation, Unused, Widths
+from rl_training.config.replay import SequenceParams
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.data.sequence_store import SequenceStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.dreamer import (
@@ -21,11 +26,7 @@ from rl_training.models.dreamer import (
     WorldModel,
 )
 from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
-from rl_training.runtime.networks import make_input
-from rl_training.runtime.params import Activation, Unused, Widths
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.sequences import SequenceParams, SequenceStore
+from rl_training.run.workflows import train_function
 
 RATES = ("world_model_learning_rate", "actor_learning_rate", "critic_learning_rate")
 

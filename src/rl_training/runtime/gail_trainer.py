@@ -8,15 +8,16 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.gail import GAIL
 from rl_training.algorithms.ppo import PPO
+from rl_training.config.networks import any_kind, build_on_policy, make_input, make_network
+from rl_training.config.params import Unused, Widths
+from rl_training.config.recorded_data import ExpertParams
+from rl_training.config.rollout import ACTION_KINDS
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.data.demonstration_store import DemonstrationStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
-from rl_training.runtime.networks import any_kind, build_on_policy, make_input, make_network
-from rl_training.runtime.params import Unused, Widths
+from rl_training.run.workflows import train_function
 from rl_training.runtime.ppo_trainer import PPOParams
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.demonstrations import DemonstrationStore, ExpertParams
-from rl_training.stores.rollouts import ACTION_KINDS
 
 
 class GAILParams(PPOParams, ExpertParams):

@@ -8,10 +8,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.mbpo import MBPO
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.model_rollouts import ModelParams, ModelReplayStore, build_learner
-from rl_training.stores.replay import ReplayParams
+from rl_training.config.model_based import ModelParams, build_learner
+from rl_training.config.replay import ReplayParams
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.data.model_store import ModelReplayStore
+from rl_training.run.workflows import train_function
 
 
 class MBPOParams(ModelParams, ReplayParams):

@@ -7,11 +7,12 @@ from functools import partial
 from pydantic import Field
 
 from rl_training.algorithms.mopo import MOPO
-from rl_training.runtime.spec import AlgorithmSpec
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.model_rollouts import ModelDatasetStore, ModelParams, build_learner
-from rl_training.stores.prior_data import DatasetKind, DatasetParams
-from rl_training.stores.replay import OffPolicyParams
+from rl_training.config.model_based import ModelParams, build_learner
+from rl_training.config.recorded_data import DatasetKind, DatasetParams
+from rl_training.config.replay import OffPolicyParams
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.data.model_store import ModelDatasetStore
+from rl_training.run.workflows import train_function
 
 
 class MOPOParams(ModelParams, DatasetParams, OffPolicyParams):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.ppo import PPO
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.rollouts import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.config.rollout import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.run.workflows import train_function
 
 
 class PPOParams(RolloutParams):

@@ -7,10 +7,11 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.rlpd import RLPD
+from rl_training.config.recorded_data import PriorDataParams
+from rl_training.config.replay import DIVIDED_ONCE, ActorCriticParams, TemperatureParams, continuous_spec
+from rl_training.data.prior_store import PriorReplayStore
 from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.prior_data import PriorDataParams, PriorReplayStore
-from rl_training.stores.replay import DIVIDED_ONCE, ActorCriticParams, TemperatureParams, continuous_spec
+from rl_training.run.workflows import train_function
 
 
 class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):

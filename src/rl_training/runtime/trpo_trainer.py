@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
-from rl_training.runtime.params import Unused
-from rl_training.runtime.workflows import train_function
-from rl_training.stores.rollouts import RolloutParams, rollout_spec
+from rl_training.config.params import Unused
+from rl_training.config.rollout import RolloutParams, rollout_spec
+from rl_training.run.workflows import train_function
 
 
 class TRPOParams(RolloutParams):

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_training.config.choices import MOST_THREADS
+from rl_training.config.params import read_params
+from rl_training.config.spec import get_algorithm_spec
+from rl_training.config.train_config import TrainConfig
 from rl_training.errors import UserError
-from rl_training.experiment.config import TrainConfig
-from rl_training.runtime.interruption import stop_error, stop_on_signals
-from rl_training.runtime.loop import run_loop
-from rl_training.runtime.params import read_params
-from rl_training.runtime.run import Run
-from rl_training.runtime.session import Session, closed_on_error, open_session
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.threads import MOST_THREADS
+from rl_training.run.build import Session, closed_on_error, open_session
+from rl_training.run.interruption import stop_error, stop_on_signals
+from rl_training.run.loop import run_loop
+from rl_training.run.run import Run
 from rl_training.tools.floor import Floor, measure_floor
 from rl_training.tools.stopwatch import Stopwatch
 from rl_training.tools.worker_cost import WorkerCost, measure_workers

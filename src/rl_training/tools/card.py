@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_training.experiment.config import TrainConfig, dump_yaml
+from rl_training.config.train_config import TrainConfig, dump_yaml
 from rl_training.tools.export import Export
 
 USES = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl_training.errors import UserError, counted, did_you_mean
-from rl_training.experiment.metrics_file import is_number
+from rl_training.record.metrics_file import is_number
 from rl_training.tools.drawing import Series
 from rl_training.tools.records import EVALUATED, Groups, RunRecord, choose_curve, choose_measure, select_runs
 from rl_training.tools.statistics import (

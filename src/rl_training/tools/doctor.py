@@ -14,27 +14,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces as gs
 
+from rl_training.config.spec import AlgorithmSpec
+from rl_training.config.train_config import TrainConfig
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
 from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.probe import Probe
-from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.remote import pickle_registrations
-from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.workers import WorkerFailure, Workers
-from rl_training.errors import EnvironmentFailure, UserError, counted
-from rl_training.experiment.config import TrainConfig
-from rl_training.experiment.logging import format_duration
-from rl_training.play import closed_after
-from rl_training.runtime.random_play import (
+from rl_training.envs.random_play import (
     Player,
     compare_restored,
     make_stepper,
     play_at_random,
     reuses_arrays,
 )
-from rl_training.runtime.spec import AlgorithmSpec
+from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.remote import pickle_registrations
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.workers import WorkerFailure, Workers
+from rl_training.errors import EnvironmentFailure, UserError, counted
+from rl_training.play import closed_after
+from rl_training.record.logger import format_duration
 from rl_training.tools.bench import estimate_seconds, open_measured, storage_bytes
 from rl_training.tools.worker_cost import measure_workers
 

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_training.data.memory import torch_dtype
 from rl_training.envs.device import DeviceEngine, advance
-from rl_training.runtime.random_play import draw, make_stepper
-from rl_training.runtime.session import Session, build_algorithm
+from rl_training.envs.random_play import draw, make_stepper
+from rl_training.run.build import Session
+from rl_training.run.learner import build_algorithm
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mlp_forward", "mlp_backward")
 ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # how many updates, or for how long, products are counted

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from rl_training.errors import UserError, counted
-from rl_training.experiment.logging import format_duration
-from rl_training.experiment.metrics_file import is_number
+from rl_training.record.logger import format_duration
+from rl_training.record.metrics_file import is_number
 from rl_training.tools.compare import (
     Comparison,
     compare_groups,
@@ -231,8 +231,8 @@ def default_settings(algo: str) -> dict[str, str]:
     """The settings that `train --algo` would use, as `describe_value` writes them."""
     from pydantic_core import PydanticUndefined, to_jsonable_python
 
-    from rl_training.experiment.config import TrainConfig
-    from rl_training.runtime.spec import get_algorithm_spec
+    from rl_training.config.spec import get_algorithm_spec
+    from rl_training.config.train_config import TrainConfig
 
     spec = get_algorithm_spec(algo)
     fields = {**TrainConfig.model_fields, **spec.params.model_fields}
@@ -370,10 +370,9 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
     from rl_training.envs.probe import probe_spaces
     from rl_training.envs.recipe import read_recipe
     from rl_training.play import closed_after, play
-    from rl_training.runtime.acting import ActingSession
-    from rl_training.runtime.evaluation import EVALUATION_STREAM
-    from rl_training.runtime.restoring import load_algorithm, read_checkpoint
-    from rl_training.runtime.session import check_same_spaces
+    from rl_training.run.acting import ActingSession
+    from rl_training.run.evaluation import EVALUATION_STREAM
+    from rl_training.run.learner import check_same_spaces, load_algorithm, read_checkpoint
 
     names = env if isinstance(env, tuple) else None
     algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint), names)

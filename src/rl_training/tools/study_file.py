@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_training.errors import UserError, first_line
-from rl_training.experiment.metrics_file import is_number
+from rl_training.record.metrics_file import is_number
 
 if TYPE_CHECKING:
     import optuna

@@ -23,13 +23,13 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
+from rl_training.config.params import SCHEDULE, Params, change_params, read_params
+from rl_training.config.spec import get_algorithm_spec
+from rl_training.config.train_config import TrainConfig, dump_yaml, parse_yaml
 from rl_training.errors import UserError, did_you_mean
-from rl_training.experiment.config import TrainConfig, dump_yaml, parse_yaml
-from rl_training.runtime.callback import Callback
-from rl_training.runtime.params import SCHEDULE, Params, change_params, read_params
-from rl_training.runtime.run import EVALUATIONS, Run
-from rl_training.runtime.spec import get_algorithm_spec
-from rl_training.runtime.workflows import train
+from rl_training.run.callback import Callback
+from rl_training.run.run import EVALUATIONS, Run
+from rl_training.run.workflows import train
 from rl_training.safe_files import output_written, refuse_link, write_text
 from rl_training.tools.study_file import check_study, open_study, readable
 

@@ -15,14 +15,15 @@ import torch
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import LocalCollector, Request
-from rl_training.data.experience import Experience
+from rl_training.collect.local import LocalCollector
+from rl_training.config.threads import torch_settings_restored
+from rl_training.data.experience import Experience, Request
 from rl_training.envs.engines import choose_vectorization
+from rl_training.envs.random_play import make_stepper
 from rl_training.envs.workers import Workers
 from rl_training.errors import counted
-from rl_training.runtime.random_play import make_stepper
-from rl_training.runtime.session import Session, build_algorithm
-from rl_training.runtime.threads import torch_settings_restored
+from rl_training.run.build import Session
+from rl_training.run.learner import build_algorithm
 from rl_training.tools.stopwatch import Stopwatch
 
 LEAST_ENVS = 8  # a single one cannot be divided among workers

@@ -1,0 +1,8 @@
+"""The pure functions of `rl_training.ops`, under the name that scripts use: `rl_training.algorithms.ops.returns`."""
+
+import sys
+
+from rl_training.ops import distributional, losses, policy, returns, targets
+
+for _module in (distributional, losses, policy, returns, targets):
+    sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

@@ -1,0 +1,92 @@
+"""Build a `TrainConfig` from the user's arguments: a config, an environment, and settings by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_training.config.known_keys import nearest_setting
+from rl_training.config.params import SCHEDULE, change_params, parameter_names
+from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
+from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
+from rl_training.envs.user_env import MadeEnvironment, UserEnv, name_env
+from rl_training.errors import UserError
+from rl_training.validation import validate
+
+# For the config of a checkpoint, which must not use defaults that its algorithm got later.
+UNSAID: dict[str, Any] = {
+    "num_envs": 1, "log_interval": 1,
+    "env_kwargs": {"wrappers": {"normalize_observation": False, "normalize_reward": False}},
+}  # fmt: skip
+AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
+
+
+def read_config(
+    config: AnyConfig | None, env: UserEnv | None, algo: str = "", settings: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """The config of a run of the algorithm `algo` on the user's environment, with these settings.
+
+    A setting is a field of `TrainConfig` or a hyper-parameter. Everything else has the algorithm's default.
+    """
+    settings, env = settings or {}, None if isinstance(env, tuple) else env
+    names: tuple[str, ...] | None = None  # what the user named; None means everything, as in the user's own code
+    if isinstance(config, TrainConfig):
+        data, names, given = config.model_dump(exclude_unset=True), config.named, config.given
+    elif isinstance(config, str | Path):
+        data, names = read_yaml(config), ()
+        given = settings_in(data, config)
+    else:
+        data = dict(config or {})
+        given = settings_in(data)
+    wanted = settings.get("algo", data.setdefault("algo", algo)) if algo else ""
+    if wanted != algo:
+        raise UserError(f"algo is {wanted!r}; {get_algorithm_spec(algo).class_name} needs {algo!r}.")
+    if isinstance(env, str) or (env is not None and (names == () or "env_id" not in data)):
+        data["env_id"] = name_env(env)
+    if settings:
+        data = put_settings(get_algorithm_spec(str(data.get("algo"))), data, settings)
+    if isinstance(env, MadeEnvironment):
+        data.setdefault("num_envs", 1)
+    data = with_defaults(data)
+    read = validate(TrainConfig, data, str(config) if isinstance(config, str | Path) else "config")
+    read = read.giving(*given, *settings_in(settings))
+    if names is None:  # the user's own code
+        return read.naming(*read.callables)
+    said = [read.env_id] if isinstance(env, str) or "env_id" in settings else []
+    return read.naming(*names, *said, *(read.callables[1:] if "network" in settings else ()))
+
+
+def with_defaults(data: dict[str, Any]) -> dict[str, Any]:
+    """A config's mapping, with the defaults of its algorithm (`AlgorithmSpec.defaults`) for all missing fields."""
+    algo = data.get("algo")
+    return fill_defaults(data, get_algorithm_spec(algo).defaults) if isinstance(algo, str) and algo else data
+
+
+def fill_defaults(said: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping with defaults for all missing keys, also in nested mappings."""
+    parts = {name: said.get(name) for name, value in defaults.items() if isinstance(value, Mapping)}
+    inner = {name: fill_defaults(part, defaults[name]) for name, part in parts.items() if isinstance(part, Mapping)}
+    return {**defaults, **said, **inner}
+
+
+def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's mapping with each setting in its place; a mapping is merged into the existing one."""
+    known, fields = parameter_names(spec.params), TrainConfig.model_fields
+    for name in settings:
+        if name not in fields and name not in known:
+            raise UserError(f"{spec.class_name} has no setting {name!r}; {nearest_setting(name, spec.name)}")
+        if callable(settings[name]) and f"{name}{SCHEDULE}" in known:
+            what = "a function of the progress from 0 to 1"
+            raise UserError(f"{name} is a function; give it as {name}{SCHEDULE}, {what}.")
+    inner = "algo_kwargs", "env_kwargs"
+    for name, value in [(name, part[name]) for part in (data, settings) for name in inner if name in part]:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{name} is {value!r}; it must be a mapping of names to values.")
+    given = {name: value for name, value in settings.items() if name in fields and name not in inner}
+    hyper = {**settings.get("algo_kwargs", {}), **{name: settings[name] for name in settings if name not in fields}}
+    return {
+        **data, **given,
+        "algo_kwargs": change_params(spec.params, data.get("algo_kwargs", {}), hyper),
+        "env_kwargs": {**data.get("env_kwargs", {}), **settings.get("env_kwargs", {})},
+    }  # fmt: skip

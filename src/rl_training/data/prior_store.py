@@ -1,0 +1,189 @@
+"""Recorded data in a run: finding a dataset, and replay that mixes it into every batch (RLPD)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rl_training.algorithms.base import Algorithm, Batch
+from rl_training.data import TransitionDataset, load_transition_dataset
+from rl_training.data.experience import Request
+from rl_training.data.loading import find_npz
+from rl_training.data.replay_store import ReplayStore
+from rl_training.data.store import StoreContext
+from rl_training.envs.factory import make_env
+from rl_training.envs.gym_spaces import in_words
+from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
+from rl_training.validation import StrictModel
+
+READERS = {"dataset_path": ("npz", "checkpoint", "minari"), "dataset_id": ("minari",)}  # kinds that read a field
+
+
+def find_dataset(
+    params: Any, recipe: EnvRecipe, spaces: EnvSpaces, *, recordings: Any = None, prefix: str = ""
+) -> TransitionDataset:
+    """The recorded data as a policy sees it: encoded observations, actions in [-1, 1] or as choices.
+
+    Error messages put `prefix` before the names of fields.
+    """
+    refuse_unread(params, READERS, "dataset_kind")
+    path = params.dataset_path
+    if params.dataset_kind == "checkpoint":  # already as a policy sees it, unlike the other kinds
+        return read_replay(path, spaces, params.dataset_size, recordings)
+    if params.dataset_kind == "npz" and path is not None:
+        refuse_missing(f"{prefix}dataset_path", find_npz(path), "an npz file, or the name of a packaged one")
+    dataset = load_transition_dataset(
+        params.dataset_kind, path=path, dataset_id=params.dataset_id, env_id=recipe.env_id, size=params.dataset_size,
+        seed=params.dataset_seed, make_env=lambda: make_env(recipe), prefix=prefix,
+    )  # fmt: skip
+    return fit_dataset(dataset, spaces)
+
+
+def find_data_of(context: StoreContext) -> TransitionDataset:
+    """The recorded data that the parameters of a run name."""
+    return find_dataset(context.params, context.recipe, context.spaces, recordings=context.recordings)
+
+
+def refuse_unread(params: StrictModel, readers: Mapping[str, Sequence[str]], kind_field: str) -> None:
+    """Refuse a field that names data that the kind does not read, because the run would use other data.
+
+    This is not a validator, because a finished run whose config has such a field can still predict.
+    """
+    kind = getattr(params, kind_field)
+    for name, kinds in readers.items():
+        if getattr(params, name) is not None and kind not in kinds:
+            raise UserError(
+                f"{name} is {getattr(params, name)!r}, but {kind_field} is {kind!r}, which does not read it; "
+                f"set {kind_field} to {' or '.join(kinds)}, or {name} to null."
+            )
+
+
+def refuse_missing(name: str, path: str | os.PathLike[str], wanted: str) -> None:
+    """Refuse a path that does not exist."""
+    if not os.path.exists(path):
+        raise UserError(f"{name} is {path}, which does not exist; it must be {wanted}.")
+
+
+def describe_origin(params: Any, dataset: TransitionDataset, env_id: str) -> str:
+    """Where the data comes from, printed when a run starts."""
+    named = {
+        "random": "random play",
+        "npz": f"{params.dataset_path}",
+        "minari": f"the Minari data set {params.dataset_id}",
+        "checkpoint": f"the replay in {params.dataset_path}",
+    }
+    return f"{named[params.dataset_kind]}{note_other_env(dataset, env_id)}"
+
+
+def note_other_env(dataset: TransitionDataset, env_id: str) -> str:
+    """A note if the data was recorded in an environment with another id: a version, a variant, or a mistake."""
+    recorded_in = dataset.metadata.get("env_id")
+    return f" (note: recorded in {recorded_in}, not in {env_id})" if recorded_in not in (None, env_id) else ""
+
+
+def fit_dataset(dataset: TransitionDataset, spaces: EnvSpaces) -> TransitionDataset:
+    """Convert the environment's own observations and actions to what a policy sees; refuse data that does not fit."""
+    dataset = replace(dataset, truncated=dataset.truncated & ~dataset.terminated)  # at once: termination wins
+    report = dataset.check(observation_space=spaces.row_space, action_space=spaces.action_space)
+    if report["problems"]:
+        raise UserError(f"the recorded data does not fit {spaces.env_id}: {report['problems'][0]}")
+    return dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
+
+
+def read_replay(path: str | None, spaces: EnvSpaces, size: int | None, recordings: Any) -> TransitionDataset:
+    """The replay buffer inside a checkpoint, or its newest `size` rows if it has more."""
+    if path is None:
+        raise UserError("dataset_kind is 'checkpoint', which needs dataset_path.")
+    refuse_missing("dataset_path", path, "a checkpoint of a replay algorithm")
+    dataset, stored = recordings.read_policy_replay(path)
+    for name in ("observation_space", "action_space"):
+        there, here = getattr(stored, name), getattr(spaces, name)
+        if there != here:
+            raise UserError(
+                f"{path} was made in {stored.env_id}, whose spaces are not those of {spaces.env_id}: its {name} is "
+                f"{in_words(there)}, here it is {in_words(here)}."
+            )
+    return dataset if size is None or size >= len(dataset) else dataset.take(slice(len(dataset) - size, None))
+
+
+def check_same_data(digest: str | None, dataset: TransitionDataset | None, what: str) -> None:
+    """Refuse to continue with data other than what the checkpoint was trained with."""
+    if digest != (None if dataset is None else dataset.sha256):
+        raise UserError(f"the {what} is not what the checkpoint was trained with (its hash differs).")
+
+
+class PriorReplayStore(ReplayStore):
+    """Replay in which exactly `offline_batch_ratio` of every batch is prior data."""
+
+    def __init__(self, context: StoreContext) -> None:
+        super().__init__(context)
+        self.device = context.device
+        ratio, size = self.params.offline_batch_ratio, self.params.batch_size
+        self.offline_batch_size = round(ratio * size)
+        needs_data = self.offline_batch_size or self.params.offline_pretrain_updates
+        self.dataset = find_data_of(context) if needs_data else None
+        self.pretrain_updates_done = 0
+
+    def describe(self) -> str:
+        """The replay buffer and the prior data."""
+        if self.dataset is None:
+            return super().describe()
+        origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
+        return f"{super().describe()}, {len(self.dataset):,} transitions of prior data from {origin}"
+
+    @property
+    def _pretrains(self) -> bool:
+        return self.pretrain_updates_done < self.params.offline_pretrain_updates
+
+    def request(self, step: int) -> Request:
+        """No steps while pretraining; otherwise as in replay."""
+        self.metrics = {
+            "pretrain_updates_done": float(self.pretrain_updates_done),
+            "offline_batch_size": float(self.offline_batch_size),
+            "online_batch_size": float(self.params.batch_size - self.offline_batch_size),
+        }
+        return Request() if self._pretrains else super().request(step)
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """Yield batches of prior data alone while pretraining, one turn at a time; then mixed batches."""
+        if not self._pretrains:
+            yield from super().batches(algorithm, step)
+            return
+        for _ in range(self.params.gradient_updates_per_step):
+            if self._pretrains:
+                self.pretrain_updates_done += 1
+                yield "policy", self._offline(self.params.batch_size)
+
+    def _offline(self, size: int) -> dict[str, Any]:
+        assert self.dataset is not None
+        batch = self.dataset.minibatch(self.rng, size, gamma=self.gamma, device=self.device)
+        batch.pop("behavior_logprobs", None)
+        return batch
+
+    def sample(self) -> dict[str, Any]:
+        """A batch whose first `offline_batch_size` rows are prior data."""
+        online_size = self.params.batch_size - self.offline_batch_size
+        if not self.offline_batch_size:
+            return super().sample()
+        offline = self._offline(self.offline_batch_size)
+        if not online_size:
+            return offline
+        online = self.buffer.sample(online_size, self.rng)
+        return {name: torch.cat([offline[name], online[name]]) for name in offline}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a replay store, with the hash of the prior data."""
+        digest = None if self.dataset is None else self.dataset.sha256
+        return super().state_dict() | {"pretrain_updates_done": self.pretrain_updates_done, "dataset_sha256": digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`; other prior data is refused."""
+        check_same_data(state["dataset_sha256"], self.dataset, "prior data")
+        self.pretrain_updates_done = int(state["pretrain_updates_done"])
+        return super().load_state_dict(state)

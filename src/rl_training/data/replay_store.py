@@ -1,0 +1,190 @@
+"""The replay store: steps go into a buffer, batches are samples (the DQN family, DDPG, TD3, SAC, NAF, D4PG, RLPD)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
+from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
+from rl_training.data.experience import Experience, Request
+from rl_training.data.memory import fits_on_gpu, format_bytes
+from rl_training.data.store import StoreContext
+from rl_training.data.support import SupportWatch
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
+
+WIDE_BATCH = 500_000  # bytes of observations from which a GPU gathers a batch faster than the host sends it
+
+
+class BufferStore:
+    """Shared by the stores with a buffer: the generator, the `credit` for updates, and the saved state.
+
+    A subclass makes the `buffer` and defines the unit of its credit.
+    """
+
+    buffer: Any
+    credit: float
+
+    def __init__(self, context: StoreContext) -> None:
+        self.params, self.spaces, self.rng = context.params, context.spaces, context.rng
+        self.metrics: dict[str, float] = {}
+
+    def random_steps(self, step: int) -> int:
+        """The number of transitions from `step` on that use random actions."""
+        return max(0, self.params.learning_starts - step)
+
+    def keep(self, experience: Experience, step: int) -> int:
+        """Put experience into the buffer; return how many of its transitions count toward updates."""
+        for row in experience.rows():
+            self.buffer.add(**row)
+        return max(0, min(experience.transitions, step + experience.transitions - self.params.learning_starts))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Generator, credit, and under `replay` the buffer."""
+        return {"rng": self.rng.bit_generator.state, "credit": self.credit, "replay": self.buffer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`; a checkpoint may lack its buffer."""
+        self.rng.bit_generator.state = state["rng"]
+        if type(state["credit"]) not in (int, float):
+            raise TypeError(f"credit is a {type(state['credit']).__name__}")
+        self.credit = state["credit"]
+        if "replay" not in state:
+            return ["the checkpoint has no replay buffer; it is filled again before learning continues."]
+        self.buffer.load_state_dict(state["replay"])
+        return []
+
+    def close(self) -> None:
+        """Remove the buffer's files; the checkpoint has their contents."""
+        self.buffer.close()
+
+
+class ReplayStore(BufferStore):
+    """Keeps transitions, and samples `gradient_updates_per_step` batches per training turn.
+
+    One training turn is due per `train_frequency` environment steps, so more environments do not mean fewer updates.
+    """
+
+    buffer: ReplayBuffer
+
+    def __init__(self, context: StoreContext) -> None:
+        super().__init__(context)
+        self.prioritized_beta: float = self.params.prioritized_beta_start
+        self.credit = 0  # environment steps that no training turn has used yet
+        self.buffer = make_buffer(
+            self.params, self.spaces, context.num_envs, context.device, context.recipe.image_frame_stack
+        )
+        rows = -(-self.params.train_frequency // context.num_envs)
+        self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
+        has_support = getattr(self.params, "v_min", None) is not None
+        self.support = SupportWatch(self.params, context.num_envs) if has_support else None
+        # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
+        plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
+        self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
+        self._has_sampled = False
+
+    @property
+    def gamma(self) -> float:
+        """The buffer's discount; a schedule changes it together with the learner's."""
+        return self.buffer.gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        self.buffer.gamma = value
+
+    def describe(self) -> str:
+        """The buffer's size, for the start of a run."""
+        kind = "prioritized replay" if self.params.prioritized else "replay"
+        support = "" if self.support is None else ", returns from {:g} to {:g}".format(*self.support.ends)
+        return f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}"
+
+    def request(self, step: int) -> Request:
+        """Request about `train_frequency` environment steps, with random actions until `learning_starts`.
+
+        From here on only the step changes stored rows, so the batch after it is drawn now, while a GPU is still busy.
+        """
+        params = self.params
+        if self.draws_ahead and self._has_sampled and self.buffer.ahead is None:
+            self.buffer.draw_ahead(params.batch_size, self.rng)
+        return Request(0, params.train_frequency, random=self.random_steps(step), hold=params.random_action_hold)
+
+    def add(self, experience: Experience, step: int) -> int:
+        """Add to the buffer; every step from `learning_starts` on adds one credit."""
+        self.credit += self.keep(experience, step)
+        if self.support is not None:
+            self.support.look(experience, self.gamma)
+        return experience.transitions
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """Yield `gradient_updates_per_step` samples for each training turn that is due."""
+        if self.support is not None:
+            self.metrics |= self.support.widen(algorithm)
+        if len(self.buffer) < min(self.params.learning_starts, self.buffer.capacity):
+            self.credit = 0  # resumed without its buffer: fill it again first
+        while self.credit >= self.params.train_frequency and len(self.buffer):
+            self.credit -= self.params.train_frequency
+            for _ in range(self.params.gradient_updates_per_step):
+                yield "policy", self.sample()
+            self._has_sampled = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state before the batch of the next turn was drawn."""
+        ahead, support = self.buffer.ahead, {} if self.support is None else self.support.state_dict()
+        return super().state_dict() | support | ({} if ahead is None else {"rng": ahead.before})
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        if self.support is not None:
+            self.support.load_state_dict(state)
+        return super().load_state_dict(state)
+
+    def sample(self) -> dict[str, Any]:
+        """One batch."""
+        if isinstance(self.buffer, PrioritizedReplayBuffer):
+            return self.buffer.sample(self.params.batch_size, self.rng, beta=self.prioritized_beta)
+        return self.buffer.sample(self.params.batch_size, self.rng)
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """Update priorities from the errors of an update."""
+        if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
+            self.buffer.update_priorities(batch["indices"], result.priorities)
+        if self.support is not None and "clipped_targets" in result.metrics:
+            self.support.watch_clipping(result.metrics["clipped_targets"])
+
+
+def make_buffer(
+    params: Any, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1
+) -> ReplayBuffer:
+    """Make the buffer for these hyper-parameters."""
+    layout: dict[str, Any] = {
+        "n_step": params.n_step, "gamma": params.gamma, "device": device, "obs_shape": spaces.obs_shape,
+        "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
+        "continuous": spaces.action_kind == "continuous", "frame_stack": frame_stack,
+        "mask_size": spaces.action_dim if spaces.has_action_mask else 0, "folder": params.replay_folder,
+        "on_device": goes_to_device(params, spaces, device, frame_stack), "reuses_batches": True,
+    }  # fmt: skip
+    if params.prioritized:
+        layout |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
+    kind = PrioritizedReplayBuffer if params.prioritized else ReplayBuffer
+    return kind(params.buffer_capacity, num_envs, **layout)
+
+
+def goes_to_device(params: Any, spaces: EnvSpaces, device: str, frame_stack: int = 1) -> bool:
+    """Whether a buffer keeps a copy of its observations in the device's memory; refused if it cannot fit."""
+    if params.replay_memory == "host" or not device.startswith("cuda"):
+        return False
+    row = math.prod(spaces.obs_shape) * np.dtype(spaces.obs_dtype).itemsize
+    need = params.buffer_capacity * row // frame_stack
+    if params.replay_memory == "auto":
+        rows = params.batch_size * getattr(params, "sequence_length", 1)
+        return rows * row >= WIDE_BATCH and fits_on_gpu(need, device)
+    free = torch.cuda.mem_get_info(device)[0]
+    if need > free:
+        sizes = f"needs {format_bytes(need)}, but only {format_bytes(free)} is free on {device}"
+        raise UserError(f"replay_memory is 'device', which {sizes}; lower buffer_capacity, or use 'auto' or 'host'.")
+    return True

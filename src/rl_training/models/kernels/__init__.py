@@ -1,1 +1,0 @@
-"""GPU kernels, which need Triton; they are not imported if it is missing."""

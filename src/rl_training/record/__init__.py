@@ -1,0 +1,1 @@
+"""The files that a run writes: checkpoints, metrics and event files."""

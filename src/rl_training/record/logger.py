@@ -1,0 +1,197 @@
+"""The output of a run while it trains: `metrics.jsonl`, records for its `loggers`, and a progress line."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rl_training.errors import printable
+from rl_training.record.appender import Appender
+from rl_training.record.event_file import EventFile
+from rl_training.record.metrics_file import format_row, trim_rows
+from rl_training.record.services import SERVICES, Service
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_LIVE_SECONDS, _PLAIN_SECONDS = 0.25, 5.0
+_BAR, _NARROW = 20, 80  # columns of the bar, and of a terminal that has no room for one
+_WARNING = "warning: "
+
+
+class RunLogger:
+    """The metrics file, the terminal and the `loggers` of one run: TensorBoard's event file, wandb, mlflow.
+
+    `append` continues the files of a resumed run. It drops rows after `resume_step`, which will be written again, rows
+    that were written only because the run ended (`last`), and a half-written last line. Rows that cannot be written (a
+    full disk) wait until they can, with one warning; this never ends a run.
+    """
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str], *, console: bool = True, total_steps: int, append: bool = False,
+        resume_step: int | None = None, loggers: Sequence[str] = ("tensorboard",),
+        config: Mapping[str, Any] | None = None, stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        elapsed = trim_rows(self.path, resume_step) if append else 0.0
+        self._clock, self._start = clock, clock() - elapsed
+        self._stream = (stream or sys.stderr) if console else None
+        dumb = os.environ.get("TERM") in ("dumb", "unknown")  # such a terminal cannot move its cursor
+        self._live = self._stream is not None and self._stream.isatty() and not dumb
+        self._line: Progress | None = None
+        self._doing = ""
+        self._total, self._due = total_steps, -math.inf if self._stream else math.inf
+        self._warned: set[str] = set()
+        self._rows = Appender(self.path, self._warn, fresh=not append)
+        purge_from = resume_step + 1 if append and resume_step is not None else None
+        self._sinks: list[EventFile | Service] = []
+        if "tensorboard" in loggers:
+            self._sinks.append(EventFile(folder, clock, purge_from, self._warn))
+        self._sinks += [Service(name, folder, config or {}, self._warn) for name in SERVICES if name in loggers]
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, kind: str = "train", last: bool = False) -> None:
+        """Append one row; values are numbers (numpy scalars and 0-dim tensors too).
+
+        `last` marks a row that is not due but written because the run ends here; a resume drops it.
+        """
+        head: dict[str, Any] = {"step": step, "kind": kind, "time": round(self._clock() - self._start, 4)}
+        if last:
+            head["last"] = True
+        row = {**head, **metrics, **head}  # a metric named "step" must not hide the step
+        self._rows.write(format_row(row))
+        self._rows.flush()
+        for sink in self._sinks:
+            sink.add(step, kind, metrics)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:  # once each
+            self._warned.add(text)
+            self.message(f"{_WARNING}{text}")
+
+    @property
+    def progress_due(self) -> bool:
+        """Whether `progress` would draw now, for callers whose arguments are expensive to compute."""
+        return self._clock() >= self._due
+
+    def progress(
+        self, step: int, steps_per_second: float, seconds_left: float, return_mean: float | None,
+        losses: Mapping[str, Any] | None = None, workers: Sequence[str] = (), doing: str = "",
+    ) -> None:  # fmt: skip
+        """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds."""
+        now = self._clock()
+        if now < self._due or self._stream is None:
+            return
+        self._due, self._doing = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS), doing
+        numbers = step, steps_per_second, seconds_left, return_mean
+        self._print(self._describe(*numbers, losses or {}, workers, doing), step)
+
+    def message(self, text: str) -> None:
+        """Print a separate line above the live line; without a terminal, `warning: ...` becomes a Python warning."""
+        if self._stream is None and text.startswith(_WARNING):
+            warnings.warn(text.removeprefix(_WARNING), stacklevel=3)
+        self._print(text)
+
+    def close(self) -> None:
+        """Finish the files and the live line, and report what could not be written; closing twice is harmless."""
+        self._rows.close()
+        for sink in self._sinks:
+            sink.close()
+        if self._line is not None:
+            with suppress(OSError, ValueError):
+                ended = self._line.tasks[0].description.replace(f"  {self._doing}  ", "  ") if self._doing else None
+                self._line.update(self._line.task_ids[0], description=ended)  # it is no longer doing anything
+                self._line.stop()
+        self._line, self._stream, self._due = None, None, math.inf
+
+    def _describe(
+        self, step: int, rate: float, left: float, return_mean: float | None, losses: Mapping[str, Any],
+        workers: Sequence[str], doing: str,
+    ) -> str:  # fmt: skip
+        share = min(1.0, step / self._total) if self._total > 0 else 1.0
+        parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", *([doing] if doing else [])]
+        parts += [f"{rate:,.0f} steps/s", f"eta {format_duration(left)}"]
+        parts += [] if return_mean is None else [f"return {float(return_mean):.4g}"]
+        parts += [*workers]
+        parts += [f"{name} {float(value):.3g}" for name, value in itertools.islice(losses.items(), 3)]
+        return "  ".join(parts)
+
+    def _print(self, text: str, step: int | None = None) -> None:
+        """Print a separate line, or the progress line of this step."""
+        if self._stream is None:
+            return
+        text = printable(text)
+        try:
+            if self._live and self._line is None and step is not None:
+                self._line = _start_line(self._stream, self._total)
+            if self._line is None:
+                print(text, file=self._stream, flush=True)
+            elif step is None:
+                self._line.console.print(text, soft_wrap=True)
+            else:
+                bar = _BAR + 1 if len(self._line.columns) > 1 else 0
+                while len(text) > self._line.console.width - bar and "  " in text.strip():
+                    text = text.rpartition("  ")[0]  # whole parts only: half a number reads as another number
+                self._line.update(self._line.task_ids[0], completed=step, description=text, refresh=True)
+        except (OSError, ValueError):  # a terminal that went away must not end a run
+            self._stream, self._line, self._due = None, None, math.inf
+        except RuntimeError:  # the message of a signal in the middle of another one
+            return
+
+
+def _start_line(stream: TextIO, total: int) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+    console = Console(file=stream, force_terminal=True, force_jupyter=False, markup=False, highlight=False)
+    columns = [text] if console.width < _NARROW else [BarColumn(_BAR), text]  # the text has the share too
+    line = Progress(  # without a thread, and without redirecting other output
+        *columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    )
+    line.add_task("", total=total)
+    line.start()
+    console.show_cursor()  # a killed run must not leave a terminal without one
+    return line
+
+
+class SilentLogger(RunLogger):
+    """A logger that does nothing, for a process whose run another process logs."""
+
+    progress_due = False
+
+    def __init__(self) -> None:
+        pass
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    progress = message = log
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def format_duration(seconds: float) -> str:
+    """`h:mm:ss`, or dashes when the duration is not known."""
+    if not math.isfinite(seconds):
+        return "-:--:--"
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

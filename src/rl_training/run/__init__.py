@@ -1,0 +1,1 @@
+"""One run: built from a config, looped, counted, evaluated, saved, stopped and restored."""

@@ -1,0 +1,371 @@
+"""Build the parts of a run from a config: everything is checked and every `auto` resolved before a file is written."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+
+from rl_training.algorithms.actor_critic import RewardScale
+from rl_training.algorithms.base import Algorithm
+from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.device import DeviceCollector
+from rl_training.collect.first_comers import FirstComers
+from rl_training.collect.local import Collector, LocalCollector, NoCollector
+from rl_training.collect.transport import SharedMemory, Transport
+from rl_training.collect.worker import FIRST, WorkerPlan
+from rl_training.collect.workers import WorkerCollector
+from rl_training.config.choices import ACCELERATED, choose_device, resolve
+from rl_training.config.own_network import resolve_network
+from rl_training.config.params import Params, check_schedules, read_params
+from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
+from rl_training.config.threads import fastest, time_updates
+from rl_training.config.train_config import TrainConfig
+from rl_training.config.unused_settings import find_unused
+from rl_training.data.experience import Experience, ExperienceLayout, Request
+from rl_training.data.store import Store, StoreContext
+from rl_training.envs.engines import is_cartpole, make_engine
+from rl_training.envs.probe import probe
+from rl_training.envs.recipe import EnvRecipe, read_recipe
+from rl_training.envs.remote import pickle_registrations
+from rl_training.envs.setup_problems import HIDDEN
+from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.stepper import Stepper
+from rl_training.envs.user_env import GIVE_ONE, MadeEnvironment, UserEnv
+from rl_training.errors import UserError
+from rl_training.run import recording
+from rl_training.run.learner import build_algorithm, check_same_spaces
+from rl_training.run.ranks import Ranks
+
+LANES_OF_RANKS = ("rollout", "replay")
+ANY_ORDER = (
+    "worker_order is first: learning depends on the speed of the workers, so this run is not reproducible from its "
+    "seed, and a resume is not exact"
+)
+UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
+
+
+@dataclass
+class Session:
+    """The parts of one run; `config` has no `auto` left and names every hyper-parameter."""
+
+    spec: AlgorithmSpec
+    config: TrainConfig
+    params: Params
+    recipe: EnvRecipe
+    spaces: EnvSpaces
+    algorithm: Algorithm
+    behaviour: Behaviour
+    collector: Collector
+    store: Store
+    ranks: Ranks = field(default_factory=Ranks)
+    notes: tuple[str, ...] = ()  # about decisions, shown when a run starts
+
+    def collect(self, request: Request) -> Experience:
+        """The next experience from the environments, with the episodes of all ranks."""
+        return self.ranks.settle(lambda: self.collector.collect(self.behaviour, request))
+
+    def source_state(self) -> dict[str, Any]:
+        """The state of the collector and the stored experience, for a checkpoint."""
+        return self.collector.state_dict() | self.store.state_dict()
+
+    def load_source(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `source_state`; return one sentence for each thing that was not restored exactly."""
+        sentences = self.collector.load_state_dict(state)
+        if not self.collector.started or (self.config.has_workers and sentences):  # new episodes start
+            self.forget_returns()
+        return sentences + self.store.load_state_dict(state)
+
+    def forget_returns(self) -> None:
+        """Drop the learner's running return of each environment."""
+        for part in self.algorithm.modules():
+            if isinstance(part, RewardScale):
+                part.forget_episodes()
+
+    def close(self) -> None:
+        """Close environments and files."""
+        try:
+            self.collector.close()
+        finally:
+            self.store.close()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that was checked, before anything of it is built."""
+
+    spec: AlgorithmSpec
+    config: TrainConfig
+    params: Params
+    recipe: EnvRecipe
+    spaces: EnvSpaces
+    ranks: Ranks
+    stored: Mapping[str, Any] | None  # the learner's state in the checkpoint of a resume
+    notes: tuple[str, ...]
+
+    @property
+    def make_algorithm(self) -> Callable[..., Algorithm]:
+        """Builds the learner; arguments replace those of the plan."""
+        config = self.config
+        return partial(build_algorithm, self.spec, self.params, self.spaces, seed=config.seed, device=config.device)
+
+
+def open_session(
+    config: TrainConfig, *, env: UserEnv | None = None, restored: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+) -> Session:  # fmt: skip
+    """Check the config against algorithm and environment, resolve every `auto`, and build the parts of the run.
+
+    `restored` is the checkpoint of a resume.
+    """
+    return build(resolve_plan(check(config, env, restored, ranks or Ranks())))
+
+
+def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] | None, ranks: Ranks) -> Plan:
+    """Read the parameters, look at the environment, and refuse what does not fit together."""
+    spec = get_algorithm_spec(config.algo)
+    if ranks.count > 1:
+        config = fit_ranks(config, spec.lane)
+    params = read_params(spec.params, config.algo_kwargs)
+    names = (*config.named, *(env if isinstance(env, tuple) else ()))
+    params = resolve_network(params, names)
+    recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
+    check_made_environment(config, recipe)
+    spaces, problems, _ = probe(recipe, config.vectorization)
+    if restored is not None:  # its episodes are compared
+        problems = [problem for problem in problems if problem.name != HIDDEN]
+    spec.check_support(spaces)
+    if restored is None:
+        check_early_stopping(config, params)
+        params.check_new_run()
+    else:
+        check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
+    params = params.settle(recipe, spaces, config.seed)
+    check_loggers(config)
+    check_backend(config, spec, params)
+    stored = None if restored is None else restored["algorithm"]
+    notes = tuple(f"warning: {problem.sentence()}" for problem in problems)
+    return Plan(spec, config, params, recipe, spaces, ranks, stored, notes)
+
+
+def resolve_plan(plan: Plan) -> Plan:
+    """The plan with every `auto` of its config decided; the number of threads of a new run is measured."""
+    asked, params, ranks, is_new = plan.config, plan.params, plan.ranks, plan.stored is None
+    device, why = choose_device(asked, params, plan.spaces)
+    if is_new and device == "cpu" and getattr(params, "replay_memory", "auto") == "device":
+        raise UserError("replay_memory is 'device', but device is 'cpu'; there it must be auto or host.")
+    local_rank = ranks.local_rank if ranks.count > 1 else None
+    config = resolve(asked.model_copy(update={"device": device}), params, plan.recipe, plan.spaces, local_rank)
+    notes = [why] if why else []
+    if config.accelerate != "none":
+        eager = plan.spec.learner.eager_part
+        auto, left_out = " auto is" if asked.accelerate == "auto" else "", f", but not {eager}" if eager else ""
+        notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
+    alone = ranks.count == 1 and not config.has_workers  # timing would miss other processes, which do not run yet
+    if is_new and asked.threads == "auto" and config.device == "cpu" and alone:
+        build = partial(build_algorithm, plan.spec, spaces=plan.spaces, seed=config.seed, device="cpu")
+        sizes = config.num_envs, int(config.threads)
+        with experience_fits(config):
+            times = time_updates(plan.spec, params, plan.spaces, plan.recipe, *sizes, build)
+        if times:
+            config = config.model_copy(update={"threads": fastest(times)})
+            took = ", ".join(f"{float(f'{1000 * took:.3g}'):,g} ms with {count}" for count, took in times.items())
+            notes.append(f"threads auto is {config.threads}: an update here takes {took}")
+    notes += [f"warning: {text}" for text in find_unused(config, params, plan.spaces)]
+    return replace(plan, config=config, notes=(*plan.notes, *notes))
+
+
+def build(plan: Plan) -> Session:
+    """Build learner, environments, store and collector."""
+    config, params, spaces, ranks = plan.config, plan.params, plan.spaces, plan.ranks
+    torch.set_num_threads(int(config.threads))
+    if config.device.startswith("cuda"):
+        torch.set_float32_matmul_precision(config.matmul_precision)
+    keep_freed_memory()
+    algorithm = plan.make_algorithm(stored=plan.stored)
+    ranks.join(algorithm)
+    if config.accelerate != "none":
+        algorithm.accelerate(config.accelerate)
+    seed = ranks.seed(config.seed)
+    if ranks.rank:
+        algorithm.seed(seed)
+    stepper = None
+    if plan.spec.steps_environments and not config.has_workers:
+        where = config.num_envs, seed, config.vectorization, config.worker_timeout
+        engine = make_engine(plan.recipe.for_training, spaces, *where, device=config.device)
+        stepper = Stepper(engine, spaces, config.num_envs)
+    with closed_on_error(stepper), experience_fits(config):
+        rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
+        behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
+        resets = config.vectorization == "native" if stepper is None else stepper.resets_next_step
+        store = plan.spec.store(
+            StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, recording, resets)
+        )
+        check_schedules(plan.spec.name, params, algorithm, store)
+        collector = open_collector(plan, behaviour, store, stepper)
+    notes = list(plan.notes)
+    if stepper is not None and not stepper.engine.state_format:
+        notes.append(f"warning: {UNSAVED.format(config.env_id)}")
+    if config.has_workers and config.worker_order == FIRST:
+        notes.append(f"warning: {ANY_ORDER}")
+    parts = algorithm, behaviour, collector, store, ranks
+    return Session(plan.spec, config, params, plan.recipe, spaces, *parts, tuple(notes))
+
+
+def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Stepper | None) -> Collector:
+    """Where the behaviour acts: in workers, in this process, or nowhere."""
+    config, params = plan.config, plan.params
+    if config.has_workers:
+        return open_workers(config, params, plan.recipe, behaviour, store.layout, plan.make_algorithm)
+    if stepper is None:
+        return NoCollector()
+    actor = behaviour
+    if params.lag:  # a lagging policy acts with a second learner
+        actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
+    if config.vectorization == "device" and getattr(store, "reads_tensors", False):
+        return DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
+    return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
+
+
+def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
+    """Refuse an environment instance where several are needed, or one in another process."""
+    if isinstance(recipe.maker, MadeEnvironment):
+        for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
+            if (value := getattr(config, name)) not in (fits, "auto"):
+                raise UserError(f"env is a single environment instance, but {name} is {value!r}; {GIVE_ONE}.")
+
+
+def check_loggers(config: TrainConfig) -> None:
+    """Refuse a logger whose package is not installed; one that fails later does not end a run."""
+    for name in config.loggers:
+        if name != "tensorboard" and find_spec(name) is None:  # tensorboard is always installed
+            raise UserError(f"loggers names {name!r}, which is not installed: pip install 'rl-training[{name}]'.")
+
+
+def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:
+    """Refuse a backend that the algorithm, its parameters or this machine do not support."""
+    backend, most = config.execution_backend, config.max_policy_lag
+    if not config.has_workers:
+        if params.ladder:
+            raise UserError("epsilon_ladder needs workers; set it to 0, or execution_backend to local_async or ray.")
+        return
+    if not spec.steps_environments:
+        raise UserError(f"execution_backend is {backend!r}, but {spec.name} steps no environments; use local_sync.")
+    if backend == "ray" and find_spec("ray") is None:
+        raise UserError("execution_backend is 'ray', which needs Ray: pip install 'rl-training[distributed]'.")
+    if most is not None and params.lag is not None and params.lag > most:
+        dropped = f"with policy_lag {params.lag} all experience would be dropped"
+        raise UserError(f"max_policy_lag is {most}; {dropped}, so it must be at least {params.lag}.")
+
+
+def open_workers(
+    config: TrainConfig, params: Params, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout,
+    make_algorithm: Callable[..., Algorithm],
+) -> Collector:  # fmt: skip
+    """Open workers, each with its own learner on the CPU, of which only the acting part is used."""
+    if config.vectorization == "native" and not is_cartpole(recipe):
+        raise UserError(
+            f"vectorization is 'native', but workers cannot restore {config.env_id} then; with workers it must be sync."
+        )
+    spaces = behaviour.spaces
+    plan = WorkerPlan(
+        partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
+        config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), params.ladder,
+        config.worker_order,
+    )  # fmt: skip
+    transport = open_transport(config, plan)
+    collector = FirstComers if config.worker_order == FIRST else WorkerCollector
+    return collector(
+        plan, spaces, transport, lag=params.lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
+        max_lag=config.max_policy_lag,
+    )  # fmt: skip
+
+
+def open_transport(config: TrainConfig, plan: WorkerPlan) -> Transport:
+    """The transport to the workers."""
+    if config.execution_backend == "local_async":
+        return SharedMemory(plan, config.env_id, config.worker_timeout)
+    from rl_training.collect.ray_workers import ObjectStore  # an extra; the import takes half a second
+
+    return ObjectStore(plan, config.env_id, config.worker_timeout, config.ray.needs())
+
+
+@contextmanager
+def closed_on_error(opened: Any) -> Iterator[None]:
+    """Close the opened objects if the block fails; raise the first error, not an error in closing."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception, SystemExit):
+            opened.close()
+        raise
+
+
+@contextmanager
+def experience_fits(config: TrainConfig) -> Iterator[None]:
+    """Refuse more experience than there is memory for."""
+    try:
+        yield
+    except MemoryError as error:
+        what = "the experience to store does not fit here"
+        raise UserError(f"num_envs is {config.num_envs}; {what}: {error}.") from None
+
+
+def describe_machine(config: TrainConfig) -> dict[str, str]:
+    """Versions and hardware on which the arithmetic of a run depends, besides its config."""
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "gymnasium": gymnasium.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else "cpu",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def check_early_stopping(config: TrainConfig, params: Params) -> None:
+    """Refuse early stopping in a run that never evaluates; the parameters check that there is an interval."""
+    if params.early_stopping is not None and not config.eval_episodes:
+        raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
+
+
+def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
+    """The config for several learners, which need equal numbers of rows; refuse what they cannot run."""
+    several = "with several learners (torchrun) it must be"
+    if lane not in LANES_OF_RANKS:
+        lanes = " or ".join(LANES_OF_RANKS)
+        raise UserError(f"algo is {config.algo!r}, an algorithm of the {lane} lane; {several} of the {lanes} lane.")
+    if config.execution_backend != "local_sync":
+        raise UserError(f"execution_backend is {config.execution_backend!r}; {several} local_sync.")
+    if config.vectorization == "native":  # its reset rows are not transitions, and their number differs between ranks
+        raise UserError(f"vectorization is 'native'; {several} auto, sync or async.")
+    if config.accelerate not in ("auto", "none"):
+        raise UserError(f"accelerate is {config.accelerate!r}; {several} auto or none.")
+    vectorization = "sync" if config.vectorization == "auto" else config.vectorization
+    return config.model_copy(update={"vectorization": vectorization, "accelerate": "none"})
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse freed blocks instead of returning them to the system.
+
+    Otherwise, an update's temporaries of a megabyte or more are mapped and unmapped every time; their page faults take
+    half the time of an IQN or FQF update. Other C libraries have no `mallopt` and do not need it.
+    """
+    mmap_threshold, trim_threshold = -3, -1
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+    except (OSError, AttributeError, TypeError):
+        return
+
+

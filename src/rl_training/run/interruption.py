@@ -1,0 +1,151 @@
+"""Ending a run early: signals and failures, where they may interrupt it, and what is saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure
+from rl_training.run.ranks import resume_command
+
+if TYPE_CHECKING:
+    from rl_training.run.run import Run
+
+STOP_SECONDS = 10.0  # after the first signal, to finish the current turn
+
+
+class Interruption(KeyboardInterrupt):
+    """Raised by a signal to end an evaluation, or a turn that takes too long, where nothing is half changed."""
+
+
+@contextmanager
+def stop_on_signals(run: Run) -> Iterator[None]:
+    """SIGINT and SIGTERM ask the run to stop; a second one stops it at once, with the error of `stop_error`.
+
+    An evaluation ends at once. The current turn of the loop is finished, so that a resume is exact, unless it takes
+    more than `STOP_SECONDS`: then it is interrupted after its update or inside the environment, whichever comes
+    first. If closing an environment takes that long, the run does not wait for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        again, run.stop_signal = run.stop_signal is not None, number
+        if again:
+            run.stops_at_once = True
+            raise KeyboardInterrupt  # not SystemExit, which an environment may raise itself
+        what = "this evaluation is discarded" if run.is_evaluating else "stopping after this update"
+        run.logger.message(f"{what}; a checkpoint will be written (press again to stop at once)")
+        if hasattr(signal, "setitimer"):
+            previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
+            signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
+        if run.is_evaluating and can_leave(frame):
+            raise Interruption
+
+    def abandon(number: int, frame: FrameType | None) -> None:
+        if run.in_turn:
+            run.interruption = Interruption()
+            run.session.collector.interrupt(run.interruption)
+            if can_leave(frame):
+                raise run.interruption
+        elif run.is_closing or (run.is_evaluating and can_leave(frame)):
+            raise Interruption
+
+    previous: dict[int, Any] = {}
+    for asking in (signal.SIGINT, signal.SIGTERM):
+        previous[asking] = signal.signal(asking, ask)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if run.stops_at_once and run.stop_signal is not None:
+            raise stop_error(run.stop_signal) from error
+        raise
+    finally:
+        if len(previous) > 2:  # the alarm is set
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def stop_error(number: int) -> BaseException:
+    """What a run raises after this signal, once everything is saved."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+
+
+@contextmanager
+def abandon_turn_on_signal(run: Run) -> Iterator[None]:
+    """After a signal, abandon the current turn, whatever error interrupts it.
+
+    If all ranks have the failure, they have the signal too.
+    """
+    try:
+        yield
+    except (Exception, Interruption) as error:
+        if run.ranks.knows(error):
+            run.stop_signal = int(run.ranks.largest(run.stop_signal or 0)) or None
+        if run.stop_signal is None or not run.in_turn or not _all_can_save_after(run, error):
+            raise
+        run.abandon_turn()
+        if not isinstance(error, Interruption):
+            run.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
+        run.stop_reason = signal.Signals(run.stop_signal).name
+
+
+@contextmanager
+def save_on_failure(run: Run) -> Iterator[None]:
+    """Save the learner after a failure and print where it was saved."""
+    try:
+        yield
+    except TrainingFailure:  # its message already names the last good checkpoint
+        raise
+    except BaseException as error:
+        if isinstance(error, (EnvironmentFailure, ValueError)) and run.ranks.count == 1:
+            run.find_cause(error)
+        if run.counts() != run.saved and not run.stops_at_once and _all_can_save_after(run, error):
+            try:
+                if run.session.algorithm.first_bad_tensor() is None:
+                    if run.in_turn:
+                        run.abandon_turn()
+                    run.save_checkpoint()
+            except Exception as failure:  # only the first error is raised
+                run.logger.message(f"warning: step {run.step} could not be saved: {failure}")
+        if run.saved is not None and run.saved[0]:
+            latest = run.checkpoints.latest
+            note = f"step {run.saved[0]:,.0f} is saved: {resume_command(run.ranks.count)} --checkpoint {latest}"
+            run.logger.message(note)
+            if isinstance(error, Exception) and hasattr(error, "add_note"):
+                error.add_note(note)
+        raise
+
+
+def _all_can_save_after(run: Run, error: BaseException) -> bool:
+    """Whether every rank can save; if not all have the error, another rank may be waiting for something else."""
+    return run.ranks.knows(error) and not run.ranks.largest(not can_save_after(error))
+
+
+def can_leave(frame: FrameType | None) -> bool:
+    """Whether code of an environment, its engine or an evaluation is running, where an exception breaks no learner.
+
+    The innermost module that has a `CAN_BE_LEFT` decides; without any, nothing may be interrupted.
+    """
+    while frame is not None:
+        mark = frame.f_globals.get("CAN_BE_LEFT")
+        if mark is not None:
+            return bool(mark)
+        frame = frame.f_back
+    return False
+
+
+def can_save_after(error: BaseException) -> bool:
+    """Whether buffers are intact: an error inside a module that has `CHANGES_BUFFERS` may leave one half changed."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("CHANGES_BUFFERS", False):
+            return False
+        trace = trace.tb_next
+    return not isinstance(error, TrainingFailure)

@@ -1,0 +1,199 @@
+"""Parameters as one flat tensor, and the optimizers over it: gradient, clipping and step in one call.
+
+An update of a small network is mostly overhead, not arithmetic. With one flat tensor, the gradient norm, Adam, a
+target copy and a Polyak step are one operation each, for any number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+
+from rl_training.errors import UserError
+from rl_training.ops.autograd import differentiate
+
+Gradients = Sequence[Tensor | None]
+Backward = Callable[..., Gradients]
+PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
+OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
+MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # how a GPU's flat parameters are split (see `split_evenly`)
+BLOCK = 65_536  # elements that Adam's kernel assigns to one multiprocessor; a shorter tensor gets one too
+
+
+def flatten_parameters(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], Tensor]:
+    """Move parameters into one tensor [P] and make each a view of it; returns them and the tensor."""
+    params = [p for p in parameters if p.requires_grad]
+    if not params:
+        raise UserError("the network has no trainable parameters.")
+    return params, join_parameters(params)
+
+
+def join_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor [P], of which each of the parameters becomes a view."""
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    offset = 0
+    for p in parameters:
+        p.data = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    return flat
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one [P], without a copy if they are its consecutive pieces (as from a written-out pass)."""
+    first = tensors[0]
+    end = start = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return _flatten_dense_tensors(tensors)
+        end += tensor.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # adjacent in memory, but not in one storage
+        return _flatten_dense_tensors(tensors)
+    return first.as_strided(((end - start) // first.itemsize,), (1,))
+
+
+def split_evenly(flat: Tensor) -> tuple[Tensor, ...]:
+    """Split [P] into pieces that are aligned to four numbers; do not split if P fills enough blocks anyway.
+
+    On an H200, Adam's step takes 27 microseconds in one piece and 5 in 32 for 140,000 parameters, and 77 and 106 for
+    10 million.
+    """
+    if len(flat) > MOST_PIECES * BLOCK:
+        return (flat,)
+    size = max(LEAST_PIECE, -(-len(flat) // MOST_PIECES))
+    return flat.split(-(-size // ALIGNED) * ALIGNED)
+
+
+def _number(option: str) -> Any:
+    """A property that reads an option from the table that holds it."""
+
+    def read(optimizer: Optimizer) -> Any:
+        table, name, common = optimizer._where[option]
+        own = table[name]
+        return table[common] if own is None and common is not None else own
+
+    return property(read)
+
+
+class Optimizer(nn.Module):
+    """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
+
+    It is a module, so that its moments are in the algorithm's `state_dict`. `learning_rate`, `eps` and `max_grad_norm`
+    may be names in the table `numbers`, which is read at every step; of two names the first that is set counts.
+    """
+
+    ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
+    learning_rate = _number("learning_rate")
+    eps = _number("eps")
+    max_grad_norm = _number("max_grad_norm")
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        learning_rate: float | str | tuple[str, str],
+        kind: str = "adam",
+        eps: float | str = 1e-8,
+        max_grad_norm: float | str | None = None,
+        decay: float = 0.99,
+        numbers: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if kind not in OPTIMIZERS:
+            raise UserError(f"optimizer is {kind!r}; it must be one of {', '.join(OPTIMIZERS)}.")
+        own: dict[str, Any] = {}
+        self._where: dict[str, tuple[Mapping[str, Any], str, str | None]] = {}  # option -> table, name, common name
+        for option, value in (("learning_rate", learning_rate), ("eps", eps), ("max_grad_norm", max_grad_norm)):
+            if isinstance(value, (str, tuple)):
+                name, common = value if isinstance(value, tuple) else (value, None)
+                self._where[option] = {} if numbers is None else numbers, name, common
+            else:
+                own[option] = value
+                self._where[option] = own, option, None
+        if self.learning_rate < 0:
+            raise UserError(f"learning_rate is {self.learning_rate}; it must be at least 0.")
+        params, flat = flatten_parameters(parameters)
+        self._params, self.flat = tuple(params), flat  # plain attributes: the networks own the parameters
+        self._one = flat.new_ones(())
+        self.kind, self.decay = kind, decay
+        self.mean: Tensor
+        self.square: Tensor
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), device=flat.device))
+        if kind == "adam":
+            self.register_buffer("mean", torch.zeros_like(flat))
+        if kind != "sgd":
+            self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Join the parameters of a copy: copying a parameter does not copy the flat tensor that it is a view of."""
+        super().__setstate__(state)
+        self.flat = join_parameters(self._params)
+
+    def step(self, loss: Tensor) -> Tensor:
+        """Differentiate a loss, clip, and update the parameters; return the gradient norm before clipping."""
+        return self.apply_gradients(differentiate((loss,), (self._one,), self._params))
+
+    def trace(self, network: Any, *inputs: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Backward]:
+        """Outputs of a network (or of its method `call`) without an autograd graph, and a function that maps a loss's
+        slopes at them to parameter gradients: the network's own (`network.trace`) if it has one, else autograd's."""
+        own = network.trace(*inputs) if hasattr(network, "trace") else None
+        if own is not None:
+            return own
+        outputs = (call or network)(*inputs)
+        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+
+        def backward(*slopes: Tensor | None) -> Gradients:
+            given = [pair for pair in zip(tensors, slopes, strict=True) if pair[1] is not None]
+            outputs, on_outputs = zip(*given, strict=True)
+            return differentiate(outputs, on_outputs, self._params)
+
+        detached = [tensor.detach() for tensor in tensors]
+        return detached[0] if isinstance(outputs, Tensor) else type(outputs)(*detached), backward
+
+    def add_gradients(self, gradients: Gradients, loss: Tensor) -> Gradients:
+        """The given gradients plus those of one more loss."""
+        more = torch.autograd.grad(loss, self._params, allow_unused=True)
+        return [x if y is None else y if x is None else x + y for x, y in zip(gradients, more, strict=True)]
+
+    def apply_gradients(self, gradients: Gradients) -> Tensor:
+        """Clip the given gradients (one per parameter, in order, without autograd graphs) and update the parameters."""
+        grad = getattr(gradients, "flat", None)
+        if grad is None:
+            pairs = zip(self._params, gradients, strict=True)
+            grad = flatten([torch.zeros_like(p) if g is None else g for p, g in pairs])
+        if self.ranks is not None:
+            self.ranks.mean_(grad)
+        norm, longest = torch.linalg.vector_norm(grad), self.max_grad_norm
+        if longest is not None and (not norm.is_cpu or norm.item() > longest):  # reading the norm is free on a CPU
+            grad.mul_((longest / (norm + 1e-6)).clamp_(max=1.0))
+        self._move(grad)
+        return norm
+
+    def _move(self, grad: Tensor) -> None:
+        if self.kind == "adam":
+            steps = self.steps
+            steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
+            tensors = self.flat, grad, self.mean, self.square
+            params, grads, means, squares = [(x,) if grad.is_cpu else split_evenly(x) for x in tensors]
+            torch._fused_adam_(
+                params, grads, means, squares, [], [steps] * len(params),
+                lr=self.learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+            return
+        rate = self.learning_rate
+        if self.kind != "sgd":
+            square, inside = self.square, self.kind == "rmsprop_tf"
+            square.lerp_(grad * grad, 1 - self.decay)
+            root = (square + self.eps).sqrt_() if inside else square.sqrt().add_(self.eps)
+        if isinstance(rate, Tensor):  # the kernels below take the rate by value
+            grad, rate = grad * rate, 1.0
+        if self.kind == "sgd":
+            self.flat.add_(grad, alpha=-rate)
+        else:
+            self.flat.addcdiv_(grad, root, value=-rate)

@@ -1,0 +1,395 @@
+"""Hand-written forward and backward passes of small MLPs, and `WrittenOut`, through which a network uses them.
+
+On a CPU a small network's update is mostly bookkeeping: a module call and a graph node per layer and direction.
+Here a whole network is one node, its gradients are pieces of one flat tensor that the optimizer uses directly, and
+tanh is numpy's, seven times as fast as torch's. The caller sees an ordinary network: autograd can differentiate
+functions of its outputs with respect to parameters or inputs, once or twice. If a loss provides its slopes at the
+outputs, there is no graph at all (`trace`). Networks without a hand-written pass (other activations, LayerNorm, noise,
+a GPU) use autograd; the tests compare the two.
+
+On a GPU, networks with two hidden layers run as one kernel per direction if there are many rows
+(`speed/mlp_kernels.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
+Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
+FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewest rows in learning and evaluation that repay compiling the kernels
+FUSED_UNITS = 64
+CAN_FUSE = bool(torch.version.cuda and find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))))
+
+
+class LinearPass:
+    """x [B, in] -> [B, out], with the parameters of an `nn.Linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        self.weight, self.bias = weight, bias  # the parameters themselves, because an optimizer moves their memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer."""
+        return F.linear(x, self.weight, self.bias)
+
+    def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
+        """Write the parameters' gradients."""
+        torch.mm(grad.t(), x, out=on_weight)
+        torch.sum(grad, 0, out=on_bias)
+
+    def into_input(self, grad: Tensor) -> Tensor:
+        """The input's gradient."""
+        return torch.mm(grad, self.weight)
+
+
+class StackedPass:
+    """x [E, B, in], or [B, in] shared by all, -> [E, B, out]: E layers, weights [E, in, out], biases [E, 1, out]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layers."""
+        return torch.baddbmm(self.bias, x if x.dim() == 3 else x.expand(len(self.weight), *x.shape), self.weight)
+
+    def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
+        """Write the parameters' gradients."""
+        torch.bmm(x.mT if x.dim() == 3 else x.t().expand(len(grad), *x.t().shape), grad, out=on_weight)
+        torch.sum(grad, 1, keepdim=True, out=on_bias)
+
+    def into_input(self, grad: Tensor) -> Tensor:
+        """The inputs' gradients [E, B, in]."""
+        return torch.bmm(grad, self.weight.mT)
+
+
+class StackedHead(StackedPass):
+    """[E, B, in] -> [E, B]: E layers with one output each; 5 times faster than a batched product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__(weight, bias)
+        self._products = weight.detach().new_empty(0)  # [E, B, in], reused because new memory costs more than products
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """Multiply x [E, B, in], or one number per row [E, B, 1], by the weights."""
+        shape = (len(self.weight), x.shape[-2], self.weight.shape[1])
+        if self._products.shape != shape:
+            self._products = x.new_empty(shape)
+        return torch.mul(x, self.weight.mT, out=self._products)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layers."""
+        return self._multiply(x).sum(-1).add_(self.bias.squeeze(-1))
+
+    def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
+        """Write the parameters' gradients."""
+        torch.bmm(grad.unsqueeze(1), x if x.dim() == 3 else x.expand(len(grad), *x.shape), out=on_weight.mT)
+        torch.sum(grad, 1, keepdim=True, out=on_bias.squeeze(-1))
+
+    def into_input(self, grad: Tensor) -> Tensor:
+        """The inputs' gradients [E, B, in]."""
+        return self._multiply(grad.unsqueeze(-1))
+
+
+class Pieces(list[Tensor]):
+    """Gradients of parameters in order: pieces of one tensor that an optimizer uses directly."""
+
+    flat: Tensor
+
+
+class GradientMemory:
+    """Memory for the gradients of parameters: the same memory every time, unless a view of it is still in use."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self._pieces: Pieces | None = None
+        self._holders = 0
+
+    def __reduce__(self) -> Any:
+        """Leave out the memory, because a copy's pieces need not be parts of one tensor."""
+        return GradientMemory, (self.parameters,)
+
+    def take(self) -> Pieces:
+        """Pieces to write into."""
+        if self._pieces is None or self._count_holders(self._pieces) > self._holders:
+            sizes = [p.numel() for p in self.parameters]
+            flat = self.parameters[0].detach().new_empty(sum(sizes))
+            self._pieces = Pieces(g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True))
+            self._pieces.flat = flat
+            self._holders = self._count_holders(self._pieces)
+        return self._pieces
+
+    @staticmethod
+    def _count_holders(pieces: Pieces) -> int:
+        return torch._C._storage_Use_Count(pieces.flat.untyped_storage()._cdata)
+
+
+class no_graph:
+    """`torch.no_grad` at a quarter of its cost: a small network's update enters it several times."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self.before)
+
+
+class SplitMLP:
+    """Layers with ReLU or tanh between them, and also after the last one with `active_end`."""
+
+    def __init__(self, layers: Sequence[Any], *, is_tanh: bool, active_end: bool = False) -> None:
+        self.layers, self.is_tanh, self.active_end = list(layers), is_tanh, active_end
+        self.parameters: list[Tensor] = [p for layer in self.layers for p in (layer.weight, layer.bias)]
+        self.num_saved = len(self.layers) + active_end
+        self.memory = GradientMemory(self.parameters)
+        self._slope = tanh_backward if is_tanh else relu_backward
+
+    @classmethod
+    def of(cls, network: Iterable[nn.Module]) -> SplitMLP | None:
+        """The passes of a network of linear layers with one activation (tanh or ReLU); None for any other network."""
+        parts = list(network)
+        kinds, ends = [type(part) for part in parts], len(parts) % 2
+        if not parts or set(kinds[0::2]) != {nn.Linear} or set(kinds[1::2]) not in ({nn.Tanh}, {nn.ReLU}, set()):
+            return None
+        layers = [LinearPass(part.weight, part.bias) for part in parts if isinstance(part, nn.Linear)]
+        return cls(layers, is_tanh=nn.Tanh in kinds, active_end=not ends)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Outputs, and each layer's input, without an autograd graph."""
+        inputs: list[Tensor] = []
+        for layer in self.layers:
+            if inputs:
+                self._activate(x)
+            inputs.append(x)
+            x = layer.forward(x)
+        if self.active_end:
+            self._activate(x)
+            inputs.append(x.detach())
+        return x, inputs
+
+    def _activate(self, x: Tensor) -> None:
+        if self.is_tanh:
+            array = x.numpy()
+            np.tanh(array, out=array)
+        else:
+            x.relu_()
+
+    def backward(
+        self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor] | None, into_input: bool
+    ) -> Tensor | None:
+        """Return the input's gradient from the outputs' gradient; write the parameters' gradients into `pieces`."""
+        if self.active_end:
+            grad = self._slope(grad, inputs[-1], torch.empty_like(grad))
+        for i in range(len(self.layers) - 1, -1, -1):
+            layer, x = self.layers[i], inputs[i]
+            if pieces is not None:
+                layer.into_parameters(grad, x, pieces[2 * i], pieces[2 * i + 1])
+            if i:
+                grad = layer.into_input(grad)
+                self._slope(grad, x, grad)  # in place: new memory costs more than the arithmetic
+        if not into_input:
+            return None
+        on_input = self.layers[0].into_input(grad)
+        return on_input.sum(0) if on_input.dim() > inputs[0].dim() else on_input  # E networks read the same rows
+
+
+class _Evaluation(torch.autograd.Function):
+    """Networks that read the same rows, as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, splits: Sequence[SplitMLP], plain: Networks, x: Tensor, *parameters: Tensor) -> Any:
+        ctx.splits, ctx.plain, ctx.parameters = splits, plain, parameters
+        if len(splits) == 1:
+            outputs, inputs = splits[0].forward(x)
+            ctx.save_for_backward(*inputs)
+            return outputs
+        ctx.set_materialize_grads(False)
+        both = [split.forward(x) for split in splits]
+        ctx.save_for_backward(*(tensor for _, inputs in both for tensor in inputs))
+        return tuple(outputs for outputs, _ in both)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad
+        into_input, into_parameters = needs[2], True not in needs[:3] or is_asked_for(ctx.next_functions[1][0])
+        if torch.is_grad_enabled():  # for a second derivative, autograd must record this part too
+            wanted = into_input, *[into_parameters] * len(ctx.parameters)
+            return None, None, *_differentiate_plainly(ctx, grads, wanted)
+        on_x: Tensor | None = None
+        on_parameters: list[Tensor | None] = []
+        saved, start = ctx.saved_tensors, 0
+        for split, grad in zip(ctx.splits, grads, strict=True):
+            inputs = saved[start : start + split.num_saved]
+            start += split.num_saved
+            if grad is None:
+                on_parameters += [None] * len(split.parameters)
+                continue
+            pieces = split.memory.take() if into_parameters else None
+            on_input = split.backward(inputs, grad, pieces, into_input)
+            # separate views, so that `GradientMemory` can count who holds them
+            on_parameters += [None] * len(split.parameters) if pieces is None else [g.detach() for g in pieces]
+            if on_input is not None:
+                on_x = on_input if on_x is None else on_x + on_input
+        return None, None, on_x, *on_parameters
+
+
+def _differentiate_plainly(ctx: Any, grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    x = ctx.saved_tensors[0]
+    used = [(out, grad) for out, grad in zip(ctx.plain(x), grads, strict=True) if grad is not None]
+    inputs = [tensor for tensor, is_wanted in zip((x, *ctx.parameters), wanted, strict=True) if is_wanted]
+    outputs, on_outputs = zip(*used, strict=True)
+    found = iter(torch.autograd.grad(outputs, inputs, on_outputs, create_graph=True, allow_unused=True))
+    return [next(found) if is_wanted else None for is_wanted in wanted]
+
+
+def is_asked_for(node: Any) -> bool:
+    """Whether the running backward pass needs the gradient behind this node; torch raises only for a leaf whose
+    gradient was requested."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+
+
+def relu_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
+    """The gradient before a ReLU from the one after it."""
+    return torch.ops.aten.threshold_backward.grad_input(grad, outputs, 0, grad_input=into)
+
+
+def tanh_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
+    """The gradient before a tanh from the one after it."""
+    return torch.ops.aten.tanh_backward.grad_input(grad, outputs, grad_input=into)
+
+
+def runs_written_out(x: Tensor) -> bool:
+    """Whether the passes support these inputs: rows in CPU memory, outside `torch.compile`."""
+    return x.is_cpu and x.dim() == 2 and not torch.compiler.is_compiling()
+
+
+def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence[Tensor]:
+    """Outputs of networks, computed by their passes; `plain` computes the same with autograd."""
+    if not torch.is_grad_enabled():
+        return [split.forward(x)[0] for split in splits]
+    if len(splits) == 1:
+        return [_Evaluation.apply(splits, plain, x, *splits[0].parameters)]
+    return _Evaluation.apply(splits, plain, x, *(p for split in splits for p in split.parameters))
+
+
+def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tuple[list[Tensor], Backward]:
+    """Outputs without a graph, and a function that maps their gradients to those of all parameters, in order."""
+    with no_graph():
+        passed = [split.forward(x) for split in splits]
+
+    def backward(*grads: Tensor) -> Pieces:
+        pieces, start = memory.take(), 0
+        with no_graph():
+            for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
+                end = start + len(split.parameters)
+                split.backward(inputs, grad, pieces[start:end], False)
+                start = end
+        return pieces
+
+    return [outputs for outputs, _ in passed], backward
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether two programs of the kernels fit on a multiprocessor, as on Hopper and data-center Blackwell GPUs."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+has_room._dynamo_marked_constant = True  # type: ignore[attr-defined]  # while compiling; the decorator imports sympy
+
+
+def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> bool:
+    """Whether these networks run as one kernel per direction on these rows: worthwhile from `least` rows on."""
+    if not x.is_cuda or x.dim() != 2 or x.dtype != torch.float32 or not x.numel() or not CAN_FUSE:
+        return False
+    if len(x) < least and not torch.compiler.is_compiling():
+        return False
+    forms = [[type(part) for part in network] for network in networks]
+    known = [[nn.Linear, kind, nn.Linear, kind, nn.Linear] for kind in (nn.Tanh, nn.ReLU)]
+    if forms[0] not in known or any(form != forms[0] for form in forms):
+        return False
+    sizes = [[x.shape[1], *map(len, _parameters(network))] for network in networks]
+    longest = max(size for own in sizes for size in (own[0], own[-1])) * len(x)
+    fits = max(map(max, sizes)) <= FUSED_UNITS and longest < 2**31  # the kernels use 32-bit indices
+    return fits and has_room(x.device)
+
+
+def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
+    return [p.contiguous() for part in network if isinstance(part, nn.Linear) for p in (part.weight, part.bias)]
+
+
+def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[list[Tensor], Backward]:
+    """`trace` with the kernels."""
+    from rl_training.speed.mlp_kernels import mlp_backward, mlp_forward
+
+    parameters, is_tanh = [_parameters(network) for network in networks], nn.Tanh in map(type, networks[0])
+    every = [p for own in parameters for p in own]
+
+    def backward(*grads: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            pieces = mlp_backward(x, list(grads), every, is_tanh).split([p.numel() for p in every])
+            return [piece.view_as(p) for piece, p in zip(pieces, every, strict=True)]
+
+    with torch.no_grad():
+        return [mlp_forward(x, own, is_tanh) for own in parameters], backward
+
+
+def run_network(network: nn.Sequential, x: Tensor) -> Tensor:
+    """[B, in] -> [B, out], with one kernel if that is faster and nothing is differentiated."""
+    fused = not torch.is_grad_enabled() and is_fused(x, (network,), FUSED_OUTPUTS)
+    return trace_fused(x, (network,))[0][0] if fused else network(x)
+
+
+class WrittenOut:
+    """Networks that read the same rows, run with hand-written passes if all of them have one; not a module itself.
+
+    The owner passes its networks' modules at every call, so that a replaced module is noticed.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[list[nn.Module]] = []
+        self._splits: list[SplitMLP] | None = None
+        self._memory: GradientMemory  # of all of them together
+
+    def __call__(self, x: Tensor, *networks: Iterable[nn.Module]) -> Sequence[Tensor]:
+        """[B, in] -> [B, out] for each network, given as a sequence of modules."""
+        if not torch.is_grad_enabled() and is_fused(x, networks, FUSED_OUTPUTS):
+            return trace_fused(x, networks)[0]
+        splits = self._write_out(x, networks)
+        return self._run_plainly(x) if splits is None else evaluate(splits, self._run_plainly, x)
+
+    def trace(self, x: Tensor, *networks: Iterable[nn.Module]) -> tuple[Sequence[Tensor], Backward] | None:
+        """The same without a graph, and a function that maps gradients of the outputs to those of all parameters, in
+        order; None if autograd is needed."""
+        if is_fused(x, networks, FUSED_ROWS):
+            return trace_fused(x, networks)
+        splits = self._write_out(x, networks)
+        return None if splits is None else trace(splits, self._memory, x)
+
+    def _write_out(self, x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> list[SplitMLP] | None:
+        parts = [list(network) for network in networks]
+        if parts != self._parts:
+            splits = [split for network in parts if (split := SplitMLP.of(network)) is not None]
+            self._parts, self._splits = parts, splits if len(splits) == len(parts) else None
+            self._memory = GradientMemory([p for split in splits for p in split.parameters])
+        return self._splits if runs_written_out(x) else None
+
+    def _run_plainly(self, x: Tensor) -> list[Tensor]:
+        return [run_chain(network, x) for network in self._parts]
+
+
+def run_chain(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Run modules one after the other."""
+    for module in modules:
+        x = module(x)
+    return x
