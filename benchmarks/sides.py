@@ -122,11 +122,12 @@ class FromTheStart:
 
 def our_speed(config: Any, job: Job, folder: str) -> dict[str, Any]:
     """Steps and seconds of one run of ours: the seconds of the loop, logging included."""
-    from rl_training.run.workflows import train
+    from rl_training.experiment.default_manager import DefaultExperimentManager  # a name that every version has
 
     changes = {"output_dir": folder, "threads": job["threads"], "eval_episodes": 0, "device": "cpu"}
     watch = Stopwatch()
-    metrics = train(config.model_copy(update=changes), console=False, callbacks=[FromTheStart(watch)]).metrics
+    experiment = DefaultExperimentManager().setup(config.model_copy(update=changes))
+    metrics = experiment.train(callbacks=[FromTheStart(watch)]).metrics
     return {**watch.read(), "steps": metrics["global_step"], "seconds": metrics["train_seconds"]}
 
 
