@@ -299,7 +299,7 @@ class Study:
             raise UserError("optuna is not installed; run pip install 'rl-training[tune]'.")
         import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.folder, self.space, self.config = folder, space, prepare(config, folder, workers)
         with output_written(folder, "--study"):
             folder.mkdir(parents=True, exist_ok=True)
