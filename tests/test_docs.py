@@ -189,15 +189,16 @@ def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for title, text in TITLED.items():
         (tmp_path / title).write_text(text)
         monkeypatch.delitem(sys.modules, Path(title).stem, raising=False)
-    points = configparser.ConfigParser()
-    points.read_string(blocks(AUTHORS_PAGE, "toml")[0])
-    (section,) = points.sections()
-    lines = [f"{name} = {yaml.safe_load(value)}" for name, value in points[section].items()]
+    project = configparser.ConfigParser()
+    project.read(tmp_path / "pyproject.toml")
+    points = project[f'project.entry-points."{spec.ENTRY_POINT_GROUP}"'].items()
+    lines = [f"{name} = {yaml.safe_load(value)}" for name, value in points]
     info = tmp_path / "examples-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: examples\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("\n".join([f"[{spec.ENTRY_POINT_GROUP}]", *lines]))
-    assert section == f'project.entry-points."{spec.ENTRY_POINT_GROUP}"'
+    modules = yaml.safe_load(project["tool.setuptools"]["py-modules"])
+    assert {f"{module}.py" for module in modules} == {title for title in TITLED if title.endswith(".py")}
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(spec, "_plugins", None)
