@@ -33,6 +33,7 @@ PRESETS, REACHED = PACKAGE / "assets" / "configs", PACKAGE / "assets" / "reached
 TEXTS, PAGES = ROOT / "docs" / "algorithms.yaml", ROOT / "docs" / "algorithms"
 DATA = ROOT / "docs" / "plans" / "sourcebook.yaml"
 SOURCEBOOK = ROOT / "docs" / "plans" / "2026-03-12-rl-yearly-sourcebook-design.md"
+SITE = ROOT / "mkdocs.yml"
 
 YEARS = range(2014, 2027)
 IMPLEMENTED, BY_SETTINGS, PLANNED, DEFERRED, WATCHLIST = (
@@ -155,14 +156,23 @@ def render_sourcebook(specs: Sequence[AlgorithmSpec]) -> str:
 def presets_of(name: str) -> list[str]:
     """Names of the packaged presets of one algorithm, the one that its page trains first."""
     found = {path.stem for path in (PRESETS / name).glob("*.yaml")}
-    if not found:
-        raise FileNotFoundError(f"{name} is registered and has no preset under {PRESETS / name}")
     return [p for p in FIRST_CHOICE if p in found] + sorted(found - set(FIRST_CHOICE))
 
 
 def load_texts() -> dict[str, Any]:
     texts: dict[str, Any] = yaml.safe_load(TEXTS.read_text(encoding="utf-8"))
     return texts
+
+
+def find_missing(specs: Iterable[AlgorithmSpec], texts: dict[str, Any], site: str) -> Iterable[str]:
+    """What the pages of these algorithms still need, one sentence each."""
+    for name in (spec.name for spec in specs):
+        if not presets_of(name):
+            yield f"{name} has no preset; add one to {(PRESETS / name).relative_to(ROOT)}."
+        if name not in texts["algorithms"]:
+            yield f"{name} is not in {TEXTS.relative_to(ROOT)}; add it with `for`, `equations` and `watch`."
+        if f"algorithms/{name}.md" not in site:
+            yield f"algorithms/{name}.md is not in the nav of {SITE.name}; add it."
 
 
 def render_pages(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
@@ -381,8 +391,8 @@ def render_default(value: Any) -> str:
 def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     classes = sorted(spec.class_name for spec in specs)
     managed = "from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm\n"
-    along = [("callback", "Callback"), ("params", "Schedule"), ("workflows", "TrainResult")]
-    others = "".join(f"from rl_training.runtime.{module} import {name} as {name}\n" for module, name in along)
+    along = [("run.callback", "Callback"), ("config.params", "Schedule"), ("run.workflows", "TrainResult")]
+    others = "".join(f"from rl_training.{module} import {name} as {name}\n" for module, name in along)
     terminated = "from rl_training.errors import Terminated as Terminated\n"
     plain = ["ManagedAlgorithm", "Terminated", *(name for _, name in along)]
     exports = "".join(f"from rl_training.api.algorithms import {name} as {name}\n" for name in classes)
@@ -422,6 +432,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the files that are generated from the registry.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 and name the stale files")
     check = parser.parse_args().check
+    if missing := list(find_missing(registered_specs(), load_texts(), SITE.read_text(encoding="utf-8"))):
+        sys.exit("\n".join(missing))
     rendered = render_all()
     stale = stale_files(rendered)
     for path in stale:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import importlib
 import json
 import os
 import re
@@ -15,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 import yaml
 
 from rl_training.cli.exits import WRONG_INPUT
 from rl_training.cli.main import app
-from rl_training.config.train_config import list_presets, read_reached
-from rl_training.errors import Terminated
+from rl_training.config import spec
+from rl_training.config.spec import get_algorithm_spec
+from rl_training.config.train_config import list_presets, load_config, read_reached
+from rl_training.errors import Terminated, UserError
+from rl_training.run.workflows import resume_training, train
+from rl_training.tools.tune import search_space
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -170,27 +177,89 @@ def test_the_commands_of_a_guide_run(page: str, workplace: Path) -> None:
         run(words, workplace)
 
 
-# the worked example ---------------------------------------------------------------------------------------------------
+# the worked examples --------------------------------------------------------------------------------------------------
+
+AUTHORS_PAGE = "docs/add_an_algorithm.md"
+TITLED = {found[2]: found[3] for found in FENCE.finditer((ROOT / AUTHORS_PAGE).read_text("utf-8")) if found[2]}
 
 
-def test_the_algorithm_of_the_worked_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "add_an_algorithm.md").read_text(encoding="utf-8")
-    for found in FENCE.finditer(text):
-        if found[2]:
-            (tmp_path / found[2]).write_text(found[3])
+@pytest.fixture
+def author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files of the page, installed with the entry points of the page."""
+    for title, text in TITLED.items():
+        (tmp_path / title).write_text(text)
+        monkeypatch.delitem(sys.modules, Path(title).stem, raising=False)
+    project = configparser.ConfigParser()
+    project.read(tmp_path / "pyproject.toml")
+    points = project[f'project.entry-points."{spec.ENTRY_POINT_GROUP}"'].items()
+    lines = [f"{name} = {yaml.safe_load(value)}" for name, value in points]
+    info = tmp_path / "examples-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: examples\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{spec.ENTRY_POINT_GROUP}]", *lines]))
+    modules = yaml.safe_load(project["tool.setuptools"]["py-modules"])
+    assert {f"{module}.py" for module in modules} == {title for title in TITLED if title.endswith(".py")}
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    from importlib.metadata import EntryPoint
-
-    from rl_training.config import spec
-    from rl_training.run.workflows import train
-
-    point = EntryPoint("better", "better_trainer:SPECS", spec.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(spec, "entry_points", lambda group: [point])
     monkeypatch.setattr(spec, "_plugins", None)
-    config = {**yaml.safe_load((tmp_path / "cartpole.yaml").read_text()), "output_dir": tmp_path}
+    return tmp_path
+
+
+def test_the_algorithm_of_the_worked_example_trains(author: Path) -> None:
+    config = yaml.safe_load((author / "cartpole.yaml").read_text())
     metrics = train({**config, "total_timesteps": 640}, console=False).metrics
     assert metrics["updates"] >= 10
     assert metrics["policy_loss"] > 0  # log-probabilities are negative, and no advantage is
+
+
+def test_the_replay_algorithm_of_the_worked_example_trains_and_resumes_exactly(author: Path) -> None:
+    small = {"learning_starts": 20, "batch_size": 8, "hidden_sizes": [8], "prioritized": True, "n_step": 2}
+    given = yaml.safe_load((author / "pendulum.yaml").read_text())
+    config = {**given, "total_timesteps": 60, "eval_episodes": 0, "algo_kwargs": small}
+    whole = train(config, console=False).metrics
+    assert whole["updates"] == 40
+    half = train({**config, "algo_kwargs": {**small, "max_updates": 10}}, console=False)
+    rest = resume_training(half.checkpoint_path, changes={"algo_kwargs": {"max_updates": None}}, console=False).metrics
+    assert (rest["updates"], rest["critic_loss"], rest["alpha"]) == (40, whole["critic_loss"], whole["alpha"])
+    with pytest.raises(UserError, match="dropped_quantiles is 25; it must be below num_quantiles"):
+        train({**config, "algo_kwargs": {"dropped_quantiles": 25}}, console=False)
+
+
+def test_the_replay_algorithm_of_the_worked_example_computes_what_its_paper_says(author: Path) -> None:
+    """The pool of all critics is truncated, not each critic; the loss is a mean over everything."""
+    truncated: Any = importlib.import_module("truncated")
+    kept = truncated.truncate(torch.tensor([[[1.0, 2.0, 6.0]], [[0.0, 3.0, 4.0]]]), dropped=1)
+    targets = 0.5 + 0.99 * (kept - 0.2 * -1.5)
+    torch.testing.assert_close(targets, torch.tensor([[0.797, 1.787, 2.777, 3.767]]))
+    quantiles = torch.tensor([[[0.5, 1.5, 2.5]], [[0.0, 1.0, 2.0]]])
+    assert truncated.quantile_errors(quantiles, targets).mean().item() == pytest.approx(0.324288, abs=1e-6)
+
+
+def test_the_managed_class_of_the_worked_example_learns_as_printed(author: Path) -> None:
+    (block,) = (block for block in blocks(AUTHORS_PAGE, "python") if ".learn(" in block)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert get_algorithm_spec("better").class_name in names
+
+
+def test_tune_searches_what_the_page_says_for_an_algorithm_that_has_no_entry(author: Path) -> None:
+    text = " ".join((ROOT / AUTHORS_PAGE).read_text(encoding="utf-8").split())
+    said = re.search(r"`rl-training tune` searches (.+?) of an algorithm", text)
+    assert said
+    space = search_space(load_config({"algo": "truncated", "env_id": "X", "total_timesteps": 10}))
+    assert re.findall(r"`(\w+)`", said[1]) == list(space)
+
+
+@pytest.mark.parametrize("name", ["better", "truncated"])
+def test_the_author_of_a_worked_example_imports_at_most_14_names(name: str) -> None:
+    imported = [
+        alias.name
+        for title, text in TITLED.items() if name in title
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rl_training.")
+        for alias in node.names
+    ]  # fmt: skip
+    assert 5 < len(imported) <= 14, imported
 
 
 # ---- numbers of the README, from the files that they come from -------------------------------------------------------

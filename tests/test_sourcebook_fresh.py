@@ -86,9 +86,20 @@ def test_a_stale_file_is_reported(tmp_path: Path) -> None:
     assert generator.stale_files({path: "new"}) == []
 
 
+def test_an_algorithm_without_its_page_is_told_what_is_missing() -> None:
+    ppo, new = SimpleNamespace(name="ppo"), SimpleNamespace(name="new")
+    texts, site = generator.load_texts(), generator.SITE.read_text(encoding="utf-8")
+    assert list(generator.find_missing([ppo, new], texts, site)) == [
+        "new has no preset; add one to src/rl_training/assets/configs/new.",
+        "new is not in docs/algorithms.yaml; add it with `for`, `equations` and `watch`.",
+        "algorithms/new.md is not in the nav of mkdocs.yml; add it.",
+    ]
+    assert not list(generator.find_missing(generator.registered_specs(), texts, site))
+
+
 def test_every_algorithm_is_described_in_full() -> None:
     texts = generator.load_texts()["algorithms"]
-    assert sorted(texts) == sorted(CONTRACT)
+    assert sorted(texts) == sorted({*CONTRACT, *(spec.name for spec in generator.registered_specs())})
     for name, text in texts.items():
         assert set(text) == {"for", "equations", "watch"}, name
         assert len(text["for"].split()) >= 20, name

@@ -161,10 +161,10 @@ def continuous_spec(
     **entry: Any,
 ) -> AlgorithmSpec:  # fmt: skip
     """The registry entry of a replay learner for continuous actions; `network` is the class of its `model`."""
+    entry.setdefault("defaults", {"log_interval": 1_000, "total_timesteps": 20_000})
     return AlgorithmSpec(
         lane="replay", learner=learner, build=partial(build_on_model, learner, network), store=store or ReplayStore,
-        action_kinds=("continuous",),
-        defaults={"log_interval": 1_000, "total_timesteps": 20_000}, **entry,
+        action_kinds=("continuous",), **entry,
     )  # fmt: skip
 
 

@@ -41,6 +41,11 @@ class AlgorithmSpec:
     normalizes_rewards: bool = False  # whether its learner supports env_kwargs.wrappers.normalize_reward
     defaults: Mapping[str, Any] = field(default_factory=dict)  # for fields of TrainConfig that are not set
 
+    def __post_init__(self) -> None:
+        """Give a spec without a budget one, so that `learn()` and `train --algo` need no config."""
+        budget = self.defaults.get("total_timesteps", 100_000)
+        object.__setattr__(self, "defaults", {**self.defaults, "total_timesteps": budget})
+
     def check_support(self, spaces: EnvSpaces, *, learns: bool = True) -> None:
         """Raise a UserError if this algorithm does not support the environment, or cannot learn in it."""
         actions = spaces.action_kind, "actions", self.action_kinds
