@@ -178,7 +178,7 @@ def test_the_same_name_again_says_that_it_is_a_new_run(capsys: pytest.CaptureFix
     train(named(), console=False)
     again = train(named(), console=True)
     assert again.run_dir == Path("runs/x-1")
-    said = "runs/x exists, so this run is runs/x-1; train --continue continues x instead"
+    said = "runs/x exists, so this run is runs/x-1; to continue x, use train --continue"
     assert said in capsys.readouterr().err
     assert said in json.loads((again.run_dir / "manifest.json").read_text())["messages"]
 

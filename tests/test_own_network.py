@@ -314,7 +314,7 @@ def test_the_command_line_names_it(command: str) -> None:
 @pytest.mark.usefixtures("_my_nets")
 def test_a_class_may_come_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(".")
-    with pytest.raises(UserError, match="in Python import my_nets first or give network='my_nets:Mine'"):
+    with pytest.raises(UserError, match="in Python: import my_nets first, or give network='my_nets:Mine'"):
         PPO(write_config("my_nets:Mine")).learn(progress=False)
     importlib.import_module("my_nets")
     result = PPO(write_config("my_nets:Mine")).learn(progress=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,32 @@ ROLLOUT = {"a2c", "ppo", "trpo", "impala", "appo"}
 OWN = [spec for spec in list_algorithm_specs() if spec.name in CONTRACT]  # plugins of the machine keep their own names
 
 each_algorithm = pytest.mark.parametrize("spec", OWN, ids=lambda spec: spec.name)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("rl_training.experiment.registry", "get_algorithm_spec list_algorithm_specs"),
+        ("rl_training.experiment.config", "TrainConfig load_config"),
+        ("rl_training.cli", "TrainConfig load_config"),
+        ("rl_training.experiment.default_manager", "DefaultExperimentManager"),
+        ("rl_training.runtime.workflows", "evaluate_checkpoint predict_checkpoint resume_training"),
+        ("rl_training.algorithms.ops.returns", "gae vtrace lambda_returns"),
+        ("rl_training.algorithms.ops.distributional", "project_categorical quantile_huber_loss two_hot symlog"),
+        ("rl_training.algorithms.ops.policy", "conjugate_gradient"),
+    ],
+)
+def test_scripts_can_import_the_names_of_the_contract(module: str, names: str) -> None:
+    code = f"from {module} import {', '.join(names.split())}"  # in a new process: nothing else was imported
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("stub", sorted(Path(rl_training.__file__).parent.rglob("*.pyi")), ids=lambda stub: stub.name)
+def test_a_stub_imports_only_what_exists(stub: Path) -> None:
+    for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rl_training"):
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], node.module
 
 
 def test_the_rollout_family_is_registered() -> None:

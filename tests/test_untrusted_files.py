@@ -138,7 +138,7 @@ def test_no_command_calls_what_a_file_names(env_id: str, runs: dict[str, Path]) 
         assert all("is not a gymnasium.Env class" in sentence for sentence in sentences)
         assert all(f"--env {env_id} or --import" in sentence for sentence in sentences)
     else:
-        assert all(f"add --import {env_id.partition(':')[0]}, in Python" in sentence for sentence in sentences)
+        assert all(f"add --import {env_id.partition(':')[0]} (in Python" in sentence for sentence in sentences)
     succeed("config", "--config", config)
     succeed("predict", "--checkpoint", evil["ppo"], "--obs", "[0, 0, 0, 0]")
     succeed("dataset", "collect", "--checkpoint", evil["dqn"], "--from-replay", "--output", "replay.npz")
@@ -195,7 +195,7 @@ def test_a_program_is_never_imported_for_a_file_even_if_it_is_loaded(monkeypatch
 def test_a_loaded_module_may_stand_in_a_file_and_workers_import_it(runs: dict[str, Path], tmp_path: Path) -> None:
     moved = edit(runs["ppo"], "moved.ckpt", env_id="mine:Short", env_kwargs={"max_episode_steps": 9})
     sys.path.append(str(tmp_path))
-    with pytest.raises(UserError, match="import mine first or give env='mine:Short'"):
+    with pytest.raises(UserError, match="import mine first, or give env='mine:Short'"):
         evaluate_checkpoint(moved, num_episodes=1)
     import mine  # type: ignore[import-not-found]  # noqa: F401
 

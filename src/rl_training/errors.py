@@ -100,7 +100,7 @@ class TrainingFailure(RuntimeError):
 
 
 def printable(text: str) -> str:
-    """The text without control characters, so that a name from a file cannot give orders to the terminal."""
+    """The text without control characters, so that a name from a file cannot control the terminal."""
     return text.translate(_UNPRINTABLE)
 
 

@@ -35,7 +35,7 @@ class C51DQN(QLearning):
         self.make_target()
 
     def acting_tensors(self) -> list[Tensor]:
-        """The network's, and the support."""
+        """The tensors of the network, and the support."""
         return [*super().acting_tensors(), self.support]
 
     def widen_support(self, v_min: float, v_max: float) -> None:

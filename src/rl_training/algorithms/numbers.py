@@ -33,7 +33,7 @@ class Setting:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    if TYPE_CHECKING:  # without `__get__`, reading it is reading an attribute
+    if TYPE_CHECKING:  # at run time there is no `__get__`: reading it is a plain attribute access
 
         def __get__(self, learner: Any, owner: Any = None) -> Any: ...
 
@@ -47,7 +47,7 @@ class Number(Setting):
 
     Its value is in the learner's table `numbers`, which comes from the config and is not in `state_dict`. `read` says
     how the captured steps read it: "in place" as a tensor; "by value", where a kernel or Python code needs a float;
-    "never"; or "to act", which is in numpy on a CPU. `of` makes it another name of that number.
+    "never"; or "to act", only in acting, which on a CPU is done in numpy. `of` makes it another name of that number.
     """
 
     def __init__(self, bound: str = "any", *, read: str = "in place", of: str = "") -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_training.run.workflows import TrainResult
 
 PIPE_WIDTH = 160  # a table in a file or pipe has no width limit
-FEW_SEEDS = 5  # with fewer, an interval is to be doubted
+FEW_SEEDS = 5  # with fewer, an interval is doubtful
 # Two-sided 95 % points of Student's t by degrees of freedom
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
@@ -39,7 +39,7 @@ REASONS = {
 
 
 class PlainConsole(Console):
-    """A console whose text gives no orders to the terminal; its own colors and cursor movements do."""
+    """A console that prints text without control characters; its own colors and cursor movements work."""
 
     def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
         """The segments of what is printed, their text made printable."""

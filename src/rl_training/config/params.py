@@ -97,7 +97,7 @@ class FunctionSchedule(Schedule):
 
 
 class Unused(NamedTuple):
-    """Settings that have no effect when the parameters, and the spaces if asked, are like that, and why.
+    """Settings that have no effect if `when` is true of the parameters and `where`, if given, of the spaces.
 
     `why` is the end of a sentence; `{p.name}` in it stands for the value of a setting.
     """

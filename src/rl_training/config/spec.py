@@ -75,11 +75,11 @@ _loading = threading.RLock()
 
 
 def _load_plugins() -> dict[str, AlgorithmSpec | str]:
-    """The algorithms of installed plugins by name; for a plugin that cannot be loaded, by its name, the reason."""
+    """The algorithms of installed plugins by name; for a plugin that cannot be loaded, the reason under its name."""
     global _plugins
     with _loading:
         if _plugins is None:
-            _plugins = {}  # what a plugin sees if it asks while it is loaded
+            _plugins = {}  # what a plugin gets that asks for algorithms while it is loaded
             for point in entry_points(group=ENTRY_POINT_GROUP):
                 _plugins |= _load_plugin(point)
         return _plugins

@@ -25,11 +25,11 @@ ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may 
 class SupportParams(StrictModel):
     """Hyper-parameters of a categorical head; a part of `Params`."""
 
-    v_min: float | None = Field(None, description="Smallest return of the distribution; null: measured, and widened.")
-    v_max: float | None = Field(None, description="Largest return of the distribution; null: measured, and widened.")
+    v_min: float | None = Field(None, description="Smallest return of the distribution; null: measured, then widened.")
+    v_max: float | None = Field(None, description="Largest return of the distribution; null: measured, then widened.")
     num_atoms: int = Field(51, ge=2, le=10_001, description="Number of atoms of the distribution.")
     widen_support: Literal["auto", "none", "v_min", "v_max", "both"] = Field(
-        "auto", description="Ends that move outward when a return beyond them is stored; auto: those that are null."
+        "auto", description="Which ends move outward when a return beyond them is stored; auto: those that are null."
     )
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class SupportParams(StrictModel):
 
 
 def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int) -> tuple[float, float]:
-    """Ends for a start, from a few random episodes and the environment's `reward_range`, if it declares one.
+    """The ends at the start of a run, from a few random episodes and the `reward_range` that environments may declare.
 
     They leave room for `ROOM_ABOVE` times the range of random returns above those, and `ROOM_BELOW` times below, but
     not for more than the largest reward at every step of the longest episode. One reward of any known size always fits.

@@ -122,7 +122,7 @@ class TrainConfig(StrictModel):
     _given: tuple[str, ...] | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
-        """Record that the user named and gave everything in a config made in Python; otherwise `naming`, `giving`."""
+        """The user gave everything in a config made in Python; for one that was read, `naming` and `giving` say it."""
         self._named = self._given = () if context is READ else None
 
     @property

@@ -1,4 +1,4 @@
-"""Watches stored returns against the support of a categorical distribution, and widens it."""
+"""Compares stored returns with the support of a categorical distribution, and widens it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class SupportWatch:
         return {"support": {"ends": list(self.ends), "rewards": [np.array(earned) for earned in self._rewards]}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; with another number of environments, which begin new episodes, no rewards."""
+        """The inverse of `state_dict`; with another number of environments, new episodes start without rewards."""
         if not any(self.moves):
             return
         low, high = map(float, state["support"]["ends"])

@@ -25,7 +25,7 @@ def looks_like_entry_point(env_id: str) -> bool:
 
 
 def is_provided(module: str) -> bool:
-    """Whether a file may name this module: it is loaded, one of ours, or in Gymnasium's registry; never a program."""
+    """Whether a file may name this module: it is loaded, ours, or in Gymnasium's registry, and no `__main__`."""
     if module.rpartition(".")[2] == "__main__":
         return False
     entries = (str(spec.entry_point) for spec in gym.registry.values())
@@ -39,7 +39,7 @@ def check_module(field: str, value: str, argument: str | None = None) -> None:
     if not is_provided(module):
         raise UserError(
             f"{field} {value!r} comes from a file, and a file does not decide which modules are imported; if you trust "
-            f"it, add --import {module}, in Python import {module} first or give {argument or field}={value!r}."
+            f"it, add --import {module} (in Python: import {module} first, or give {argument or field}={value!r})."
         )
 
 

@@ -1,1 +1,1 @@
-"""Configs, checkpoint files and run logs (low); the registry and the experiment manager (high)."""
+"""The config, the registry and the experiment manager, under the names that scripts use."""

@@ -158,7 +158,7 @@ def train(
             ranks.first(lambda: write_asked(run_dir, config))
         notes = []
         if config.name is not None and (named := run_dir.with_name(config.name)) != run_dir and run_suffix is None:
-            notes.append(f"{named} exists, so this run is {run_dir}; train --continue continues {config.name} instead")
+            notes.append(f"{named} exists, so this run is {run_dir}; to continue {config.name}, use train --continue")
         result = execute(session, run_dir, told, console, notes=notes)
     return result.raise_signal() if raise_on_signal else result
 

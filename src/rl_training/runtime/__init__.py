@@ -1,1 +1,1 @@
-"""One `<algo>_trainer.py` per algorithm: its parameters and its registry entries."""
+"""One `<algo>_trainer.py` per algorithm (its parameters and registry entries), and `workflows` for scripts."""
