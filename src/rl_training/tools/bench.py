@@ -178,11 +178,7 @@ def measure_pace(session: Session, step: int) -> float:
 
 
 def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
-    """Settings that may speed up the slow parts, as changes of the config.
-
-    `compile` is left out where it would take minutes: with a world model, and with native environments, whose rollouts
-    differ in length.
-    """
+    """Settings that may speed up the slow parts, as changes of the config."""
     config, spec = result.config, get_algorithm_spec(result.config.algo)
     cores, on_gpu = os.cpu_count() or 1, config.device.startswith("cuda")
     tried: dict[str, dict[str, Any]] = {}
@@ -199,11 +195,19 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
         tried[f"num_envs={more}{' (other batches)' * (spec.lane == 'rollout')}"] = {"num_envs": more}
         others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
         tried |= {f"vectorization={name}": {"vectorization": name} for name in others}
-    same_shapes = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
-    slow = result.share("learn", "rollout on the device") >= MUCH
-    if not on_gpu and config.accelerate == "none" and spec.learner.steps and same_shapes and slow:
+    if not on_gpu and compiles_fast(config) and result.share("learn", "rollout on the device") >= MUCH:
         tried["accelerate=compile"] = {"accelerate": "compile"}  # last, because its compiler processes keep running
     return tried
+
+
+def compiles_fast(config: TrainConfig) -> bool:
+    """Whether compiling the learner's steps is not on yet and does not take minutes.
+
+    It does with a world model, and with native environments, whose rollouts differ in length.
+    """
+    spec = get_algorithm_spec(config.algo)
+    same_shapes = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
+    return config.accelerate == "none" and bool(spec.learner.steps) and same_shapes
 
 
 def try_settings(result: Breakdown) -> tuple[Trial, ...]:
