@@ -381,8 +381,8 @@ def render_default(value: Any) -> str:
 def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     classes = sorted(spec.class_name for spec in specs)
     managed = "from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm\n"
-    along = [("callback", "Callback"), ("params", "Schedule"), ("workflows", "TrainResult")]
-    others = "".join(f"from rl_training.runtime.{module} import {name} as {name}\n" for module, name in along)
+    along = [("config.params", "Schedule"), ("run.callback", "Callback"), ("run.workflows", "TrainResult")]
+    others = "".join(f"from rl_training.{module} import {name} as {name}\n" for module, name in along)
     terminated = "from rl_training.errors import Terminated as Terminated\n"
     plain = ["ManagedAlgorithm", "Terminated", *(name for _, name in along)]
     exports = "".join(f"from rl_training.api.algorithms import {name} as {name}\n" for name in classes)

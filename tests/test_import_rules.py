@@ -135,8 +135,8 @@ TRAINERS = {module_name(path) for path in (PACKAGE / "runtime").glob("*_trainer.
 EXTENDED = {"runtime.gail_trainer": {"runtime.ppo_trainer"}}  # a trainer that extends another
 
 
-def test_the_runtime_has_only_trainers() -> None:
-    assert {module_name(path) for path in files_of("runtime")} == {"runtime", *TRAINERS}
+def test_the_runtime_has_only_trainers_and_the_workflows_of_the_contract() -> None:
+    assert {module_name(path) for path in files_of("runtime")} == {"runtime", "runtime.workflows", *TRAINERS}
 
 
 @pytest.mark.parametrize("trainer", sorted(TRAINERS))

@@ -238,9 +238,9 @@ def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
     """
     spec = get_algorithm_spec(config.algo)
     params: Any = read_params(spec.params, config.algo_kwargs)
-    if spec.lane != "rollout" or not (rows := getattr(params, "minibatch_size", None)):
+    if spec.lane != "rollout" or not params.facts.rows:
         return config
-    steps = math.ceil(max(rows, TURN_SECONDS * pace) / config.num_envs)
+    steps = math.ceil(max(params.facts.rows, TURN_SECONDS * pace) / config.num_envs)
     if steps >= params.num_steps:
         return config
     return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "num_steps": steps}})
@@ -249,7 +249,7 @@ def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
 def open_measured(config: TrainConfig) -> Session:
     """Open a session of the config that learns after at most `MOST_RANDOM` steps."""
     params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
-    if getattr(params, "learning_starts", 0) > MOST_RANDOM:
+    if params.facts.random_steps > MOST_RANDOM:
         config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "learning_starts": MOST_RANDOM}})
     return open_session(config)
 
@@ -275,7 +275,7 @@ def take_turn(session: Session, step: int) -> Turn:
 def play_at_random(session: Session) -> int:
     """Take turns until learning starts; return the number of their steps."""
     step = 0
-    while step < getattr(session.params, "learning_starts", 0):
+    while step < session.params.facts.random_steps:
         turn = take_turn(session, step)
         step += turn.steps
         if turn.updates:  # pretraining
