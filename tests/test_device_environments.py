@@ -428,7 +428,7 @@ def test_truncated_episodes_are_worth_what_their_last_observation_is(algo: str) 
         finals = learner.policy.values(rows["final_obs"].flatten(0, 1)).view(24, 5)
         successors = learner.successor_values(values[:-1], learner.value_finals(batch))
     # IMPALA and APPO value them at every gradient step, with the weights that learn
-    assert ("truncation_values" in batch) == getattr(learner, "reads_values", True)
+    assert ("truncation_values" in batch) == learner.reads_values
     wanted = torch.where(rows["truncated"], finals, values[1:])
     assert rows["terminated"].any()
     torch.testing.assert_close(successors, wanted)

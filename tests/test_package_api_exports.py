@@ -131,7 +131,7 @@ def test_the_other_public_names() -> None:
     from rl_training import cli
     from rl_training.config.train_config import TrainConfig, load_config
     from rl_training.experiment.default_manager import DefaultExperimentManager
-    from rl_training.run import workflows
+    from rl_training.runtime import workflows
 
     assert rl_training.TrainConfig is TrainConfig
     assert rl_training.ManagedAlgorithm is rl_training.api.ManagedAlgorithm

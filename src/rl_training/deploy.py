@@ -88,17 +88,8 @@ class Policy:
         return action
 
     def _run(self, obs: Any, action_mask: Any, state: Array | None) -> tuple[Any, Array | None]:
-        structure = self.metadata["observation"]
-        parts = dict(self._parts(structure, obs))
-        ranks = {name: array.ndim - len(self._inputs[name][0]) for name, array in parts.items()}
-        counts = {len(array) if ranks[name] == 1 else 1 for name, array in parts.items()}
-        for name, array in parts.items():
-            shape = self._inputs[name][0]
-            if ranks[name] not in (0, 1) or array.shape[ranks[name] :] != shape:
-                raise UserError(f"{name} has the shape {array.shape}; the policy needs {shape}, or a batch of it.")
-        if len(counts) > 1 or len(set(ranks.values())) > 1 or counts == {0}:
-            raise UserError(f"the parts of obs are batches of {sorted(counts)}; all must be of one size, at least 1.")
-        count, is_batch = counts.pop(), 1 in ranks.values()
+        parts = dict(self._parts(self.metadata["observation"], obs))
+        count, is_batch = self._count(parts)
         feed = {name: array.reshape(count, *self._inputs[name][0]) for name, array in parts.items()}
         if "action_mask" in self._inputs:
             feed["action_mask"] = self._mask(action_mask, count)
@@ -115,6 +106,18 @@ class Policy:
         action = actions if is_batch else actions[0]
         whole = action.ndim == 0 and action.dtype.kind in "iu"
         return int(action) if whole else action, states[0] if states else None
+
+    def _count(self, parts: Mapping[str, Array]) -> tuple[int, bool]:
+        """The number of observations, and whether they are a batch; refuse parts that do not fit each other."""
+        ranks = {name: array.ndim - len(self._inputs[name][0]) for name, array in parts.items()}
+        counts = {len(array) if ranks[name] == 1 else 1 for name, array in parts.items()}
+        for name, array in parts.items():
+            shape = self._inputs[name][0]
+            if ranks[name] not in (0, 1) or array.shape[ranks[name] :] != shape:
+                raise UserError(f"{name} has the shape {array.shape}; the policy needs {shape}, or a batch of it.")
+        if len(counts) > 1 or len(set(ranks.values())) > 1 or counts == {0}:
+            raise UserError(f"the parts of obs are batches of {sorted(counts)}; all must be of one size, at least 1.")
+        return counts.pop(), 1 in ranks.values()
 
     def _parts(self, structure: Any, value: Any) -> Iterator[tuple[str, Array]]:
         """(input, array) for each part of an observation, or of a list of observations."""

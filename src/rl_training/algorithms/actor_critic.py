@@ -73,8 +73,6 @@ class ActorCriticAlgorithm(PolicyActing):
     gae_lambda = Number("in [0, 1]")
     optimizer: Optimizer
     normalize_advantages: bool
-    reads_logprobs = True  # of the policy that acted
-    reads_values = True  # of the critic that acted, if the batch has them; otherwise it values the observations
 
     def __init__(
         self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False,

@@ -66,6 +66,8 @@ class Algorithm(nn.Module):
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
     steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
     graphs: tuple[str, ...] = ()  # methods that call the steps; if there are any, they are captured instead
+    reads_logprobs: ClassVar[bool] = True  # of the policy that acted
+    reads_values: ClassVar[bool] = True  # of the critic that acted, if a rollout has them; else it values observations
     eager_part: ClassVar[str] = ""  # describes the part of an update that is neither a step nor a graph
 
     def __init__(

@@ -67,7 +67,7 @@ class Behaviour:
         """After acting in numpy, compute log-probabilities of all actions in one pass, if the learner reads them."""
         if experience.logprobs is None or self._numpy_policy is None:
             return
-        if not getattr(self.algorithm, "reads_logprobs", True):  # they stay 0
+        if not self.algorithm.reads_logprobs:  # they stay 0
             return
         steps, masks = experience.steps, experience.masks
         obs, actions = (torch.from_numpy(array[:steps]).flatten(0, 1) for array in (experience.obs, experience.actions))

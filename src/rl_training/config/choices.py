@@ -48,13 +48,12 @@ def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[Ru
     updates avoid the launches. Measured with `benchmarks/device.py --cpu` and `benchmarks/device_choice.py`.
     """
     captures, lane = config.accelerate != "none", get_algorithm_spec(config.algo).lane
-    rows, units = getattr(params, "batch_size", 0), params.widest_layer
-    members = max(getattr(params, name, 1) for name in ("num_critics", "num_ensembles"))
+    rows, members, units = params.facts.rows, params.facts.members, params.widest_layer
     sampled = captures and lane in ("replay", "dataset")
     return [
         Rule("images", spaces.obs_kind != "vector", IMAGES),
         Rule("rollouts on the device", config.vectorization == "device" and lane == "rollout", ""),
-        Rule("captured updates of many steps", captures and getattr(params, "capture", False), ""),
+        Rule("captured updates of many steps", captures and params.facts.captured == "update", ""),
         Rule(f"{members} networks side by side", members > MOST_MEMBERS_ON_CPU, MBPO),
         Rule(f"captured updates of {rows} rows and {units} units", sampled and rows * units >= LEAST_CAPTURED, SAC),
         Rule(f"layers of {units} units", units > WIDEST_ON_CPU, PPO),
@@ -79,7 +78,7 @@ def choose_device(config: TrainConfig, params: Params, spaces: EnvSpaces) -> tup
 def choose_acceleration(config: TrainConfig, params: Params, device: str) -> str:
     """Graphs on a GPU and plain calls on a CPU, unless the config says otherwise; refuse impossible settings."""
     asked, captures = config.accelerate, device.startswith("cuda")
-    has_steps = bool(get_algorithm_spec(config.algo).learner.steps) and getattr(params, "capture", True)
+    has_steps = bool(get_algorithm_spec(config.algo).learner.steps and params.facts.captured)
     if asked in ("auto", "none"):
         return "graph" if asked == "auto" and captures and has_steps else "none"
     if not has_steps:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.networks import make_network
-from rl_training.config.params import Params, Widths
+from rl_training.config.params import Facts, Params, Widths
 from rl_training.config.replay import DIVIDED_ONCE, TemperatureParams
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
@@ -61,6 +61,12 @@ class ModelParams(TemperatureParams):
                 f"num_elites is {self.num_elites}; it must be at most num_ensembles ({self.num_ensembles})"
             )
         return self
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the members of the model."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited._replace(members=self.num_ensembles)
 
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus the settings that divide a batch."""

@@ -108,6 +108,20 @@ class Unused(NamedTuple):
     where: Callable[[Any], bool] | None = None  # of the spaces
 
 
+class Facts(NamedTuple):
+    """What the rest of the package asks about the settings of any algorithm, whatever they are called there."""
+
+    rows: int = 0  # of one gradient step; 0: as many as a rollout has
+    members: int = 1  # networks side by side
+    captured: str = "step"  # what `accelerate` captures: each gradient step, a whole "update", or "" (nothing)
+    replay_rows: int = 0  # that the replay buffer keeps
+    replay_on_device: bool = False  # whether it must
+    random_steps: int = 0  # before learning starts
+    pretrain_updates: int = 0  # before the first step
+    reads_recordings: bool = False  # whether the store needs recorded data
+    has_support: bool = False  # of a categorical distribution
+
+
 AnySchedule = Schedule | Mapping[str, Any] | Callable[[float], float]
 
 
@@ -169,6 +183,11 @@ class Params(StrictModel):
     def widest_layer(self) -> int:
         """Width of the widest hidden layer, by which the number of threads is chosen."""
         return max(self.hidden_sizes, default=0)
+
+    @property
+    def facts(self) -> Facts:
+        """Facts about these values; a subclass adds its own."""
+        return Facts()
 
     @property
     def lag(self) -> int | None:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rl_training.config.params import Params
+from rl_training.config.params import Facts, Params
 from rl_training.config.replay import ReplayParams
 from rl_training.validation import StrictModel
 
@@ -47,6 +47,11 @@ class PriorDataParams(ReplayParams, DatasetParams):
     offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
     offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")
 
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the prior data."""
+        return super().facts._replace(pretrain_updates=self.offline_pretrain_updates, reads_recordings=True)
+
 
 class DatasetLaneParams(Params, DatasetParams):
     """Hyper-parameters of learning from recorded data alone."""
@@ -54,6 +59,11 @@ class DatasetLaneParams(Params, DatasetParams):
     batch_size: int = Field(256, ge=1, le=10**6, description="Rows per update.")
     heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is held out.")
     heldout_interval: int = Field(100, ge=1, description="Updates between evaluations on the held-out data.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the rows of a batch."""
+        return super().facts._replace(rows=self.batch_size, reads_recordings=True)
 
 NEEDED = {"npz": "expert_dataset_path", "minari": "expert_dataset_id", "checkpoint": "expert_checkpoint"}
 

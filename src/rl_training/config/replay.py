@@ -11,7 +11,7 @@ from torch import nn
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.networks import build_on_model
-from rl_training.config.params import Activation, Params, Schedule, Unused, Widths
+from rl_training.config.params import Activation, Facts, Params, Schedule, Unused, Widths
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import ReplayStore
 from rl_training.data.store import Store, StoreContext
@@ -39,6 +39,11 @@ class OffPolicyParams(Params):
     max_grad_norm: float | None = Field(None, gt=0, description="Maximum gradient norm; null: no clipping.")
     optimizer_eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of the optimizer.")
     batch_size: int = Field(256, ge=1, le=10**6, description="Transitions per update.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the rows of a batch."""
+        return super().facts._replace(rows=self.batch_size)
 
 
 
@@ -84,6 +89,14 @@ class ReplayParams(OffPolicyParams):
             raise ValueError(f"{values}; with {self.one_step_with} they must be 1 and false")
         return self
 
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the replay buffer."""
+        return super().facts._replace(
+            replay_rows=self.buffer_capacity, replay_on_device=self.replay_memory == "device",
+            random_steps=self.learning_starts,
+        )  # fmt: skip
+
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus numbers that stored rows depend on and the ends of a built-in schedule."""
         stored = dict.fromkeys(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it")
@@ -106,8 +119,7 @@ class ActorCriticParams(ReplayParams):
     unused: ClassVar[tuple[Unused, ...]] = (
         Unused(
             ("learning_rate",), "critic_learning_rate and actor_learning_rate are given and replace it",
-            lambda p: None not in (p.critic_learning_rate, p.actor_learning_rate)
-            and getattr(p, "alpha", None) != "auto",
+            lambda p: None not in (p.critic_learning_rate, p.actor_learning_rate) and not p.tunes_temperature,
         ),
     )  # fmt: skip
 
@@ -118,6 +130,11 @@ class ActorCriticParams(ReplayParams):
     actor_learning_rate: float | None = Field(
         None, ge=0, le=10, description="Learning rate of the actor; null: learning_rate."
     )
+
+    @property
+    def tunes_temperature(self) -> bool:
+        """Whether a temperature is learned, with `learning_rate`."""
+        return False
 
 
 
@@ -148,11 +165,16 @@ class TemperatureParams(StrictModel):
         None, description="Target entropy of alpha auto; null: minus the number of action dimensions."
     )
 
+    @property
+    def tunes_temperature(self) -> bool:
+        """Whether the temperature is learned."""
+        return self.alpha == "auto"
+
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus the temperature if it is tuned."""
         tuned = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
         inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
-        return inherited | (tuned if self.alpha == "auto" else {})
+        return inherited | (tuned if self.tunes_temperature else {})
 
 
 
@@ -187,3 +209,11 @@ class SequenceParams(Params):
                 f"({self.buffer_capacity})"
             )
         return self
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the replay buffer and the rows of a batch."""
+        return super().facts._replace(
+            rows=self.batch_size * self.sequence_length, replay_rows=self.buffer_capacity,
+            replay_on_device=self.replay_memory == "device", random_steps=self.learning_starts,
+        )  # fmt: skip

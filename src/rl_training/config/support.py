@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rl_training.config.params import Facts
 from rl_training.data.support import EDGE, discounted_returns
 from rl_training.envs.factory import make_env
 from rl_training.envs.random_play import play_at_random
@@ -43,6 +44,12 @@ class SupportParams(StrictModel):
         arguments: dict[str, Any] = super().arguments_of(owner)  # type: ignore[misc]  # of the Params, as below
         ends = dict(zip(("v_min", "v_max"), UNKNOWN, strict=True))
         return {name: ends.get(name) if value is None else value for name, value in arguments.items()}
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the support, which has both ends after `settle`."""
+        inherited: Facts = super().facts  # type: ignore[misc]
+        return inherited._replace(has_support=self.v_min is not None)
 
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus the ends of the support."""

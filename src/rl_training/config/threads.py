@@ -45,7 +45,7 @@ def time_updates(
     The result is empty if nothing is measured. A separate learner and store learn from noise, so the run itself does
     not change. Each update has one minibatch.
     """
-    if most == 1 or spec.lane not in MEASURED_LANES or hasattr(params, "dataset_kind"):
+    if most == 1 or spec.lane not in MEASURED_LANES or params.facts.reads_recordings:
         return {}
     params = params.model_copy(update=one_minibatch(params, num_envs))
     algorithm = build(params)

@@ -29,15 +29,15 @@ def find_unused_fields(config: TrainConfig, params: Params) -> dict[str, str]:
         reasons["matmul_precision"] = "device is 'cpu'"
     if not config.checkpoint_interval:
         reasons["checkpoint_keep"] = "checkpoint_interval is 0, so no step_<n> is written"
-    if not hasattr(params, "buffer_capacity"):
+    if not params.facts.replay_rows:
         reasons["replay_in_checkpoint"] = f"{config.algo} has no replay buffer"
     return reasons
 
 
 def find_unused(config: TrainConfig, params: Params, spaces: EnvSpaces) -> Iterator[str]:
     """Sentences about the settings in `config.given` that have no effect in this run."""
-    starts = getattr(params, "learning_starts", 0)
-    if starts >= config.total_timesteps and not getattr(params, "offline_pretrain_updates", 0):
+    starts = params.facts.random_steps
+    if starts >= config.total_timesteps and not params.facts.pretrain_updates:
         yield f"learning_starts is {starts}, but the run ends after {config.total_timesteps} steps: it learns nothing"
     given = set(config.given)
     if given.issuperset(type(params).model_fields.keys() - {"schedules"}):

@@ -71,8 +71,6 @@ def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
 class DemonstrationStore(RolloutStore):
     """Rollouts with the expert's steps and the time that ended episodes stay in the absorbing state."""
 
-    reads_tensors = False  # it reads the ends of episodes on the host
-
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         params = self.params

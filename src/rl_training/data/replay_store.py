@@ -81,8 +81,7 @@ class ReplayStore(BufferStore):
         )
         rows = -(-self.params.train_frequency // context.num_envs)
         self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
-        has_support = getattr(self.params, "v_min", None) is not None
-        self.support = SupportWatch(self.params, context.num_envs) if has_support else None
+        self.support = SupportWatch(self.params, context.num_envs) if self.params.facts.has_support else None
         # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
         plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
         self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
@@ -181,8 +180,7 @@ def goes_to_device(params: Any, spaces: EnvSpaces, device: str, frame_stack: int
     row = math.prod(spaces.obs_shape) * np.dtype(spaces.obs_dtype).itemsize
     need = params.buffer_capacity * row // frame_stack
     if params.replay_memory == "auto":
-        rows = params.batch_size * getattr(params, "sequence_length", 1)
-        return rows * row >= WIDE_BATCH and fits_on_gpu(need, device)
+        return params.facts.rows * row >= WIDE_BATCH and fits_on_gpu(need, device)
     free = torch.cuda.mem_get_info(device)[0]
     if need > free:
         sizes = f"needs {format_bytes(need)}, but only {format_bytes(free)} is free on {device}"

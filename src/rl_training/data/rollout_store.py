@@ -21,8 +21,6 @@ MOST_IMAGES = 1024  # whose values are computed at a time
 class RolloutStore:
     """Keeps one rollout and returns it as one batch, with values from the learner."""
 
-    reads_tensors = True  # experience may be tensors on the learner's device
-
     def __init__(self, context: StoreContext) -> None:
         self.params, self.spaces, self.rng = context.params, context.spaces, context.rng
         self.device = torch.device(context.device)
@@ -77,7 +75,7 @@ class RolloutStore:
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """Yield the rollout once, or nothing if a short one has only reset rows."""
         experience, device = self.experience, self.device
-        reads_values = getattr(algorithm, "reads_values", True)
+        reads_values = algorithm.reads_values
         if isinstance(experience.obs, Tensor):
             yield "policy", self._hand_over(algorithm, reads_values)
             return

@@ -50,13 +50,7 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
             "(your own: --env module:Class, or --import the module that registers it; in Python the class itself)"
         ) from None
     except (Exception, SystemExit) as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown and unknown[1] in recipe.kwargs:
-            raise UnknownKey("env_kwargs", unknown[1], f"{recipe.env_id} does not take it.") from error
-        if missing := re.search(r"missing .*required .*argument.*: '(\w+)'", str(error)):
-            how = f"give it in env_kwargs, such as --set env_kwargs.{missing[1]}=VALUE"
-            raise UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.") from error
-        raise UserError(f"the environment {recipe.env_id} cannot be made: {first_line(error)}.") from error
+        raise explain(error, recipe) from error
     if isinstance(env, device_kinds()):
         from rl_training.envs.device import OneEnvironment  # torch
         from rl_training.envs.device_checks import check_attributes
@@ -67,6 +61,17 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
     return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
+
+
+def explain(error: BaseException, recipe: EnvRecipe) -> UserError:
+    """What is wrong, in the user's words, if the code of an environment raised while it was made."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown and unknown[1] in recipe.kwargs:
+        return UnknownKey("env_kwargs", unknown[1], f"{recipe.env_id} does not take it.")
+    if missing := re.search(r"missing .*required .*argument.*: '(\w+)'", str(error)):
+        how = f"give it in env_kwargs, such as --set env_kwargs.{missing[1]}=VALUE"
+        return UserError(f"the environment {recipe.env_id} needs the argument {missing[1]!r}; {how}.")
+    return UserError(f"the environment {recipe.env_id} cannot be made: {first_line(error)}.")
 
 
 def episode_limit(env: Env) -> int | None:

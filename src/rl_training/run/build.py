@@ -160,7 +160,7 @@ def resolve_plan(plan: Plan) -> Plan:
     """The plan with every `auto` of its config decided; the number of threads of a new run is measured."""
     asked, params, ranks, is_new = plan.config, plan.params, plan.ranks, plan.stored is None
     device, why = choose_device(asked, params, plan.spaces)
-    if is_new and device == "cpu" and getattr(params, "replay_memory", "auto") == "device":
+    if is_new and device == "cpu" and params.facts.replay_on_device:
         raise UserError("replay_memory is 'device', but device is 'cpu'; there it must be auto or host.")
     local_rank = ranks.local_rank if ranks.count > 1 else None
     config = resolve(asked.model_copy(update={"device": device}), params, plan.recipe, plan.spaces, local_rank)
@@ -230,7 +230,7 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
     actor = behaviour
     if params.lag:  # a lagging policy acts with a second learner
         actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
-    if config.vectorization == "device" and getattr(store, "reads_tensors", False):
+    if config.vectorization == "device" and plan.spec.lane == "rollout":
         return DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
     return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
 

@@ -160,19 +160,10 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
 
 def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool) -> tuple[TrainConfig, list[str]]:
     """The stored config with the wanted keys, and a sentence about each change; most need `force`."""
-    before = stored.model_dump(mode="json")
     if (algo := wanted.get("algo", stored.algo)) != stored.algo:
         raise UserError(f"algo is {algo!r}, but the run is of {stored.algo}; a run continues with its own algorithm.")
     moved = move_config(stored, wanted["env_id"]) if wanted.get("env_id", stored.env_id) != stored.env_id else {}
-    chosen = {"accelerate": "auto"} if wanted.get("device", stored.device) != stored.device else {}  # for that one
-    merged = {**before, **chosen, **moved, **wanted}
-    if isinstance(wanted.get("algo_kwargs"), Mapping):
-        model = get_algorithm_spec(stored.algo).params
-        settled = dump_params(read_params(model, stored.algo_kwargs))
-        merged["algo_kwargs"] = change_params(model, settled, wanted["algo_kwargs"])
-    config = validate(TrainConfig, merged, "resume")
-    said = wanted.get("env_id"), (wanted.get("algo_kwargs") or {}).get("network")
-    config = config.naming(*(name for name in said if isinstance(name, str))).giving(*settings_in(wanted))
+    config = merge_config(stored, moved, wanted)
     old, new = ({**c.model_dump(mode="json", exclude={"algo_kwargs"}), **flat_params(c)} for c in (stored, config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     free = FREE_KEYS | moved.keys()
@@ -194,6 +185,19 @@ def change_config(stored: TrainConfig, wanted: Mapping[str, Any], *, force: bool
         stretch = "; schedules stretch with it" if params.schedules or params.built_in_schedules() else ""
         notes.append(f"the budget is now {config.total_timesteps:,} steps (was {stored.total_timesteps:,}){stretch}")
     return config, notes
+
+
+def merge_config(stored: TrainConfig, moved: Mapping[str, Any], wanted: Mapping[str, Any]) -> TrainConfig:
+    """The stored config with the changes of another environment and the wanted keys."""
+    chosen = {"accelerate": "auto"} if wanted.get("device", stored.device) != stored.device else {}  # for that one
+    merged = {**stored.model_dump(mode="json"), **chosen, **moved, **wanted}
+    if isinstance(wanted.get("algo_kwargs"), Mapping):
+        model = get_algorithm_spec(stored.algo).params
+        settled = dump_params(read_params(model, stored.algo_kwargs))
+        merged["algo_kwargs"] = change_params(model, settled, wanted["algo_kwargs"])
+    config = validate(TrainConfig, merged, "resume")
+    said = wanted.get("env_id"), (wanted.get("algo_kwargs") or {}).get("network")
+    return config.naming(*(name for name in said if isinstance(name, str))).giving(*settings_in(wanted))
 
 
 def move_config(stored: TrainConfig, env_id: str) -> dict[str, Any]:

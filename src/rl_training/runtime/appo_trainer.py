@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
-from rl_training.config.params import Unused
+from rl_training.config.params import Facts, Unused
 from rl_training.config.rollout import NORMALIZED, RolloutParams, rollout_spec
 from rl_training.run.workflows import train_function
 
@@ -48,6 +48,11 @@ class APPOParams(RolloutParams):
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus the KL weight, which adapts."""
         return super().fixed_numbers() | {"kl_coef": "it is where a weight starts that then adapts to kl_target"}
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the rows of a minibatch."""
+        return super().facts._replace(rows=self.minibatch_size or 0)
 
 
 SPECS = [

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.config.networks import make_input
-from rl_training.config.params import Activation, Unused, Widths
+from rl_training.config.params import Activation, Facts, Unused, Widths
 from rl_training.config.replay import SequenceParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.sequence_store import SequenceStore
@@ -68,6 +68,11 @@ class DreamerParams(SequenceParams):
         """The widest layer of the MLPs or of the RSSM."""
         size = SIZES[self.size]
         return max(size.deter, size.hidden, *(self.hidden_sizes or (size.units,)))
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus what is captured."""
+        return super().facts._replace(captured="update" if self.capture else "")
 
 
 def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:

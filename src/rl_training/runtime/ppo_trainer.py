@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.ppo import PPO
+from rl_training.config.params import Facts
 from rl_training.config.rollout import NORMALIZED, RolloutParams, rollout_spec
 from rl_training.run.workflows import train_function
 
@@ -26,6 +27,11 @@ class PPOParams(RolloutParams):
     target_kl: float | None = Field(
         None, gt=0, description="Stop the epochs when the mean KL of an epoch exceeds 1.5 times this; null: never."
     )
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the rows of a minibatch."""
+        return super().facts._replace(rows=self.minibatch_size)
 
 
 SPECS = [

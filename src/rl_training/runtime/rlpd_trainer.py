@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.rlpd import RLPD
+from rl_training.config.params import Facts
 from rl_training.config.recorded_data import PriorDataParams
 from rl_training.config.replay import DIVIDED_ONCE, ActorCriticParams, TemperatureParams, continuous_spec
 from rl_training.data.prior_store import PriorReplayStore
@@ -39,6 +40,11 @@ class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):
                 f"critic_subset_size is {self.critic_subset_size}; it must be at most num_critics ({self.num_critics})"
             )
         return self
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the critics."""
+        return super().facts._replace(members=self.num_critics)
 
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus the settings that divide a batch and the initial temperature."""

@@ -178,11 +178,7 @@ def measure_pace(session: Session, step: int) -> float:
 
 
 def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
-    """Settings that may speed up the slow parts, as changes of the config.
-
-    `compile` is left out where it would take minutes: with a world model, and with native environments, whose rollouts
-    differ in length.
-    """
+    """Settings that may speed up the slow parts, as changes of the config."""
     config, spec = result.config, get_algorithm_spec(result.config.algo)
     cores, on_gpu = os.cpu_count() or 1, config.device.startswith("cuda")
     tried: dict[str, dict[str, Any]] = {}
@@ -199,11 +195,19 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
         tried[f"num_envs={more}{' (other batches)' * (spec.lane == 'rollout')}"] = {"num_envs": more}
         others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
         tried |= {f"vectorization={name}": {"vectorization": name} for name in others}
-    same_shapes = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
-    slow = result.share("learn", "rollout on the device") >= MUCH
-    if not on_gpu and config.accelerate == "none" and spec.learner.steps and same_shapes and slow:
+    if not on_gpu and compiles_fast(config) and result.share("learn", "rollout on the device") >= MUCH:
         tried["accelerate=compile"] = {"accelerate": "compile"}  # last, because its compiler processes keep running
     return tried
+
+
+def compiles_fast(config: TrainConfig) -> bool:
+    """Whether compiling the learner's steps is not on yet and does not take minutes.
+
+    It does with a world model, and with native environments, whose rollouts differ in length.
+    """
+    spec = get_algorithm_spec(config.algo)
+    same_shapes = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
+    return config.accelerate == "none" and bool(spec.learner.steps) and same_shapes
 
 
 def try_settings(result: Breakdown) -> tuple[Trial, ...]:
@@ -234,9 +238,9 @@ def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
     """
     spec = get_algorithm_spec(config.algo)
     params: Any = read_params(spec.params, config.algo_kwargs)
-    if spec.lane != "rollout" or not (rows := getattr(params, "minibatch_size", None)):
+    if spec.lane != "rollout" or not params.facts.rows:
         return config
-    steps = math.ceil(max(rows, TURN_SECONDS * pace) / config.num_envs)
+    steps = math.ceil(max(params.facts.rows, TURN_SECONDS * pace) / config.num_envs)
     if steps >= params.num_steps:
         return config
     return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "num_steps": steps}})
@@ -245,7 +249,7 @@ def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
 def open_measured(config: TrainConfig) -> Session:
     """Open a session of the config that learns after at most `MOST_RANDOM` steps."""
     params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
-    if getattr(params, "learning_starts", 0) > MOST_RANDOM:
+    if params.facts.random_steps > MOST_RANDOM:
         config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "learning_starts": MOST_RANDOM}})
     return open_session(config)
 
@@ -271,7 +275,7 @@ def take_turn(session: Session, step: int) -> Turn:
 def play_at_random(session: Session) -> int:
     """Take turns until learning starts; return the number of their steps."""
     step = 0
-    while step < getattr(session.params, "learning_starts", 0):
+    while step < session.params.facts.random_steps:
         turn = take_turn(session, step)
         step += turn.steps
         if turn.updates:  # pretraining

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -139,6 +139,52 @@ class Comparison:
     notes: list[str]  # runs that were left out, and doubts
 
 
+@dataclass(frozen=True)
+class Measure:
+    """What is read from a run: the metrics of its score and its curve, scaled by the references of its environment."""
+
+    envs: list[str]
+    references: References
+    scored_by: str
+    curve_of: str | None
+    grids: list[Array] | None = None  # the steps that all runs share, per environment
+
+    def curve(self, run: RunRecord, metric: str) -> tuple[Array, Array]:
+        """Steps and scaled values of a metric of a run."""
+        (steps, values), (low, high) = run.curve(metric), self.references.get(run.env_id, (0.0, 1.0))
+        return steps, (values - low) / (high - low)
+
+    def by_task(self, runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
+        """The runs on each environment."""
+        return [[run for run in runs if run.env_id == env] for env in self.envs]
+
+    def with_shared_steps(self, runs: Sequence[RunRecord]) -> Measure:
+        """With the steps at which the curves of all runs are compared, if every environment has such steps."""
+        if self.curve_of is None:
+            return self
+        ranges = [steps_of_all([run.curve(self.curve_of)[0] for run in task]) for task in self.by_task(runs)]
+        shared = [steps for steps in ranges if steps is not None]
+        return replace(self, grids=shared if len(shared) == len(ranges) else None)
+
+    def finals(self, runs: Sequence[RunRecord]) -> list[Array]:
+        """The final values, an array per environment."""
+        return [np.array([self.curve(run, self.scored_by)[1][-1] for run in task]) for task in self.by_task(runs)]
+
+    def curves(self, runs: Sequence[RunRecord]) -> list[Array] | None:
+        """The curves at the shared steps, [step, run] per environment."""
+        if self.grids is None or self.curve_of is None:
+            return None
+        tasks = zip(self.by_task(runs), self.grids, strict=True)
+        return [np.stack([np.interp(g, *self.curve(run, self.curve_of)) for run in t], axis=-1) for t, g in tasks]
+
+    def steps_to(self, threshold: float | None, runs: Sequence[RunRecord]) -> list[float]:
+        """The first step at the threshold, of each run that reached it."""
+        if threshold is None:
+            return []
+        curves = (self.curve(run, self.curve_of or self.scored_by) for run in runs)
+        return [float(steps[values >= threshold][0]) for steps, values in curves if (values >= threshold).any()]
+
+
 def compare_groups(
     groups: Groups, references: References | None = None, threshold: float | None = None, *,
     shared_steps: bool = False, trained: bool = False,
@@ -153,46 +199,24 @@ def compare_groups(
     envs = check_environments(groups, references)
     runs = [run for group in groups.values() for run in group]
     curve_of, drawn_by = choose_curve(runs, trained=trained)
-    scale = {env: references.get(env, (0.0, 1.0)) for env in envs}
-
-    def curve(run: RunRecord, metric: str) -> tuple[Array, Array]:
-        (steps, values), (low, high) = run.curve(metric), scale[run.env_id]
-        return steps, (values - low) / (high - low)
-
-    def by_task(group: list[RunRecord]) -> list[list[RunRecord]]:
-        return [[run for run in group if run.env_id == env] for env in envs]
-
-    grids = None
-    if curve_of is not None:
-        ranges = [steps_of_all([run.curve(curve_of)[0] for run in task]) for task in by_task(runs)]
-        grids = None if any(steps is None for steps in ranges) else [s for s in ranges if s is not None]
-    finals = {
-        name: [np.array([curve(run, scored_by)[1][-1] for run in task]) for task in by_task(group)]
-        for name, group in groups.items()
-    }
+    measure = Measure(envs, references, scored_by, curve_of).with_shared_steps(runs)
+    finals = {name: measure.finals(group) for name, group in groups.items()}
     everything = np.concatenate([task for tasks in finals.values() for task in tasks])
     thresholds = np.linspace(everything.min(), everything.max(), POINTS)
 
     def score(name: str) -> GroupScores:
-        group, final = groups[name], finals[name]
-        reached = []
-        if threshold is not None:
-            for steps, values in (curve(run, curve_of or scored_by) for run in group):
-                reached += [float(steps[values >= threshold][0])] if (values >= threshold).any() else []
-        sampled = None
-        if grids is not None and curve_of is not None:
-            tasks = zip(by_task(group), grids, strict=True)
-            sampled = [np.stack([np.interp(g, *curve(run, curve_of)) for run in t], axis=-1) for t, g in tasks]
+        group, final, curves = groups[name], finals[name], measure.curves(groups[name])
         return GroupScores(
             name, len(group), estimate(interquartile_mean, final), float(np.concatenate(final).mean()),
-            float(np.mean([curve(run, scored_by)[1].max() for run in group])),
-            None if sampled is None else float(np.concatenate(sampled, axis=-1).mean()), reached,
-            None if sampled is None else estimate(interquartile_mean, sampled),
+            float(np.mean([measure.curve(run, scored_by)[1].max() for run in group])),
+            None if curves is None else float(np.concatenate(curves, axis=-1).mean()),
+            measure.steps_to(threshold, group), None if curves is None else estimate(interquartile_mean, curves),
             estimate(performance_profile(thresholds), final),
         )  # fmt: skip
 
     scores = sorted((score(name) for name in groups), key=lambda group: -float(group.iqm.value))
     pairs = [compare_pair(x.name, y.name, finals[x.name], finals[y.name]) for x, y in combinations(scores, 2)]
+    grids = measure.grids
     steps = None if grids is None else grids[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
     notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
     return Comparison(envs, scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, notes)

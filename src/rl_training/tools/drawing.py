@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -81,12 +81,7 @@ def draw_svg(
     for tick in x_ticks:
         at = float(place(np.array([tick]), np.array([y_ticks[0]])).split(",")[0])
         parts.append(_text(at, box[3] + 18, format_number(tick), "middle" if at < box[2] - 12 else "end"))
-    for i, line in enumerate(series):
-        color = i % len(DASHES)
-        if line.low is not None and line.high is not None and np.isfinite(line.low).all():
-            around = place(np.concatenate([line.x, line.x[::-1]]), np.concatenate([line.high, line.low[::-1]]))
-            parts.append(f'<polygon class="band b{color}" points="{around}"/>')
-        parts.append(f'<polyline class="line s{color}" points="{place(line.x, line.y)}"/>')
+    parts += _draw_lines(series, place)
     for i, (x, y, label) in enumerate(legend):
         parts.append(f'<line class="line s{i % len(DASHES)}" x1="{x}" y1="{y + 9}" x2="{x + 26}" y2="{y + 9}"/>')
         parts.append(_text(x + 32, y + 13, label))
@@ -97,6 +92,15 @@ def draw_svg(
         f'aria-labelledby="{ids}t {ids}d"><title id="{ids}t">{escape(title)}</title>'
         f'<desc id="{ids}d">{escape(f"{y_label} over {x_label}: {told}.")}</desc>{own}{"".join(parts)}</svg>'
     )
+
+
+def _draw_lines(series: Sequence[Series], place: Callable[[Array, Array], str]) -> Iterator[str]:
+    for i, line in enumerate(series):
+        color = i % len(DASHES)
+        if line.low is not None and line.high is not None and np.isfinite(line.low).all():
+            around = place(np.concatenate([line.x, line.x[::-1]]), np.concatenate([line.high, line.low[::-1]]))
+            yield f'<polygon class="band b{color}" points="{around}"/>'
+        yield f'<polyline class="line s{color}" points="{place(line.x, line.y)}"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
