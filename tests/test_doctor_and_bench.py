@@ -249,18 +249,22 @@ def test_bytes_of_experience_are_those_of_the_arrays_that_hold_it(algo: str) -> 
 @pytest.mark.parametrize("algo", TINY)
 def test_time_is_measured_while_learning(algo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = bench.open_measured(tiny(algo))
-    turns: list[tuple[int, bench.Turn]] = []
-    take_turn = bench.take_turn
+    turns: list[tuple[int, bool]] = []
 
-    def noted(session: Any, step: int) -> bench.Turn:
-        turns.append((step, take_turn(session, step)))
-        return turns[-1][1]
+    class Noted(bench.Turns):
+        def apply_schedules(self) -> None:
+            super().apply_schedules()
+            self.begun_at = self.step
 
-    monkeypatch.setattr(bench, "take_turn", noted)
+        def tick(self) -> None:
+            super().tick()
+            turns.append((self.begun_at, self.learned))
+
+    monkeypatch.setattr(bench, "Turns", Noted)
     starts = getattr(session.params, "learning_starts", 0)
     assert bench.estimate_seconds(session, 0.0) > 0
     session.close()
-    learned = [number for number, (_, turn) in enumerate(turns) if turn.updates]
+    learned = [number for number, (_, has_learned) in enumerate(turns) if has_learned]
     assert learned[-1] == len(turns) - 1
     assert all(step >= starts for step, _ in turns[learned[0] :])
 
@@ -285,9 +289,10 @@ def test_bench_times_steps_that_learn(algo: str, monkeypatch: pytest.MonkeyPatch
     first_steps = []
     run_loop = bench.run_loop
 
-    def noted(session: Any, run: Any) -> None:
-        first_steps.append(run.step)
-        run_loop(session, run)
+    def noted(session: Any, run: Any, *timed: Any) -> None:
+        if isinstance(run, bench.Run):
+            first_steps.append(run.step)
+        run_loop(session, run, *timed)
 
     monkeypatch.setattr(bench, "run_loop", noted)
     monkeypatch.setattr(bench, "measure_workers", lambda session, seconds: QUICK)

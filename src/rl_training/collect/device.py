@@ -29,6 +29,8 @@ class DeviceCollector(LocalCollector):
     which several ranks average; `sums` has those of earlier ones.
     """
 
+    part = "rollout on the device"
+
     def __init__(
         self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None,
         accelerate: str = "none",

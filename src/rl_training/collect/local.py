@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
-from rl_training.data.experience import Experience, ExperienceLayout, Request
+from rl_training.data.experience import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.engines import Step
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import UserError
@@ -17,6 +17,8 @@ from rl_training.errors import UserError
 
 class Collector(Protocol):
     """Where a behaviour acts. It owns the environments and the policy's memory."""
+
+    part: str  # of a turn, to which the time of `collect` belongs
 
     @property
     def started(self) -> bool:
@@ -66,9 +68,11 @@ class LocalCollector:
     `actor` acts: it is the learner's own behaviour or, with a `lag`, another one that is that many turns behind.
     """
 
+    part = "store"
     def __init__(self, actor: Behaviour, stepper: Stepper, experience: Experience, lag: int | None = None) -> None:
         self.actor, self.stepper, self.experience = actor, stepper, experience
         self.lag = None if lag is None else Lag(lag)
+        self._timed: Timed = untimed
 
     @property
     def started(self) -> bool:
@@ -93,7 +97,8 @@ class LocalCollector:
         experience.version = actor.version
         if request.is_empty:
             return
-        stepper.start()
+        act, step = self._timed(actor.act, "act"), self._timed(stepper.step, "environment")
+        self._timed(stepper.start, "environment")()
         if experience.valid is not None:
             experience.valid.fill(True)
         all_obs, all_actions, all_masks, logprobs = (
@@ -110,13 +115,13 @@ class LocalCollector:
             if taken < request.random:
                 actions, extras = actor.act_randomly(count, masks, request.hold), {}
             else:
-                actions, extras = actor.act(obs, masks, stepper.is_first)
+                actions, extras = act(obs, masks, stepper.is_first)
             all_actions[t] = actions
             if extras and logprobs is not None:
                 logprobs[t] = extras["logprobs"]
                 experience.values[t] = extras["values"]  # type: ignore[index]  # they come together
                 experience.has_values = True
-            result, ended = stepper.step(actions)
+            result, ended = step(actions)
             rewards[t] = result.rewards
             terminated[t] = result.terminated
             truncated[t] = result.truncated
@@ -134,7 +139,7 @@ class LocalCollector:
         if experience.masks is not None:
             experience.masks[t] = stepper.masks
         experience.steps, experience.transitions = t, taken
-        actor.add_logprobs(experience)
+        self._timed(actor.add_logprobs, "act")(experience)
 
     @staticmethod
     def _keep_finals(experience: Experience, t: int, result: Step) -> None:
@@ -147,6 +152,10 @@ class LocalCollector:
     def metrics(self, *, last: bool = False) -> dict[str, float]:
         """No metrics: nothing waits."""
         return {}
+
+    def watch(self, timed: Timed) -> None:
+        """Let `timed` replace the calls of the policy and the environments."""
+        self._timed = timed
 
     def interrupt(self, error: BaseException) -> None:
         """Raise this instead of the next step."""
@@ -176,7 +185,7 @@ class LocalCollector:
 class NoCollector:
     """For recorded data: no environment is built, and nothing is collected."""
 
-    started = False
+    started, part = False, "store"
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
         """Nothing."""

@@ -87,6 +87,7 @@ class WorkerCollector:
     dies or stalls is restarted from its state after its last answer, and gets the same request again.
     """
 
+    part = "wait for workers"
     answers_again = False  # whether a worker may give several answers in one turn
 
     def __init__(

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from rl_training.data.memory import Array
+
+Call = TypeVar("Call")
+
+
+class Timed(Protocol):
+    """Replaces a call by one that also adds its time to a part of a turn, such as `learn`."""
+
+    def __call__(self, call: Call, part: str, /) -> Call: ...
+
+
+def untimed(call: Call, part: str) -> Call:
+    """The call itself: nothing is measured."""
+    return call
 
 
 @dataclass(frozen=True)

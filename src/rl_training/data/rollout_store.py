@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
-from rl_training.data.experience import Experience, Request
+from rl_training.data.experience import Experience, Request, Timed, untimed
 from rl_training.data.memory import as_tensors
 from rl_training.data.store import StoreContext
 
@@ -31,6 +31,7 @@ class RolloutStore:
         self.values = np.zeros((lead[0] + 1, lead[1]), dtype=np.float32)
         self.truncation_values = np.zeros(lead, dtype=np.float32)
         self._batches: dict[Experience, dict[str, Tensor]] = {}
+        self._timed: Timed = untimed
 
     def describe(self) -> str:
         """The rollout's size, for the start of a run."""
@@ -82,7 +83,7 @@ class RolloutStore:
         if experience.has_resets and not experience.valid.any():
             return
         if reads_values:
-            self._evaluate(algorithm)
+            self._timed(self._evaluate, "act")(algorithm)
         known = self._batches.get(experience)
         if known is None or device.type != "cpu":  # once on the CPU: its tensors share the experience's memory
             arrays = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
@@ -115,6 +116,10 @@ class RolloutStore:
         batch["truncation_values"] = self._value(policy, experience.final_obs.flatten(0, 1)).view(-1, count)
         values = self._value(policy, experience.obs.flatten(0, 1)).view(-1, count)
         return batch | {"values": values[:-1], "bootstrap_value": values[-1]}
+
+    def watch(self, timed: Timed) -> None:
+        """Let `timed` replace the evaluation of a rollout."""
+        self._timed = timed
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Rollouts need no feedback."""

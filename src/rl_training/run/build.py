@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -69,9 +69,10 @@ class Session:
     ranks: Ranks = field(default_factory=Ranks)
     notes: tuple[str, ...] = ()  # about decisions, shown when a run starts
 
-    def collect(self, request: Request) -> Experience:
-        """The next experience from the environments, with the episodes of all ranks."""
-        return self.ranks.settle(lambda: self.collector.collect(self.behaviour, request))
+    @cached_property
+    def collect(self) -> Callable[[Request], Experience]:
+        """Collects from the environments; with several ranks, with the episodes of all of them."""
+        return self.ranks.settled(partial(self.collector.collect, self.behaviour))
 
     def source_state(self) -> dict[str, Any]:
         """The state of the collector and the stored experience, for a checkpoint."""

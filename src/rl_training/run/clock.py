@@ -31,6 +31,7 @@ class TrainingClock:
 
     def __init__(self, seconds: float, step: int, updates: int) -> None:
         self._seconds, self._is_stopped = seconds, False
+        self.paused: dict[str, float] = {}  # seconds in this process, by what they were spent on
         self.start(step, updates)
 
     def start(self, step: int, updates: int) -> None:
@@ -50,14 +51,15 @@ class TrainingClock:
         return self._seconds if self._is_stopped else self._seconds + time.perf_counter() - self._resumed_at
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Do not count the time of this block."""
-        was_stopped = self._is_stopped
+    def pause(self, part: str) -> Iterator[None]:
+        """Do not count the time of this block as training, but as `part`."""
+        was_stopped, begun = self._is_stopped, time.perf_counter()
         self.stop()
         try:
             yield
         finally:
             self._resumed_at, self._is_stopped = time.perf_counter(), was_stopped
+            self.paused[part] = self.paused.get(part, 0.0) + self._resumed_at - begun
 
     def steps_per_second(self, step: int) -> float:
         """The mean since the start of this process."""

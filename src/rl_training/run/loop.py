@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
+from rl_training.algorithms.base import UpdateResult
+from rl_training.data.experience import Timed, untimed
+from rl_training.envs.stepper import Episode
 from rl_training.run.build import Session
 from rl_training.run.run import Run
 
 
-def run_loop(session: Session, run: Run) -> None:
-    """Train until the run is finished."""
-    algorithm, store = session.algorithm, session.store
+def run_loop(session: Session, run: Run | Turns, timed: Timed = untimed) -> None:
+    """Train until the run is finished; `timed` may replace the calls that make up a turn, to measure them."""
+    algorithm, store, collect = session.algorithm, session.store, timed(session.collect, session.collector.part)
+    add, batches, feedback = timed(store.add, "store"), timed(store.batches, "store"), timed(store.feedback, "store")
+    update = timed(algorithm.update, "learn")
     while not run.finished():
         run.apply_schedules()
-        experience = session.collect(store.request(run.own_step))
-        run.count_steps(store.add(experience, run.own_step), experience.episodes)
-        for phase, batch in store.batches(algorithm, run.own_step):
-            result = algorithm.update(batch, phase=phase, global_step=run.step, sync=False)
+        experience = collect(store.request(run.own_step))
+        run.count_steps(add(experience, run.own_step), experience.episodes)
+        for phase, batch in batches(algorithm, run.own_step):
+            result = update(batch, phase=phase, global_step=run.step, sync=False)
             run.count_update(result)
-            store.feedback(batch, result)
+            feedback(batch, result)
         run.tick()
+
+
+class Turns:
+    """Takes the place of a `Run` to measure a session: it only counts, until `enough` of them are taken."""
+
+    def __init__(self, step: int, enough: Callable[[Turns], bool]) -> None:
+        self.step, self._enough = step, enough
+        self.taken = self.updates = 0
+        self.learned = False  # in the last turn
+        self._before = step, 0
+
+    @property
+    def own_step(self) -> int:
+        """A measurement has one process."""
+        return self.step
+
+    def finished(self) -> bool:
+        """Whether these turns are enough."""
+        return self._enough(self)
+
+    def apply_schedules(self) -> None:
+        """A measurement is too short for schedules."""
+        self._before = self.step, self.updates
+
+    def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
+        """Count real transitions."""
+        self.step += steps
+
+    def count_update(self, result: UpdateResult) -> None:
+        """Count an update."""
+        self.updates += 1
+
+    def tick(self) -> None:
+        """End a turn; one without steps counts as a step."""
+        step, updates = self._before
+        self.step = max(self.step, step + 1)
+        self.taken, self.learned = self.taken + self.step - step, self.updates > updates

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.data.experience import Experience
+from rl_training.data.experience import Experience, Request
 from rl_training.errors import EnvironmentFailure
 from rl_training.record.checkpoints import pack_tree, unpack_tree
 
@@ -65,9 +65,9 @@ class Ranks:
     def tell(self, error: BaseException) -> None:
         """Raise an error in the other ranks, which wait in `union`."""
 
-    def settle(self, collect: Callable[[], Experience]) -> Experience:
-        """This rank's experience with the episodes of all ranks; all raise a failure, before anything is stored."""
-        return collect()
+    def settled(self, collect: Callable[[Request], Experience]) -> Callable[[Request], Experience]:
+        """`collect` with the episodes of all ranks; all raise a failure of one, before anything is stored."""
+        return collect
 
     def knows(self, error: BaseException) -> bool:
         """Whether every rank has this error, so that they can continue together."""
@@ -190,18 +190,22 @@ class TorchRanks(Ranks):
         self._exchange(self._portable(error))
         self._known = error
 
-    def settle(self, collect: Callable[[], Experience]) -> Experience:
+    def settled(self, collect: Callable[[Request], Experience]) -> Callable[[Request], Experience]:
         """Exchange episodes or failures of all ranks; only a second signal ends a rank without telling the others."""
-        try:
-            experience = collect()
-        except BaseException as error:
-            if type(error) is not KeyboardInterrupt:
-                self.tell(error)
-            raise
-        experience.episodes = self.union(experience.episodes)
-        if experience.totals is not None:
-            self.mean_(experience.totals)
-        return experience
+
+        def collect_together(request: Request) -> Experience:
+            try:
+                experience = collect(request)
+            except BaseException as error:
+                if type(error) is not KeyboardInterrupt:
+                    self.tell(error)
+                raise
+            experience.episodes = self.union(experience.episodes)
+            if experience.totals is not None:
+                self.mean_(experience.totals)
+            return experience
+
+        return collect_together
 
     def _exchange(self, own: Any) -> list[Any]:
         every: list[Any] = [None] * self.count

@@ -243,13 +243,13 @@ class Run:
             return {}
         self.is_evaluating = True
         try:
-            with self.clock.pause():
+            with self.clock.pause("evaluate"):
                 result = self.ranks.first(partial(self._play_evaluation, last=last))
         except Interruption:
             return {}
         finally:
             self.is_evaluating = False
-        with self.clock.pause():
+        with self.clock.pause("evaluate"):
             self.last_evaluation = metrics = result.metrics()
             self.logger.log(self.step, {**metrics, "eval_returns": result.returns}, kind="eval", last=last)
             self._evaluated_step = self.step
@@ -302,7 +302,7 @@ class Run:
         due = time.perf_counter() - self._last_save >= max(
             CHECKPOINT_SECONDS, MOST_SAVING * self._save_seconds  # a large buffer must not stall training for long
         )
-        return bool(self.ranks.largest(due))
+        return due if self.ranks.count == 1 else bool(self.ranks.largest(due))
 
     def save_checkpoint(self, *, keep_step: bool = False) -> None:
         """Write `latest` and, on request, `step_<n>`."""
@@ -311,7 +311,7 @@ class Run:
             self.next_checkpoint += interval * (1 + (self.step - self.next_checkpoint) // interval)
         begun = time.perf_counter()
         try:
-            with self.clock.pause():
+            with self.clock.pause("checkpoint"):
                 self._check_parameters()
                 self._write_checkpoint("latest", replay=self.config.replay_in_checkpoint)
                 self.saved = self.counts()

@@ -1,7 +1,4 @@
-"""Measure where the time of a short run goes, how far it is from its floor, and which settings are faster.
-
-The methods of the run's objects are wrapped for timing, so other runs have no overhead.
-"""
+"""Measure where the time of a short run goes, how far it is from its floor, and which settings are faster."""
 
 from __future__ import annotations
 
@@ -16,30 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_training.collect.local import LocalCollector
 from rl_training.config.choices import MOST_THREADS
 from rl_training.config.params import read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
+from rl_training.data.rollout_store import RolloutStore
 from rl_training.errors import UserError
 from rl_training.run.build import Session, closed_on_error, open_session
 from rl_training.run.interruption import stop_error, stop_on_signals
-from rl_training.run.loop import run_loop
+from rl_training.run.loop import Turns, run_loop
 from rl_training.run.run import Run
 from rl_training.tools.floor import Floor, measure_floor
 from rl_training.tools.stopwatch import Stopwatch
 from rl_training.tools.worker_cost import WorkerCost, measure_workers
 
-# The methods of the collector, the store, the algorithm and the run that make up each part.
-PARTS = {
-    "environment": ("collector.stepper.step", "collector.stepper.start"),
-    "act": ("collector.actor.act", "collector.actor.add_logprobs", "store._evaluate"),
-    "rollout on the device": ("collector._roll",),
-    "wait for workers": ("collector._wait",),
-    "store": ("collector.collect", "store.add", "store.batches", "store.feedback"),
-    "learn": ("algorithm.update",),
-    "evaluate": ("run.evaluate",),
-    "checkpoint": ("run.save_checkpoint",),
-}
+PARTS = (  # of a turn (run/loop.py, collect/local.py), and what pauses the clock of a run
+    "environment", "act", "rollout on the device", "wait for workers", "store", "learn", "evaluate", "checkpoint",
+)  # fmt: skip
 REST = "rest"
 WORDS = {  # how to describe a part as the bottleneck, and its floor
     "environment": ("the environment", "its own steps alone"),
@@ -254,48 +245,27 @@ def open_measured(config: TrainConfig) -> Session:
     return open_session(config)
 
 
-class Turn(NamedTuple):
-    """The result of one turn of the loop."""
-
-    steps: int
-    updates: int
-
-
-def take_turn(session: Session, step: int) -> Turn:
-    """Take one turn of the loop at `step`, outside any run."""
-    store, algorithm = session.store, session.algorithm
-    steps = store.add(session.collect(store.request(step)), step)
-    updates = 0
-    for phase, batch in store.batches(algorithm, step + steps):
-        store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step + steps, sync=False))
-        updates += 1
-    return Turn(steps, updates)
-
-
 def play_at_random(session: Session) -> int:
     """Take turns until learning starts; return the number of their steps."""
-    step = 0
-    while step < session.params.facts.random_steps:
-        turn = take_turn(session, step)
-        step += turn.steps
-        if turn.updates:  # pretraining
-            break
-    return step
+    starts = session.params.facts.random_steps
+    turns = Turns(0, lambda turns: turns.step >= starts or turns.learned)  # some learn before, in a pretraining
+    run_loop(session, turns)
+    return turns.step
 
 
 def time_turns(session: Session, step: int, seconds: float) -> tuple[int, float]:
     """Take turns from `step` on until `seconds` have passed and the last turn learned; return steps and seconds.
 
-    They end with an update because some algorithms take many steps per update. A turn without steps counts as one step.
+    They end with an update because some algorithms take many steps per update.
     """
-    begun, taken = time.perf_counter(), 0
-    while True:
-        turn = take_turn(session, step + taken)
-        taken += turn.steps or 1
+    begun = time.perf_counter()
+
+    def enough(turns: Turns) -> bool:
         _synchronize(session)
-        spent = time.perf_counter() - begun
-        if spent >= seconds and (turn.updates or taken >= MOST_WAITING):
-            return taken, spent
+        return time.perf_counter() - begun >= seconds and (turns.learned or turns.taken >= MOST_WAITING)
+
+    run_loop(session, turns := Turns(step, enough))
+    return turns.taken, time.perf_counter() - begun
 
 
 def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
@@ -307,14 +277,17 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
     run.next_evaluation += first
     run.next_checkpoint += first
     with closing(run):
-        _wrap_parts(watch, {**vars(session), "run": run})
+        for part in (session.collector, session.store):
+            if isinstance(part, (LocalCollector, RolloutStore)):
+                part.watch(watch.wrap)
         with stop_on_signals(run):
             begun = time.perf_counter()
-            run_loop(session, run)
+            run_loop(session, run, watch.wrap)
             total = time.perf_counter() - begun
     if run.stop_signal is not None:
         raise stop_error(run.stop_signal)
-    seconds = {part: watch.seconds.get(part, 0.0) for part in PARTS}
+    spent = watch.seconds | run.clock.paused
+    seconds = {part: spent.get(part, 0.0) for part in PARTS}
     seconds[REST] = max(0.0, total - sum(seconds.values()))
     return Breakdown(session.config, run.step - first, run.updates, total, seconds)
 
@@ -323,17 +296,6 @@ def _synchronize(session: Session) -> None:
     """Wait for a GPU, which may still be busy after a call has returned."""
     if session.config.device.startswith("cuda"):
         torch.cuda.synchronize(session.config.device)
-
-
-def _wrap_parts(watch: Stopwatch, roots: dict[str, Any]) -> None:
-    for part, names in PARTS.items():
-        for name in names:
-            root, *between, method = name.split(".")
-            target = roots[root]
-            for attribute in between:
-                target = getattr(target, attribute, None)
-            if callable(getattr(target, method, None)):  # not every algorithm has all of them
-                setattr(target, method, watch.wrap(getattr(target, method), part))
 
 
 def estimate_seconds(session: Session, seconds: float) -> float:

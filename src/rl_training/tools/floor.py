@@ -18,6 +18,7 @@ from rl_training.envs.device import DeviceEngine, advance
 from rl_training.envs.random_play import draw, make_stepper
 from rl_training.run.build import Session
 from rl_training.run.learner import build_algorithm
+from rl_training.run.loop import Turns, run_loop
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mlp_forward", "mlp_backward")
 ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # how many updates, or for how long, products are counted
@@ -103,19 +104,25 @@ def capture(call: Callable[[], Any], repeats: int) -> Callable[[], Any]:
 
 def measure_floor(session: Session, step: int, seconds: float) -> Floor:
     """The floor of the turns from `step` on, counted in a second learner, whose steps are not captured."""
-    config, num_envs, store = session.config, session.config.num_envs, session.store
+    config, num_envs = session.config, session.config.num_envs
     learner = build_algorithm(session.spec, session.params, session.spaces, seed=config.seed, device=config.device)
     device = learner.device
-    learning, acting, taken, updates = Products(), Products(), 0, 0
+    learning, acting = Products(), Products()
     end = time.perf_counter() + MOST_SECONDS
-    while updates == 0 or (updates < ENOUGH_UPDATES and time.perf_counter() < end):
-        taken += store.add(session.collect(store.request(step + taken)), step + taken) or 1
-        for phase, batch in store.batches(session.algorithm, step + taken):
+
+    def counted(call: Any, part: str) -> Any:
+        def update_both(batch: Any, **options: Any) -> Any:
             with learning:
-                learner.update(batch, phase=phase, sync=False)
-            store.feedback(batch, session.algorithm.update(batch, phase=phase, sync=False))
-            updates += 1
-    learn = learning.time(device) / taken
+                learner.update(batch, **options)
+            return call(batch, **options)
+
+        return update_both if part == "learn" else call
+
+    def enough(turns: Turns) -> bool:
+        return turns.updates >= ENOUGH_UPDATES or (turns.updates > 0 and time.perf_counter() >= end)
+
+    run_loop(session, turns := Turns(step, enough), counted)
+    learn = learning.time(device) / turns.taken
     if not session.spec.steps_environments:
         return Floor(0.0, 0.0, learn)
     spaces = session.spaces

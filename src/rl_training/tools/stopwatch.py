@@ -16,12 +16,12 @@ class Stopwatch:
         self._inside = [0.0]  # per open call, the time of the wrapped calls inside it
         self._synchronize = synchronize or (lambda: None)
 
-    def wrap(self, method: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Wrap the method to measure its time, including the time that a generator takes for each value."""
+    def wrap(self, call: Any, part: str) -> Any:
+        """Wrap a call to measure its time, including the time that a generator takes for each value."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.timing(part):
-                result = method(*args, **kwargs)
+                result = call(*args, **kwargs)
             return self._timed_values(result, part) if isinstance(result, Iterator) else result
 
         return timed

@@ -104,7 +104,7 @@ def time_collecting(session: Session, algorithm: Algorithm, num_envs: int, secon
     with closing(make_stepper(session.recipe, spaces, seed, num_envs, vectorization)) as stepper:
         actor = Behaviour(algorithm, spaces, num_envs, np.random.default_rng(seed))
         collector = LocalCollector(actor, stepper, experience := Experience(layout))
-        stepper.step = watch.wrap(stepper.step, "step")  # type: ignore[method-assign]
+        collector.watch(watch.wrap)
         rounds: list[Pace] = []
         rows, end = 1, time.perf_counter() + seconds
         while len(rounds) < 2 or time.perf_counter() < end:
@@ -113,7 +113,7 @@ def time_collecting(session: Session, algorithm: Algorithm, num_envs: int, secon
             collector.fill(experience, Request(steps=rows))
             spent, worked = time.perf_counter() - begun, time.process_time() - worked
             taken = rows * num_envs
-            rounds.append(Pace(spent / taken, watch.seconds["step"] / taken, min(1.0, worked / spent)))
+            rounds.append(Pace(spent / taken, watch.seconds["environment"] / taken, min(1.0, worked / spent)))
             rows = min(2 * rows, layout.max_steps) if spent < seconds / 8 else rows
         return min(rounds)
 
