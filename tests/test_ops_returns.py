@@ -276,15 +276,16 @@ def test_scheduled_scalars_may_be_tensors() -> None:
 
 
 def test_q_learning_errors_match_the_published_numbers() -> None:
-    rewards, discounts = torch.ones(2), torch.tensor([0.0, 1.0])
+    batch = {"rewards": torch.ones(2), "discounts": torch.tensor([0.0, 1.0])}
     chosen = torch.tensor([1.0, 2.0])
     next_q = torch.tensor([[0.0, 1, 0], [1, 2, 0]])
     expected = torch.tensor([0.0, 1.0])
-    torch.testing.assert_close(bellman_target(rewards, discounts, next_q.amax(-1)) - chosen, expected)
+    torch.testing.assert_close(bellman_target(batch, 0.9, next_q.amax(-1)) - chosen, expected)
     selector = torch.tensor([[2.0, 10, 1], [11, 20, 1]])
     values = torch.tensor([[99.0, 1, 98], [91, 2, 66]])
-    target = bellman_target(rewards, discounts, double_q_values(q_selector=selector, q_value=values))
+    target = bellman_target(batch, 0.9, double_q_values(q_selector=selector, q_value=values))
     torch.testing.assert_close(target - chosen, expected)
+    torch.testing.assert_close(bellman_target(batch, 0.9, next_q), torch.tensor([[1.0, 1, 1], [2, 3, 1]]))
 
 
 def test_discounts_come_from_the_batch_then_from_terminated_then_from_dones() -> None:

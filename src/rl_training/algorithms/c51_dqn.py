@@ -18,6 +18,7 @@ from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.algorithms.support import move_support
 from rl_training.errors import UserError
 from rl_training.ops.distributional import cross_entropy, outside_mass, project_categorical
+from rl_training.ops.targets import bellman_target
 
 
 class C51DQN(QLearning):
@@ -55,7 +56,7 @@ class C51DQN(QLearning):
         """Projected distributions [B, K], their means [B] before the projection clips them, and how much it clips."""
         logits = self.target_network(rows["next_obs"])
         probs = choose(logits, self.next_scores(rows, logits).argmax(-1)).softmax(-1)
-        atoms = torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), self.support)
+        atoms = bellman_target(rows, self.gamma, self.support.unsqueeze(0))
         projected = project_categorical(atoms=atoms, probs=probs, support=self.support)
         return projected, (probs * atoms).sum(-1), outside_mass(atoms, probs, self.support)
 

@@ -20,7 +20,7 @@ from rl_training.algorithms.support import move_support
 from rl_training.errors import UserError
 from rl_training.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
 from rl_training.ops.losses import weighted_mean
-from rl_training.ops.targets import fold_discounts
+from rl_training.ops.targets import bellman_target
 
 
 def critic_loss(logits: Tensor, target_distributions: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -68,8 +68,7 @@ class D4PG(DDPG):
         with torch.no_grad():
             next_obs, target = batch["next_obs"], self.target_network
             next_probs = target.distribution_logits(next_obs, target.actor(next_obs)).softmax(-1)
-            discounts = fold_discounts(batch, self.gamma)
-            atoms = torch.addcmul(batch["rewards"].unsqueeze(-1), discounts.unsqueeze(-1), support)
+            atoms = bellman_target(batch, self.gamma, support.unsqueeze(0))
             target_probs = project_categorical(atoms=atoms, probs=next_probs, support=support)
         logits = self.model.distribution_logits(batch["obs"], batch["actions"])
         loss, errors = critic_loss(logits, target_probs, batch.get("weights"))

@@ -16,7 +16,7 @@ from rl_training.algorithms.exploration import GaussianExploration
 from rl_training.algorithms.numbers import Number
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.ops.losses import Losses, critic_losses
-from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
+from rl_training.ops.targets import bellman_target, transition_columns
 
 
 def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
@@ -93,7 +93,7 @@ class DDPG(GaussianExploration):
         """Take one gradient step on the Bellman error; return metrics and priorities [B]."""
         with torch.no_grad():
             next_values = self.target_values(batch["next_obs"], noise)
-            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_values)
+            targets = bellman_target(batch, self.gamma, next_values)
         inputs = self.model.features(batch["obs"]), batch["actions"]
         q_values, backward = self.critic_optimizer.trace(self.model.critics, *inputs)
         losses = regression_losses(q_values, targets, batch.get("weights"))

@@ -41,7 +41,7 @@ class DQN(QLearning):
         next_q = self.target_network(rows["next_obs"])
         scores = self.next_scores(rows, next_q)
         next_values = double_q_values(q_selector=scores, q_value=next_q) if self.double_q else scores.amax(-1)
-        return bellman_target(rewards=rows["rewards"], discounts=rows["discounts"], next_values=next_values)
+        return bellman_target(rows, self.gamma, next_values)
 
     def terms(self, rows: Batch, outputs: Tensor, targets: Tensor) -> SampleTerms:
         """Huber losses."""

@@ -19,6 +19,7 @@ from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
 from rl_training.errors import UserError
 from rl_training.ops.distributional import fraction_gradient, quantile_huber
+from rl_training.ops.targets import bellman_target
 from rl_training.speed.optimizer import Backward
 
 
@@ -62,7 +63,7 @@ class FQF(QLearning):
         else:
             scores = torch.matmul(quantiles, fractions.widths.unsqueeze(-1)).squeeze(-1)
         chosen = choose(quantiles, mask_scores(scores, rows.get("next_action_masks")).argmax(-1))
-        return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
+        return bellman_target(rows, self.gamma, chosen)
 
     def trace(self, rows: Any) -> tuple[Tensor, Backward]:
         """Quantiles [B, A, N] at the midpoints of the network's proposed fractions, which it adds to rows."""

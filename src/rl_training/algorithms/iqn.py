@@ -16,6 +16,7 @@ from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
 from rl_training.ops.distributional import quantile_huber
+from rl_training.ops.targets import bellman_target
 from rl_training.speed.optimizer import Backward
 
 
@@ -59,7 +60,7 @@ class IQN(QLearning):
             network, features = self.q_network, self.q_network.features(rows["next_obs"])
         scores = network.expected_values(features, rows["acting_taus"])
         chosen = choose(quantiles, mask_scores(scores, rows.get("next_action_masks")).argmax(-1))
-        return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
+        return bellman_target(rows, self.gamma, chosen)
 
     def trace(self, rows: Batch) -> tuple[Tensor, Backward]:
         """Quantiles [B, A, N] at the drawn fractions."""

@@ -16,7 +16,7 @@ from rl_training.algorithms.exploration import GaussianExploration
 from rl_training.algorithms.numbers import Number
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
+from rl_training.ops.targets import bellman_target, transition_columns
 
 
 def naf_loss(batch: Batch) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class NAF(GaussianExploration):
         """Take one gradient step on the Bellman error; return metrics and priorities [B]."""
         with torch.no_grad():
             next_values = self.target_network.state_values(batch["next_obs"])
-            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_values)
+            targets = bellman_target(batch, self.gamma, next_values)
         q_values = self.model.q_values(batch["obs"], batch["actions"])
         losses = naf_loss({**batch, "q_values": q_values, "target_q_values": targets})
         self.optimizer.step(losses["loss"])

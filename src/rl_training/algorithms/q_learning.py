@@ -17,7 +17,7 @@ from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carr
 from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.ops.losses import chosen_slopes, index_actions, weighted_mean
-from rl_training.ops.targets import fold_discounts, transition_columns
+from rl_training.ops.targets import transition_columns
 from rl_training.play import random_actions
 from rl_training.speed.optimizer import Backward
 
@@ -119,9 +119,8 @@ class QLearning(Algorithm):
         return {"noise": self.q_network.draw_noise(3, self.generator)} if self.noisy else {}
 
     def rows(self, batch: Batch, draws: Batch) -> dict[str, Tensor]:
-        """The batch with its discounts and the draws."""
-        folded = {"actions": batch["actions"].long(), "discounts": fold_discounts(batch, self.gamma)}
-        return {**batch, **folded, **draws}
+        """The batch and the draws."""
+        return {**batch, "actions": batch["actions"].long(), **draws}
 
     def critic_step(self, batch: Batch, draws: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """Take one gradient step; straight-line code that draws nothing, reads no tensor and branches on none."""

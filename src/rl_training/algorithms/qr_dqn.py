@@ -15,6 +15,7 @@ from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.ops.distributional import quantile_huber
+from rl_training.ops.targets import bellman_target
 
 
 class QRDQN(QLearning):
@@ -43,7 +44,7 @@ class QRDQN(QLearning):
         """Target quantiles [B, N]."""
         quantiles = self.target_network(rows["next_obs"])
         chosen = choose(quantiles, self.next_scores(rows, quantiles).argmax(-1))
-        return torch.addcmul(rows["rewards"].unsqueeze(1), rows["discounts"].unsqueeze(1), chosen)
+        return bellman_target(rows, self.gamma, chosen)
 
     def terms(self, rows: Batch, outputs: Tensor, targets: Tensor) -> SampleTerms:
         """Quantile Huber losses."""

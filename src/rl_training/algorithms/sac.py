@@ -16,7 +16,7 @@ from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Upda
 from rl_training.algorithms.numbers import Number, Setting, check_bound
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, fold_discounts, transition_columns
+from rl_training.ops.targets import bellman_target, transition_columns
 
 
 def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class SAC(Algorithm):
             next_q = self.target_critics(model.features(batch["next_obs"]), next_actions, subset).amin(0)
             if self.backup_entropy:
                 next_q = next_q - alpha * next_logprobs
-            targets = bellman_target(batch["rewards"], fold_discounts(batch, self.gamma), next_q)
+            targets = bellman_target(batch, self.gamma, next_q)
         inputs = model.features(batch["obs"]), batch["actions"]
         q_values, backward = self.critic_optimizer.trace(model.critics, *inputs)
         losses = critic_losses(q_values, targets, batch.get("weights"))

@@ -10,8 +10,11 @@ from torch import Tensor
 COLUMNS = ("obs", "actions", "rewards", "next_obs", "weights", "next_action_masks")
 
 
-def bellman_target(rewards: Tensor, discounts: Tensor, next_values: Tensor) -> Tensor:
-    """r + g V(s'), all [B]; termination and n-step length are already in `discounts`."""
+def bellman_target(batch: Mapping[str, Tensor], gamma: float | Tensor, next_values: Tensor) -> Tensor:
+    """r + g V(s') of a batch of transitions, from next values [B], or [B, K] (or [1, K]) for K targets each."""
+    rewards, discounts = batch["rewards"], fold_discounts(batch, gamma)
+    if next_values.dim() == 2:
+        rewards, discounts = rewards.unsqueeze(1), discounts.unsqueeze(1)
     return torch.addcmul(rewards, discounts, next_values)
 
 
