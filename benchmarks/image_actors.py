@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("label")
     parser.add_argument("--only", default="td3,d4pg,ddpg,sac", help="algorithms")
-    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--seeds", default="11,12,13")
     arguments = parser.parse_args()
     for algo in arguments.only.split(","):
         returns = []

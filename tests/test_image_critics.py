@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,8 @@ def test_the_results_page_has_the_recorded_numbers() -> None:
     assert set(recorded) == {"before", "after"}
     assert format_table(recorded) in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     for algo in DETERMINISTIC:
-        assert statistics.mean(recorded["after"][algo]) > max(-3.0, statistics.mean(recorded["before"][algo]))
+        assert min(recorded["after"][algo]) > -3.0  # an actor that is stuck has about -7
+    assert min(recorded["before"]["d4pg"]) < -7.0
 
 
 @pytest.mark.slow
