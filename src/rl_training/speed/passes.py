@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl_training.speed.private_torch import constant_in_graphs, count_holders, no_graph
+
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
 Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
 FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewest rows in learning and evaluation that repay compiling the kernels
@@ -50,28 +52,13 @@ class GradientMemory:
 
     def take(self) -> Pieces:
         """Pieces to write into."""
-        if self._pieces is None or self._count_holders(self._pieces) > self._holders:
+        if self._pieces is None or count_holders(self._pieces.flat) > self._holders:
             sizes = [p.numel() for p in self.parameters]
             flat = self.parameters[0].detach().new_empty(sum(sizes))
             self._pieces = Pieces(g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True))
             self._pieces.flat = flat
-            self._holders = self._count_holders(self._pieces)
+            self._holders = count_holders(flat)
         return self._pieces
-
-    @staticmethod
-    def _count_holders(pieces: Pieces) -> int:
-        return torch._C._storage_Use_Count(pieces.flat.untyped_storage()._cdata)
-
-
-class no_graph:
-    """`torch.no_grad` at a quarter of its cost: a small network's update enters it several times."""
-
-    def __enter__(self) -> None:
-        self.before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self.before)
 
 
 class SplitMLP:
@@ -218,12 +205,10 @@ def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tupl
     return [outputs for outputs, _ in passed], backward
 
 
+@constant_in_graphs
 def has_room(device: torch.device) -> bool:
     """Whether two programs of the kernels fit on a multiprocessor, as on Hopper and data-center Blackwell GPUs."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-has_room._dynamo_marked_constant = True  # type: ignore[attr-defined]  # while compiling; the decorator imports sympy
 
 
 def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> bool:
