@@ -26,7 +26,7 @@ from rl_training.collect.behaviour import Behaviour
 from rl_training.config import choices
 from rl_training.config.choices import choose_acceleration
 from rl_training.errors import UserError
-from rl_training.models import ensemble, mlp_iqn_network, noisy
+from rl_training.models import mlp_iqn_network, noisy
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run import acting
 from rl_training.run.acting import ActingSession
@@ -49,7 +49,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
     monkeypatch.setattr(capture, "CapturedStep", Recorded)
     monkeypatch.setattr(behaviour, "HostStep", RecordedOnHost)
-    for module in (passes, ensemble, mlp_iqn_network):  # on a GPU, there is no numpy inside of a step
+    for module in (passes, mlp_iqn_network):  # on a GPU, there is no numpy inside of a step
         monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
 

@@ -19,7 +19,6 @@ from rl_training.ops.distributional import CHUNK, cross_entropy, quantile_huber,
 from rl_training.ops.losses import (
     chosen_slopes,
     clipped_surrogate,
-    critic_losses,
     huber,
     policy_gradient,
     squared_error,
@@ -58,11 +57,7 @@ ELEMENTARY: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Tensor, tuple[
     "squared_error": (squared_error, normal(ROWS), (normal(ROWS, seed=1),)),
     "huber": (huber, 2 * normal(ROWS), (2 * normal(ROWS, seed=1),)),
     "cross_entropy": (cross_entropy, normal(ROWS, 5), (normal(ROWS, 5, seed=1).softmax(-1),)),
-    "critics": (
-        lambda q, y, w: (lambda found: (found["critic_loss"], found.slopes[0]))(critic_losses(q, y, w, scale=3.0)),
-        normal(2, ROWS), (normal(ROWS, seed=1), normal(ROWS, seed=2).abs()),
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ELEMENTARY)

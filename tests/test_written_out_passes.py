@@ -1,4 +1,4 @@
-"""The backward passes that are written out give autograd's gradients: actor-critics, critics, actors, Q networks."""
+"""The backward passes that are written out give autograd's gradients: actor-critics and Q networks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,17 @@ import pytest
 import torch
 
 from rl_training.algorithms.c51_dqn import C51DQN
-from rl_training.algorithms.d4pg import D4PG
-from rl_training.algorithms.ddpg import DDPG
 from rl_training.algorithms.dqn import DQN
 from rl_training.algorithms.fqf import FQF
 from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.ppo import PPO
 from rl_training.algorithms.qr_dqn import QRDQN
-from rl_training.algorithms.rlpd import RLPD
-from rl_training.algorithms.sac import SAC
-from rl_training.algorithms.td3 import TD3
-from rl_training.models import ensemble, mlp_iqn_network
+from rl_training.models import mlp_iqn_network
 from rl_training.models.blocks import mlp
-from rl_training.models.ensemble import CriticEnsemble
 from rl_training.models.mlp_actor_critic import MLPActorCritic
-from rl_training.models.mlp_d4pg import MLPD4PGModel
-from rl_training.models.mlp_ddpg import MLPDDPGModel
 from rl_training.models.mlp_fqf_network import MLPFQFNetwork
 from rl_training.models.mlp_iqn_network import MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.models.mlp_sac import MLPSACModel
-from rl_training.models.mlp_td3 import MLPTD3Model
 from rl_training.speed import passes
 
 ROWS, OBS = 33, 5
@@ -67,7 +57,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, every network runs by autograd alone."""
 
     def switch() -> None:
-        for module in (passes, ensemble, mlp_iqn_network):
+        for module in (passes, mlp_iqn_network):
             monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
     return switch
@@ -120,18 +110,6 @@ NETWORKS: dict[str, tuple[Callable[[str], Any], tuple[tuple[int, ...], ...]]] = 
         lambda a: MLPIQNNetwork(obs_dim=OBS, action_dim=3, hidden_sizes=(16, 8), activation=a, embedding_dim=7),
         ((ROWS, OBS), (ROWS, 4)),
     ),
-    "actor": (
-        lambda a: MLPDDPGModel(obs_dim=OBS, action_dim=2, hidden_sizes=(16, 8), activation=a).actor, ((ROWS, OBS),)
-    ),
-    **{
-        f"critics_{count}_{outputs}": (
-            lambda a, count=count, outputs=outputs: CriticEnsemble(
-                num_critics=count, inputs=OBS + 2, hidden_sizes=(16, 8), outputs=outputs, activation=a
-            ),
-            ((ROWS, OBS), (ROWS, 2)),
-        )
-        for count, outputs in [(1, 1), (2, 1), (3, 4)]
-    },
 }  # fmt: skip
 
 
@@ -143,45 +121,21 @@ def test_a_network_is_one_node_with_autograd_s_gradients(
     torch.manual_seed(0)
     make, shapes = NETWORKS[name]
     network, inputs = make(activation), [torch.rand(shape) for shape in shapes]
-    parameters = list(network.parameters())
+    leaves = [inputs[0].requires_grad_(), *network.parameters()]
     outputs = network(*inputs)
     slopes = torch.randn_like(outputs)
-    found = torch.autograd.grad(outputs, parameters, slopes)
+    found = torch.autograd.grad(outputs, leaves, slopes)
+    (by_input,) = torch.autograd.grad(network(*inputs), inputs[:1], slopes)
     traced = network.trace(*inputs) if hasattr(network, "trace") else None
     given = None if traced is None else [g.clone() for g in traced[1](slopes)]
     plainly()
     plain = network(*inputs)
-    wanted = torch.autograd.grad(plain, parameters, slopes)
+    wanted = torch.autograd.grad(plain, leaves, slopes)
     torch.testing.assert_close(outputs, plain, rtol=1e-5, atol=1e-6)
-    assert_close(found, wanted)
+    assert_close([by_input, *found], [wanted[0], *wanted])
     if given is not None:
         torch.testing.assert_close(traced[0], plain.detach(), rtol=1e-5, atol=1e-6)
-        assert_close(given, wanted)
-
-
-@pytest.mark.parametrize("subset", [None, slice(0, 1), torch.tensor([2, 0])])
-def test_critics_differentiate_by_actions_and_leave_out_what_nobody_asks_for(
-    subset: Any, plainly: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    critics = CriticEnsemble(num_critics=3, inputs=OBS + 2, hidden_sizes=(16, 8))
-    obs, actions = torch.randn(ROWS, OBS), torch.randn(ROWS, 2, requires_grad=True)
-    asked: list[bool] = []
-    backward = passes.SplitMLP.backward
-
-    def watched(split: Any, inputs: Any, grad: Any, pieces: Any, into_input: bool) -> Any:
-        asked.append(pieces is not None)
-        return backward(split, inputs, grad, pieces, into_input)
-
-    monkeypatch.setattr(passes.SplitMLP, "backward", watched)
-    slopes = torch.randn_like(critics(obs, actions, subset))
-    (by_actions,) = torch.autograd.grad(critics(obs, actions, subset), actions, slopes)
-    by_both = torch.autograd.grad(critics(obs, actions, subset), [actions, *critics.parameters()], slopes)
-    assert asked == [False, True]
-    plainly()
-    wanted = torch.autograd.grad(critics(obs, actions, subset), [actions, *critics.parameters()], slopes)
-    assert_close([by_actions], wanted[:1])
-    assert_close(by_both, wanted)
+        assert_close(given, wanted[1:])
 
 
 def test_gradients_that_somebody_holds_are_not_overwritten() -> None:
@@ -230,15 +184,12 @@ def test_a_replaced_network_is_the_one_that_learns() -> None:
 
 
 def test_what_has_no_written_out_form_says_so() -> None:
-    obs, actions = torch.randn(ROWS, OBS), torch.randn(ROWS, 2)
+    obs = torch.randn(ROWS, OBS)
     for options in ({"activation": "elu"}, {"dueling": True}, {"noisy": True}):
         assert MLPQNetwork(obs_dim=OBS, action_dim=2, **options).trace(obs) is None  # type: ignore[arg-type]
-    for options in ({"activation": "elu"}, {"layer_norm": True}):
-        assert CriticEnsemble(num_critics=2, inputs=OBS + 2, **options).trace(obs, actions) is None
 
 
-SIZES: dict[str, Any] = {"obs_dim": OBS, "hidden_sizes": (16, 8)}
-Q_SIZES: dict[str, Any] = {**SIZES, "action_dim": 3}
+Q_SIZES: dict[str, Any] = {"obs_dim": OBS, "hidden_sizes": (16, 8), "action_dim": 3}
 LEARNERS: dict[str, Any] = {
     "dqn": lambda: DQN(q_network=MLPQNetwork(**Q_SIZES)),
     "dqn_double": lambda: DQN(q_network=MLPQNetwork(**Q_SIZES), double_q=True, max_grad_norm=0.01),
@@ -246,12 +197,6 @@ LEARNERS: dict[str, Any] = {
     "qr": lambda: QRDQN(q_network=MLPQNetwork(num_outputs=6, **Q_SIZES), num_quantiles=6),
     "iqn": lambda: IQN(q_network=MLPIQNNetwork(**Q_SIZES), num_quantiles=6),
     "fqf": lambda: FQF(q_network=MLPFQFNetwork(num_quantiles=6, **Q_SIZES), num_quantiles=6),
-    "ddpg": lambda: DDPG(model=MLPDDPGModel(action_dim=2, **SIZES)),
-    "ddpg_clipped": lambda: DDPG(model=MLPDDPGModel(action_dim=2, **SIZES), action_gradient_clip=0.05),
-    "td3": lambda: TD3(model=MLPTD3Model(action_dim=2, **SIZES), policy_delay=1),
-    "d4pg": lambda: D4PG(model=MLPD4PGModel(action_dim=2, **SIZES)),
-    "sac": lambda: SAC(model=MLPSACModel(action_dim=2, **SIZES)),
-    "rlpd": lambda: RLPD(model=MLPSACModel(action_dim=2, num_critics=4, **SIZES)),
 }
 
 
@@ -264,11 +209,9 @@ def test_an_update_is_the_one_of_autograd(name: str, weighted: bool, plainly: Ca
         optimizer.kind = "sgd"
     learner.numbers.update({name: 1.0 for name, rate in learner.numbers.items() if "learning_rate" in name and rate})
     twin = copy.deepcopy(learner.state_dict())
-    discrete = "dqn" in name or name in ("c51", "qr", "iqn", "fqf")
     batch = {
         "obs": torch.randn(ROWS, OBS), "next_obs": torch.randn(ROWS, OBS), "rewards": torch.randn(ROWS),
-        "actions": torch.randint(3, (ROWS,)) if discrete else torch.rand(ROWS, 2) * 2 - 1,
-        "dones": (torch.rand(ROWS) < 0.2).float(),
+        "actions": torch.randint(3, (ROWS,)), "dones": (torch.rand(ROWS) < 0.2).float(),
     }  # fmt: skip
     if weighted:
         batch["weights"] = torch.rand(ROWS)

@@ -15,13 +15,14 @@ from rl_training.algorithms.base import Batch, UpdateResult
 from rl_training.algorithms.exploration import GaussianExploration
 from rl_training.algorithms.numbers import Number
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import Losses, critic_losses
+from rl_training.ops.losses import critic_losses
 from rl_training.ops.targets import bellman_target, transition_columns
 
 
-def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
-    """Mean squared error per critic, weighted by importance, summed over critics: [B] or [E, B], [B], [B]."""
-    return critic_losses(q_values, targets, weights, scale=torch.atleast_2d(q_values).shape[0])
+def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+    """Mean squared error per critic, weighted by importance, summed over critics: [B] or [E, B], [B], [B] -> []."""
+    losses = critic_losses(q_values, targets, weights)
+    return losses | {"critic_loss": losses["critic_loss"] * (q_values.numel() // len(targets))}
 
 
 def actor_loss(q_values: Tensor) -> dict[str, Tensor]:
@@ -94,11 +95,10 @@ class DDPG(GaussianExploration):
         with torch.no_grad():
             next_values = self.target_values(batch["next_obs"], noise)
             targets = bellman_target(batch, self.gamma, next_values)
-        inputs = self.model.features(batch["obs"]), batch["actions"]
-        q_values, backward = self.critic_optimizer.trace(self.model.critics, *inputs)
+        q_values = self.model.ensemble_values(batch["obs"], batch["actions"])
         losses = regression_losses(q_values, targets, batch.get("weights"))
-        self.critic_optimizer.apply_gradients(backward(*losses.slopes))
-        return losses, (targets - q_values).abs_().mean(0)
+        self.critic_optimizer.step(losses["critic_loss"])
+        return losses, (targets - q_values.detach()).abs_().mean(0)
 
     def actor_step(self, obs: Tensor) -> dict[str, Tensor]:
         """Take one step along the deterministic policy gradient."""

@@ -129,11 +129,10 @@ class SAC(Algorithm):
             if self.backup_entropy:
                 next_q = next_q - alpha * next_logprobs
             targets = bellman_target(batch, self.gamma, next_q)
-        inputs = model.features(batch["obs"]), batch["actions"]
-        q_values, backward = self.critic_optimizer.trace(model.critics, *inputs)
+        q_values = model.critics(model.features(batch["obs"]), batch["actions"])
         losses = critic_losses(q_values, targets, batch.get("weights"))
-        self.critic_optimizer.apply_gradients(backward(*losses.slopes))
-        return {**losses, "alpha": alpha}, (targets - q_values).abs_().mean(0)
+        self.critic_optimizer.step(losses["critic_loss"])
+        return {**losses, "alpha": alpha}, (targets - q_values.detach()).abs_().mean(0)
 
     def actor_step(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""

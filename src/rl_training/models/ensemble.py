@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import activation_layer, encode
-from rl_training.speed.passes import Backward, SplitMLP, StackedHead, StackedPass, evaluate, runs_written_out, trace
 
 
 class _Layer(NamedTuple):
@@ -53,37 +52,13 @@ class MLPEnsemble(nn.Module):
             for name, value in parts.items():
                 self.register_parameter(f"{name}{i}", nn.Parameter(value))
             self._layers.append(_Layer(*(getattr(self, f"{name}{i}", None) for name in _Layer._fields)))  # type: ignore[arg-type]
-        self._split = self._write_out(self._layers)
-
-    def _write_out(self, layers: Sequence[_Layer]) -> SplitMLP | None:
-        """The hand-written passes of these layers, if they have any."""
-        if self.layer_norm or not isinstance(self.activation, (nn.ReLU, nn.Tanh)):
-            return None
-        head = StackedPass if self.outputs > 1 else StackedHead
-        passes = [*(StackedPass(p.weight, p.bias) for p in layers[:-1]), head(layers[-1].weight, layers[-1].bias)]
-        return SplitMLP(passes, is_tanh=isinstance(self.activation, nn.Tanh))
 
     def _select_layers(self, subset: Tensor | slice) -> list[_Layer]:
         return [_Layer(*(_select(p, subset) for p in layer)) for layer in self._layers]  # type: ignore[arg-type]
 
     def run(self, x: Tensor, subset: Tensor | slice | None = None) -> Tensor:
         """Outputs of every member, or only of those in `subset` (indices [M] or a slice); others are not computed."""
-        layers, split = self._layers, self._split
-        if subset is not None:
-            layers = self._select_layers(subset)
-            split = self._write_out(layers)
-        if split is not None and runs_written_out(x):
-            return evaluate([split], lambda x: [self._run_plainly(x, layers)], x)[0]
-        return self._run_plainly(x, layers)
-
-    @torch.no_grad()
-    def combine_outputs(self, weights: Tensor, offsets: Tensor) -> None:
-        """Change the last layer so that the outputs [K] become `weights` [K, K] @ outputs + `offsets`."""
-        head = self._layers[-1]
-        head.weight.copy_(head.weight @ weights.T)
-        head.bias.copy_(head.bias @ weights.T + offsets)
-
-    def _run_plainly(self, x: Tensor, layers: Sequence[_Layer]) -> Tensor:
+        layers = self._layers if subset is None else self._select_layers(subset)
         if x.dim() == 2:
             x = x.expand(layers[0].weight.shape[0], *x.shape)
         for layer in layers[:-1]:
@@ -96,6 +71,13 @@ class MLPEnsemble(nn.Module):
             return torch.baddbmm(head.bias, x, head.weight)
         # A batched product with one column is 5 times slower than this.
         return (x * head.weight.mT).sum(-1) + head.bias.squeeze(-1)
+
+    @torch.no_grad()
+    def combine_outputs(self, weights: Tensor, offsets: Tensor) -> None:
+        """Change the last layer so that the outputs [K] become `weights` [K, K] @ outputs + `offsets`."""
+        head = self._layers[-1]
+        head.weight.copy_(head.weight @ weights.T)
+        head.bias.copy_(head.bias @ weights.T + offsets)
 
 
 class CriticEnsemble(MLPEnsemble):
@@ -111,16 +93,6 @@ class CriticEnsemble(MLPEnsemble):
     def forward(self, features: Tensor, actions: Tensor, subset: Tensor | slice | None = None) -> Tensor:
         """Values of every critic, or only of those in `subset`."""
         return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset)
-
-    def trace(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Backward] | None:
-        """`forward` without a graph, and a function that maps slopes to gradients; None if autograd is needed."""
-        if self.encoder is not None:
-            return None
-        x, split = torch.cat([features, actions], -1), self._split
-        if split is None or not runs_written_out(x):
-            return None
-        (outputs,), backward = trace([split], split.memory, x)
-        return outputs, backward
 
 
 def _select(parameter: Tensor | None, subset: Tensor | slice) -> Tensor | None:

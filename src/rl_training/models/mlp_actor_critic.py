@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
-from rl_training.ops.autograd import differentiate
 from rl_training.speed.numpy_forms import Array, numpy_forward
 from rl_training.speed.passes import Backward, WrittenOut, run_network
+from rl_training.speed.private_torch import differentiate
 
 
 class PolicyOutput(NamedTuple):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.ensemble import CriticEnsemble
 from rl_training.speed.numpy_forms import Array, numpy_forward
-from rl_training.speed.passes import WrittenOut
 
 # obs [N, ...], masks (unused here), generator, deterministic -> actions [N, A]
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
@@ -57,12 +56,11 @@ class DeterministicActor(nn.Module):
         self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
         layers = mlp(encoded_dim(obs_dim, encoder), hidden_sizes, action_dim, activation, output_gain=0.01)
         self.network = nn.Sequential(*layers, nn.Tanh())  # a small last layer: tanh starts where gradients pass
-        self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
         """Actions without noise."""
         x = encode(self.encoder, self.observation_input(obs))
-        outputs = self._passes(x, list(self.network)[:-1])[0]
+        outputs = self.network[:-1](x)
         if self.encoder is None or not outputs.requires_grad:
             return outputs.tanh()
         return ReturningTanh.apply(outputs)

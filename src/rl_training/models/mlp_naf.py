@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.mlp_ddpg import NumpyPolicy, noisy_policy
 from rl_training.speed.numpy_forms import numpy_forward
-from rl_training.speed.passes import WrittenOut
 
 LOG_DIAGONAL_RANGE = (-10.0, 5.0)
 
@@ -28,7 +27,6 @@ class MLPNAFModel(nn.Module):
         self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
         below, features = action_dim * (action_dim - 1) // 2, encoded_dim(obs_dim, encoder)
         self.network = mlp(features, hidden_sizes, 2 * action_dim + 1 + below, activation, output_gain=0.01)
-        self._passes = WrittenOut()
         self._sizes = [action_dim, 1, action_dim, below]  # mu, V, log of L's diagonal, L below the diagonal
         # Index of each entry of L in (diagonal, below, one zero), so that one gather builds L.
         place = torch.full((action_dim, action_dim), action_dim + below)
@@ -39,7 +37,7 @@ class MLPNAFModel(nn.Module):
         self.register_buffer("place", place.flatten(), persistent=False)
 
     def _outputs(self, obs: Tensor) -> Tensor:
-        return self._passes(encode(self.encoder, self.observation_input(obs)), self.network)[0]
+        return self.network(encode(self.encoder, self.observation_input(obs)))
 
     def heads(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """mu [B, A] in [-1, 1], V [B] and L [B, A, A]."""

@@ -14,7 +14,6 @@ from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
 from rl_training.models.mlp_ddpg import ActorAndCritics, NumpyPolicy
 from rl_training.ops.policy import tanh_log_det
 from rl_training.speed.numpy_forms import Array, numpy_forward
-from rl_training.speed.passes import WrittenOut
 
 LOG_STD_RANGE = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -39,7 +38,6 @@ class SquashedGaussianActor(nn.Module):
         self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
         features = encoded_dim(obs_dim, encoder)
         self.network = mlp(features, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
-        self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
         """The deterministic action tanh(mean)."""
@@ -48,7 +46,7 @@ class SquashedGaussianActor(nn.Module):
     def gaussian(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log deviation of u, each [B, A]."""
         x = encode(self.encoder, self.observation_input(obs))
-        mean, log_std = self._passes(x, self.network)[0].chunk(2, -1)
+        mean, log_std = self.network(x).chunk(2, -1)
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
     def draw(self, obs: Tensor, noise: Tensor) -> Tensor:

@@ -111,13 +111,10 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
     return losses.mean() if weights is None else (losses * weights).mean()
 
 
-def critic_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = None, scale: float = 1.0) -> Losses:
-    """`scale` times the mean squared error over batch and critics, weighted by importance: [..., B], [B], [B] -> []."""
+def critic_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+    """Mean squared error over batch and critics, weighted by importance: [..., B], [B], [B] -> []."""
     targets = targets.detach()
-    errors = q_values - targets
-    weighted = errors if weights is None else errors * weights
-    losses = {"critic_loss": (weighted * errors).mean() * scale, "target_q_mean": targets.mean()}
-    return Losses(losses, (weighted.detach() * (2.0 * scale / errors.numel()),))
+    return {"critic_loss": weighted_mean((q_values - targets).square(), weights), "target_q_mean": targets.mean()}
 
 
 def chosen_slopes(slopes: Tensor, actions: Tensor, outputs: Tensor, weights: Tensor | None) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.speed.private_torch import copy_all
+
 Step = Callable[..., Any]
 CAPTURING = ("cuda",)  # devices whose kernels can be captured
 PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd initialize themselves in the first of them
@@ -221,7 +223,7 @@ class Recording:
     def replay(self, tensors: list[Tensor]) -> Any:
         """Run the graph on other inputs of the same shapes."""
         for group in self.groups:
-            torch._foreach_copy_([self.inputs[i] for i in group], [tensors[i] for i in group])
+            copy_all([self.inputs[i] for i in group], [tensors[i] for i in group])
         self.graph.replay()
         return self.outputs.copy(torch.clone)
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 from rl_training.errors import UserError
-from rl_training.ops.autograd import differentiate
+from rl_training.speed.private_torch import adam_step, concatenate, differentiate
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
@@ -48,11 +47,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     end = start = first.data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != end or not tensor.is_contiguous():
-            return _flatten_dense_tensors(tensors)
+            return concatenate(tensors)
         end += tensor.nbytes
     storage = first.untyped_storage()
     if end > storage.data_ptr() + storage.nbytes():  # adjacent in memory, but not in one storage
-        return _flatten_dense_tensors(tensors)
+        return concatenate(tensors)
     return first.as_strided(((end - start) // first.itemsize,), (1,))
 
 
@@ -180,11 +179,7 @@ class Optimizer(nn.Module):
             steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
             tensors = self.flat, grad, self.mean, self.square
             params, grads, means, squares = [(x,) if grad.is_cpu else split_evenly(x) for x in tensors]
-            torch._fused_adam_(
-                params, grads, means, squares, [], [steps] * len(params),
-                lr=self.learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=self.eps,
-                amsgrad=False, maximize=False,
-            )  # fmt: skip
+            adam_step(params, grads, means, squares, steps, learning_rate=self.learning_rate, eps=self.eps)
             return
         rate = self.learning_rate
         if self.kind != "sgd":

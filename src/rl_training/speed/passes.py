@@ -23,79 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl_training.speed.private_torch import constant_in_graphs, count_holders, no_graph
+
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
 Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
 FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewest rows in learning and evaluation that repay compiling the kernels
 FUSED_UNITS = 64
 CAN_FUSE = bool(torch.version.cuda and find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))))
-
-
-class LinearPass:
-    """x [B, in] -> [B, out], with the parameters of an `nn.Linear`."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        self.weight, self.bias = weight, bias  # the parameters themselves, because an optimizer moves their memory
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer."""
-        return F.linear(x, self.weight, self.bias)
-
-    def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
-        """Write the parameters' gradients."""
-        torch.mm(grad.t(), x, out=on_weight)
-        torch.sum(grad, 0, out=on_bias)
-
-    def into_input(self, grad: Tensor) -> Tensor:
-        """The input's gradient."""
-        return torch.mm(grad, self.weight)
-
-
-class StackedPass:
-    """x [E, B, in], or [B, in] shared by all, -> [E, B, out]: E layers, weights [E, in, out], biases [E, 1, out]."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layers."""
-        return torch.baddbmm(self.bias, x if x.dim() == 3 else x.expand(len(self.weight), *x.shape), self.weight)
-
-    def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
-        """Write the parameters' gradients."""
-        torch.bmm(x.mT if x.dim() == 3 else x.t().expand(len(grad), *x.t().shape), grad, out=on_weight)
-        torch.sum(grad, 1, keepdim=True, out=on_bias)
-
-    def into_input(self, grad: Tensor) -> Tensor:
-        """The inputs' gradients [E, B, in]."""
-        return torch.bmm(grad, self.weight.mT)
-
-
-class StackedHead(StackedPass):
-    """[E, B, in] -> [E, B]: E layers with one output each; 5 times faster than a batched product."""
-
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        super().__init__(weight, bias)
-        self._products = weight.detach().new_empty(0)  # [E, B, in], reused because new memory costs more than products
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        """Multiply x [E, B, in], or one number per row [E, B, 1], by the weights."""
-        shape = (len(self.weight), x.shape[-2], self.weight.shape[1])
-        if self._products.shape != shape:
-            self._products = x.new_empty(shape)
-        return torch.mul(x, self.weight.mT, out=self._products)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layers."""
-        return self._multiply(x).sum(-1).add_(self.bias.squeeze(-1))
-
-    def into_parameters(self, grad: Tensor, x: Tensor, on_weight: Tensor, on_bias: Tensor) -> None:
-        """Write the parameters' gradients."""
-        torch.bmm(grad.unsqueeze(1), x if x.dim() == 3 else x.expand(len(grad), *x.shape), out=on_weight.mT)
-        torch.sum(grad, 1, keepdim=True, out=on_bias.squeeze(-1))
-
-    def into_input(self, grad: Tensor) -> Tensor:
-        """The inputs' gradients [E, B, in]."""
-        return self._multiply(grad.unsqueeze(-1))
 
 
 class Pieces(list[Tensor]):
@@ -118,36 +52,23 @@ class GradientMemory:
 
     def take(self) -> Pieces:
         """Pieces to write into."""
-        if self._pieces is None or self._count_holders(self._pieces) > self._holders:
+        if self._pieces is None or count_holders(self._pieces.flat) > self._holders:
             sizes = [p.numel() for p in self.parameters]
             flat = self.parameters[0].detach().new_empty(sum(sizes))
             self._pieces = Pieces(g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True))
             self._pieces.flat = flat
-            self._holders = self._count_holders(self._pieces)
+            self._holders = count_holders(flat)
         return self._pieces
-
-    @staticmethod
-    def _count_holders(pieces: Pieces) -> int:
-        return torch._C._storage_Use_Count(pieces.flat.untyped_storage()._cdata)
-
-
-class no_graph:
-    """`torch.no_grad` at a quarter of its cost: a small network's update enters it several times."""
-
-    def __enter__(self) -> None:
-        self.before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self.before)
 
 
 class SplitMLP:
     """Layers with ReLU or tanh between them, and also after the last one with `active_end`."""
 
-    def __init__(self, layers: Sequence[Any], *, is_tanh: bool, active_end: bool = False) -> None:
-        self.layers, self.is_tanh, self.active_end = list(layers), is_tanh, active_end
-        self.parameters: list[Tensor] = [p for layer in self.layers for p in (layer.weight, layer.bias)]
+    def __init__(self, layers: Sequence[nn.Linear], *, is_tanh: bool, active_end: bool) -> None:
+        # the parameters themselves, because an optimizer moves their memory
+        self.layers = [(layer.weight, layer.bias) for layer in layers]
+        self.is_tanh, self.active_end = is_tanh, active_end
+        self.parameters: list[Tensor] = [p for layer in self.layers for p in layer]
         self.num_saved = len(self.layers) + active_end
         self.memory = GradientMemory(self.parameters)
         self._slope = tanh_backward if is_tanh else relu_backward
@@ -159,17 +80,17 @@ class SplitMLP:
         kinds, ends = [type(part) for part in parts], len(parts) % 2
         if not parts or set(kinds[0::2]) != {nn.Linear} or set(kinds[1::2]) not in ({nn.Tanh}, {nn.ReLU}, set()):
             return None
-        layers = [LinearPass(part.weight, part.bias) for part in parts if isinstance(part, nn.Linear)]
+        layers = [part for part in parts if isinstance(part, nn.Linear)]
         return cls(layers, is_tanh=nn.Tanh in kinds, active_end=not ends)
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Outputs, and each layer's input, without an autograd graph."""
         inputs: list[Tensor] = []
-        for layer in self.layers:
+        for weight, bias in self.layers:
             if inputs:
                 self._activate(x)
             inputs.append(x)
-            x = layer.forward(x)
+            x = F.linear(x, weight, bias)
         if self.active_end:
             self._activate(x)
             inputs.append(x.detach())
@@ -183,22 +104,19 @@ class SplitMLP:
             x.relu_()
 
     def backward(
-        self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor] | None, into_input: bool
+        self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor], into_input: bool
     ) -> Tensor | None:
         """Return the input's gradient from the outputs' gradient; write the parameters' gradients into `pieces`."""
         if self.active_end:
             grad = self._slope(grad, inputs[-1], torch.empty_like(grad))
         for i in range(len(self.layers) - 1, -1, -1):
-            layer, x = self.layers[i], inputs[i]
-            if pieces is not None:
-                layer.into_parameters(grad, x, pieces[2 * i], pieces[2 * i + 1])
+            x = inputs[i]
+            torch.mm(grad.t(), x, out=pieces[2 * i])
+            torch.sum(grad, 0, out=pieces[2 * i + 1])
             if i:
-                grad = layer.into_input(grad)
+                grad = torch.mm(grad, self.layers[i][0])
                 self._slope(grad, x, grad)  # in place: new memory costs more than the arithmetic
-        if not into_input:
-            return None
-        on_input = self.layers[0].into_input(grad)
-        return on_input.sum(0) if on_input.dim() > inputs[0].dim() else on_input  # E networks read the same rows
+        return torch.mm(grad, self.layers[0][0]) if into_input else None
 
 
 class _Evaluation(torch.autograd.Function):
@@ -218,11 +136,8 @@ class _Evaluation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad
-        into_input, into_parameters = needs[2], True not in needs[:3] or is_asked_for(ctx.next_functions[1][0])
         if torch.is_grad_enabled():  # for a second derivative, autograd must record this part too
-            wanted = into_input, *[into_parameters] * len(ctx.parameters)
-            return None, None, *_differentiate_plainly(ctx, grads, wanted)
+            return None, None, *_differentiate_plainly(ctx, grads)
         on_x: Tensor | None = None
         on_parameters: list[Tensor | None] = []
         saved, start = ctx.saved_tensors, 0
@@ -232,31 +147,21 @@ class _Evaluation(torch.autograd.Function):
             if grad is None:
                 on_parameters += [None] * len(split.parameters)
                 continue
-            pieces = split.memory.take() if into_parameters else None
-            on_input = split.backward(inputs, grad, pieces, into_input)
-            # separate views, so that `GradientMemory` can count who holds them
-            on_parameters += [None] * len(split.parameters) if pieces is None else [g.detach() for g in pieces]
+            pieces = split.memory.take()
+            on_input = split.backward(inputs, grad, pieces, ctx.needs_input_grad[2])
+            on_parameters += [g.detach() for g in pieces]  # views, so that `GradientMemory` can count who holds them
             if on_input is not None:
                 on_x = on_input if on_x is None else on_x + on_input
         return None, None, on_x, *on_parameters
 
 
-def _differentiate_plainly(ctx: Any, grads: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    x = ctx.saved_tensors[0]
+def _differentiate_plainly(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    x, wanted = ctx.saved_tensors[0], ctx.needs_input_grad[2:]
     used = [(out, grad) for out, grad in zip(ctx.plain(x), grads, strict=True) if grad is not None]
     inputs = [tensor for tensor, is_wanted in zip((x, *ctx.parameters), wanted, strict=True) if is_wanted]
     outputs, on_outputs = zip(*used, strict=True)
     found = iter(torch.autograd.grad(outputs, inputs, on_outputs, create_graph=True, allow_unused=True))
     return [next(found) if is_wanted else None for is_wanted in wanted]
-
-
-def is_asked_for(node: Any) -> bool:
-    """Whether the running backward pass needs the gradient behind this node; torch raises only for a leaf whose
-    gradient was requested."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return True
 
 
 def relu_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
@@ -300,12 +205,10 @@ def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tupl
     return [outputs for outputs, _ in passed], backward
 
 
+@constant_in_graphs
 def has_room(device: torch.device) -> bool:
     """Whether two programs of the kernels fit on a multiprocessor, as on Hopper and data-center Blackwell GPUs."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-has_room._dynamo_marked_constant = True  # type: ignore[attr-defined]  # while compiling; the decorator imports sympy
 
 
 def is_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]], least: int) -> bool:
