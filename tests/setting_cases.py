@@ -11,6 +11,7 @@ from torch import Tensor
 
 from resume_cases import SPECS, TINY, env_of, take_steps, tiny
 from rl_training.run.build import open_session
+from rl_training.run.cadence import Cadence, first_state
 from rl_training.run.run import Run
 
 UPDATES, MOST_STEPS = 6, 120
@@ -60,15 +61,15 @@ def run(algo: str, kwargs: dict[str, Any]) -> Iterator[list[Tensor]]:
     model = SPECS[algo].params
     settings = {name: PLAIN[name] for name in PLAIN if name in model.model_fields and name not in model.synonyms}
     session = open_session(tiny(algo, Path("unused"), num_envs=2, threads=1, kwargs={**settings, **kwargs}))
-    params, algorithm, store = session.params, session.algorithm, session.store
+    algorithm, store = session.algorithm, session.store
     run = object.__new__(Run)  # without its folder, logs and evaluation
-    run.session, run.config, run.step = session, session.config, 0
-    run.schedules = {**params.built_in_schedules(), **params.schedules}
+    run.session, run.state = session, first_state(session.config, session.params)
+    run.cadence = Cadence(session.config, session.params, run.state)
     updates = 0
     try:
         while updates < UPDATES and run.step < MOST_STEPS:
             run.apply_schedules()
-            run.step += take_steps(session, run.step)
+            run.state.step += take_steps(session, run.step)
             for phase, batch in store.batches(algorithm, run.step):
                 store.feedback(batch, algorithm.update(batch, phase=phase, global_step=run.step, sync=False))
                 updates += 1

@@ -35,7 +35,7 @@ from rl_training.record.logger import RunLogger
 from rl_training.run.build import Session, open_session
 from rl_training.run.callback import Callback
 from rl_training.run.learner import build_algorithm
-from rl_training.run.progress import describe_workers
+from rl_training.run.recorder import describe_workers
 from rl_training.run.run import Run
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 

@@ -16,10 +16,10 @@ from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.recipe import read_recipe
 from rl_training.record import logger as logging
-from rl_training.run import clock as clock_module
+from rl_training.run import cadence as clock_module
 from rl_training.run import evaluation
+from rl_training.run.cadence import RecentSpeeds
 from rl_training.run.callback import Callback
-from rl_training.run.clock import RecentSpeeds
 from rl_training.run.run import Run
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 

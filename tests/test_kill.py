@@ -51,7 +51,7 @@ class Tell(Callback):
         if not self.told:
             self.told = True
             print("ready", flush=True)
-        if {slow_stop!r} and run.stop_signal is not None:
+        if {slow_stop!r} and run.stop.signal is not None:
             print("asked", flush=True)
             sys.stdin.read()  # as long as an update may take
     def on_end(self, run):
@@ -242,12 +242,12 @@ class Marker(Callback):
 
     def reach(self) -> None:
         assert self.run is not None
-        if self.phase == "evaluating" and not self.run.is_evaluating:
+        if self.phase == "evaluating" and self.run.phase != "evaluation":
             return
         self.left -= 1
         if self.left == 0:
             os.write(self.tell, b"x")
-            while self.hold and self.run.stop_signal is None:
+            while self.hold and self.run.stop.signal is None:
                 time.sleep(0.001)
 
     def on_update(self, run: Run) -> None:

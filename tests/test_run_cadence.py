@@ -18,8 +18,7 @@ from rl_training.config.train_config import load_config
 from rl_training.data import PrioritizedReplayBuffer
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run import clock as clock_module
-from rl_training.run import run as run_module
+from rl_training.run import cadence as cadence_module
 from rl_training.run.callback import Callback
 from rl_training.run.evaluation import Evaluator
 from rl_training.run.run import Run
@@ -219,9 +218,9 @@ def test_without_an_interval_the_clock_decides(tmp_path: Path, monkeypatch: pyte
         original(run, **options)
 
     monkeypatch.setattr(Run, "save_checkpoint", record)
-    monkeypatch.setattr(run_module, "time", Clock())  # every look at it takes a second
-    monkeypatch.setattr(run_module, "CHECKPOINT_SECONDS", 10.0)
-    monkeypatch.setattr(run_module, "MOST_SAVING", 1)
+    monkeypatch.setattr(cadence_module, "time", Clock())  # every look at it takes a second
+    monkeypatch.setattr(cadence_module, "CHECKPOINT_SECONDS", 10.0)
+    monkeypatch.setattr(cadence_module, "MOST_SAVING", 1)
     result = train(tiny("a2c", tmp_path, eval_episodes=0, total_timesteps=256, log_interval=100), console=False)
     assert names_of(result.run_dir) == {"latest.ckpt"}
     assert saved[0] == 0
@@ -263,7 +262,7 @@ def test_max_updates_counts_across_resumes(tmp_path: Path) -> None:
 
 
 def test_max_seconds_ends_a_run_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "time", Clock())
+    monkeypatch.setattr(cadence_module, "time", Clock())
     result = train(tiny("a2c", tmp_path, max_seconds=60.0, total_timesteps=100_000, eval_episodes=0), console=False)
     assert result.metrics["stop_reason"] == "max_seconds"
     assert 0 < result.metrics["updates"] < 60
@@ -273,7 +272,7 @@ def test_max_seconds_counts_training_across_resumes_and_evaluations_take_none_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(clock_module, "time", clock)
+    monkeypatch.setattr(cadence_module, "time", clock)
 
     original = Evaluator.evaluate
 
@@ -295,7 +294,7 @@ def test_max_seconds_counts_training_across_resumes_and_evaluations_take_none_of
 def test_a_run_whose_seconds_are_spent_goes_on_with_more_of_them_or_without_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clock_module, "time", Clock())
+    monkeypatch.setattr(cadence_module, "time", Clock())
     spent = train(tiny("a2c", tmp_path, max_seconds=30.0, total_timesteps=400, eval_episodes=0), console=False)
 
     def resume(**changes: Any) -> Any:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,20 @@ class Interruption(KeyboardInterrupt):
     """Raised by a signal to end an evaluation, or a turn that takes too long, where nothing is half changed."""
 
 
+@dataclass
+class StopRequest:
+    """What signals ask of a run: the handlers here set it, and `Run` reads it."""
+
+    signal: int | None = None
+    at_once: bool = False  # after a second signal
+    interruption: Interruption | None = None  # ends the current turn after its update
+
+    @property
+    def name(self) -> str | None:
+        """The signal's name, the reason why a run stops."""
+        return None if self.signal is None else signal.Signals(self.signal).name
+
+
 @contextmanager
 def stop_on_signals(run: Run) -> Iterator[None]:
     """SIGINT and SIGTERM ask the run to stop; a second one stops it at once, with the error of `stop_error`.
@@ -34,26 +49,29 @@ def stop_on_signals(run: Run) -> Iterator[None]:
         yield
         return
 
+    stop = run.stop
+
     def ask(number: int, frame: FrameType | None) -> None:
-        again, run.stop_signal = run.stop_signal is not None, number
-        if again:
-            run.stops_at_once = True
+        stop.at_once, stop.signal = stop.signal is not None, number
+        if stop.at_once:
             raise KeyboardInterrupt  # not SystemExit, which an environment may raise itself
-        what = "this evaluation is discarded" if run.is_evaluating else "stopping after this update"
+        what = "this evaluation is discarded" if run.phase == "evaluation" else "stopping after this update"
         run.logger.message(f"{what}; a checkpoint will be written (press again to stop at once)")
         if hasattr(signal, "setitimer"):
             previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
             signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)
-        if run.is_evaluating and can_leave(frame):
+        if run.phase == "evaluation" and can_leave(frame):
             raise Interruption
 
     def abandon(number: int, frame: FrameType | None) -> None:
-        if run.in_turn:
-            run.interruption = Interruption()
-            run.session.collector.interrupt(run.interruption)
+        if run.phase == "turn":
+            interruption = Interruption()
+            run.session.collector.interrupt(interruption)
+            if run.ranks.count == 1:  # several ranks must agree first
+                stop.interruption = interruption
             if can_leave(frame):
-                raise run.interruption
-        elif run.is_closing or (run.is_evaluating and can_leave(frame)):
+                raise interruption
+        elif run.phase == "closing" or (run.phase == "evaluation" and can_leave(frame)):
             raise Interruption
 
     previous: dict[int, Any] = {}
@@ -62,8 +80,8 @@ def stop_on_signals(run: Run) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        if run.stops_at_once and run.stop_signal is not None:
-            raise stop_error(run.stop_signal) from error
+        if stop.at_once and stop.signal is not None:
+            raise stop_error(stop.signal) from error
         raise
     finally:
         if len(previous) > 2:  # the alarm is set
@@ -87,13 +105,10 @@ def abandon_turn_on_signal(run: Run) -> Iterator[None]:
         yield
     except (Exception, Interruption) as error:
         if run.ranks.knows(error):
-            run.stop_signal = int(run.ranks.largest(run.stop_signal or 0)) or None
-        if run.stop_signal is None or not run.in_turn or not _all_can_save_after(run, error):
+            run.stop.signal = int(run.ranks.largest(run.stop.signal or 0)) or None
+        if run.stop.signal is None or run.phase != "turn" or not _all_can_save_after(run, error):
             raise
-        run.abandon_turn()
-        if not isinstance(error, Interruption):
-            run.logger.message(f"warning: after the signal there was {type(error).__name__}: {error}")
-        run.stop_reason = signal.Signals(run.stop_signal).name
+        run.leave_turn(error)
 
 
 @contextmanager
@@ -106,10 +121,10 @@ def save_on_failure(run: Run) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, (EnvironmentFailure, ValueError)) and run.ranks.count == 1:
             run.find_cause(error)
-        if run.counts() != run.saved and not run.stops_at_once and _all_can_save_after(run, error):
+        if run.counts() != run.saved and not run.stop.at_once and _all_can_save_after(run, error):
             try:
                 if run.session.algorithm.first_bad_tensor() is None:
-                    if run.in_turn:
+                    if run.phase == "turn":
                         run.abandon_turn()
                     run.save_checkpoint()
             except Exception as failure:  # only the first error is raised

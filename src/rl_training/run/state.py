@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the learner, its experience, and `RunState`, the part of the run itself."""
+"""What a checkpoint holds: the learner, its experience, and `RunState`, the counters of the run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from rl_training.run.interruption import can_save_after
 from rl_training.validation import StrictModel
 
 if TYPE_CHECKING:
-    from rl_training.run.run import Run
+    from rl_training.run.build import Session
 
 SCHEMA = 1
 AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class RunState(StrictModel):
-    """The part of a `Run` that a checkpoint stores: its attributes of the same names, and the seconds of its clock."""
+    """The counters of a run, as a checkpoint stores them. `Run` counts in it, its `Cadence` sets what is next."""
+
+    model_config = ConfigDict(frozen=False)
 
     step: int = Field(ge=0)
     updates: int = Field(ge=0)
@@ -30,7 +31,7 @@ class RunState(StrictModel):
     next_evaluation: int = Field(ge=0)
     next_checkpoint: int = Field(ge=0)
     episodes: list[tuple[float, int]]
-    latest: dict[str, AnyFloat]
+    latest: dict[str, AnyFloat]  # metrics of the last update; tensors until somebody reads them
     collected_metrics: dict[str, AnyFloat]
     last_evaluation: dict[str, int | AnyFloat]
     abandoned: bool = False  # saved in the middle of a turn, so without the environments' episodes
@@ -46,36 +47,19 @@ def summarize_episodes(episodes: Collection[tuple[float, int]]) -> dict[str, flo
     }  # fmt: skip
 
 
-def checkpoint_tree(run: Run, *, replay: bool) -> dict[str, Any]:
+def checkpoint_tree(
+    session: Session, source: dict[str, Any], state: RunState, machine: dict[str, str]
+) -> dict[str, Any]:  # fmt: skip
     """Everything needed to resume, evaluate and predict; complete on rank 0."""
-    session = run.session
-    try:
-        source = session.source_state()
-    except Exception as error:  # because an environment is gone, for example
-        if run.abandoned or not session.collector.started or not can_save_after(error):
-            raise
-        run.logger.message(f"warning: {error}")
-        run.abandon_turn()
-        source = session.source_state()
-    if not replay:
-        source.pop("replay", None)
-    run.abandoned = bool(run.ranks.largest(run.abandoned))
     algorithm = dict(session.algorithm.state_dict())
-    others = run.ranks.gather(algorithm, source)
+    others = session.ranks.gather(algorithm, source)
     return {
         "schema": SCHEMA,
-        "config": run.config.model_dump(mode="json"),
+        "config": session.config.model_dump(mode="json"),
         "spaces": session.spaces.to_dict(),
         "algorithm": algorithm,
         "source": source,
-        "run": _state_of(run),
-        "machine": run.machine,
+        "run": {**dict(state), "episodes": [list(episode) for episode in state.episodes]},
+        "machine": machine,
         **({"ranks": others} if others else {}),
     }
-
-
-def _state_of(run: Run) -> dict[str, Any]:
-    derived = {
-        "train_seconds": run.clock.seconds, "episodes": [list(e) for e in run.episodes], "latest": run.read_latest(),
-    }  # fmt: skip
-    return {name: derived[name] if name in derived else getattr(run, name) for name in RunState.model_fields}

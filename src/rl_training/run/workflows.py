@@ -222,7 +222,7 @@ def execute(
             run.close()
         end["stop_reason"] = metrics["stop_reason"]
     policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
-    stop_signal = int(session.ranks.largest(run.stop_signal or 0)) or None  # torchrun kills the others when one exits
+    stop_signal = int(session.ranks.largest(run.stop.signal or 0)) or None  # torchrun kills the others when one exits
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy, stop_signal)
 
 

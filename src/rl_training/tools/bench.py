@@ -21,6 +21,7 @@ from rl_training.config.train_config import TrainConfig
 from rl_training.data.rollout_store import RolloutStore
 from rl_training.errors import UserError
 from rl_training.run.build import Session, closed_on_error, open_session
+from rl_training.run.cadence import first_state
 from rl_training.run.interruption import stop_error, stop_on_signals
 from rl_training.run.loop import Turns, run_loop
 from rl_training.run.run import Run
@@ -272,10 +273,7 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
     watch = Stopwatch(lambda: _synchronize(session))
     total_timesteps = session.config.total_timesteps + first
     session.config = session.config.model_copy(update={"total_timesteps": total_timesteps})
-    run = Run(session, folder)
-    run.step = first
-    run.next_evaluation += first
-    run.next_checkpoint += first
+    run = Run(session, folder, restored=first_state(session.config, session.params, first))
     with closing(run):
         for part in (session.collector, session.store):
             if isinstance(part, (LocalCollector, RolloutStore)):
@@ -284,8 +282,8 @@ def _run_timed(session: Session, first: int, folder: Path) -> Breakdown:
             begun = time.perf_counter()
             run_loop(session, run, watch.wrap)
             total = time.perf_counter() - begun
-    if run.stop_signal is not None:
-        raise stop_error(run.stop_signal)
+    if run.stop.signal is not None:
+        raise stop_error(run.stop.signal)
     spent = watch.seconds | run.clock.paused
     seconds = {part: spent.get(part, 0.0) for part in PARTS}
     seconds[REST] = max(0.0, total - sum(seconds.values()))

@@ -1,0 +1,190 @@
+"""What happens when: schedules, budgets and intervals of a run, and its clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rl_training.config.params import Params, Schedule
+from rl_training.config.train_config import TrainConfig
+from rl_training.run.state import RunState
+
+RECENT_SECONDS = 30.0
+CHECKPOINT_SECONDS = 60.0
+MOST_SAVING = 19  # minimum seconds of training per second of writing checkpoints
+EVALUATIONS = 10  # default number of evaluations
+
+
+def evaluation_interval(config: TrainConfig, params: Params) -> int:
+    """Steps between evaluations; 0: there are none before the end."""
+    return -(-config.total_timesteps // EVALUATIONS) if params.eval_interval is None else params.eval_interval
+
+
+def first_state(config: TrainConfig, params: Params, step: int = 0) -> RunState:
+    """The state of a run that begins at `step`."""
+    return RunState(
+        step=step, updates=0, train_seconds=0.0, best_return=-math.inf, good_evaluations=0,
+        next_log=config.log_interval, next_evaluation=step + evaluation_interval(config, params),
+        next_checkpoint=step + config.checkpoint_interval, episodes=[], latest={}, collected_metrics={},
+        last_evaluation={},
+    )  # fmt: skip
+
+
+class Cadence:
+    """What is due at the present step of a run, and the value of every schedule there."""
+
+    def __init__(self, config: TrainConfig, params: Params, state: RunState) -> None:
+        self.config, self.state = config, state
+        self.schedules: dict[str, Schedule] = {**params.built_in_schedules(), **params.schedules}
+        limits = config.total_timesteps, params.max_updates, config.max_seconds
+        self.budgets = [math.inf if limit is None else limit for limit in limits]  # of steps, updates and seconds
+        self.eval_interval = evaluation_interval(config, params)
+        if self.eval_interval:  # it may have changed with the budget
+            state.next_evaluation = max(state.next_evaluation, self.eval_interval)
+        self._evaluation_due = state.next_evaluation
+        self.clock = TrainingClock(state.train_seconds, state.step, state.updates)
+        self._last_save, self._save_seconds = time.perf_counter(), 0.0
+
+    def scheduled_values(self) -> dict[str, float]:
+        """The value of every schedule at this step."""
+        progress = min(1.0, self.state.step / self.config.total_timesteps)
+        return {name: schedule.value(progress) for name, schedule in self.schedules.items()}
+
+    def spent_budget(self) -> str | None:
+        """The setting of a budget that is used up."""
+        steps, updates, seconds = self.budgets
+        if self.state.step >= steps:
+            return "total_timesteps"
+        if self.state.updates >= updates:
+            return "max_updates"
+        return "max_seconds" if self.clock.seconds >= seconds else None
+
+    def pace(self) -> tuple[float, float]:
+        """Recent steps per second, and the seconds left until the first budget is spent."""
+        return self.clock.pace(self.state.step, self.state.updates, self.budgets)
+
+    def takes_log(self) -> bool:
+        """Whether a row of metrics is due; if so, the next one is set."""
+        state, interval = self.state, self.config.log_interval
+        if state.updates < state.next_log:
+            return False
+        state.next_log = state.updates - state.updates % interval + interval
+        return True
+
+    def takes_evaluation(self) -> bool:
+        """Whether an evaluation is due; if so, the next one is set."""
+        state, interval = self.state, self.eval_interval
+        if not interval or state.step < state.next_evaluation:
+            return False
+        self._evaluation_due = state.next_evaluation
+        state.next_evaluation += interval * (1 + (state.step - state.next_evaluation) // interval)
+        return True
+
+    def evaluate_again(self) -> None:
+        """The last evaluation was not completed, so it stays due."""
+        self.state.next_evaluation = self._evaluation_due
+
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint is due: by steps if the config has an interval, otherwise by the clock."""
+        if self.config.checkpoint_interval:
+            return self.state.step >= self.state.next_checkpoint
+        # a large buffer must not stall training for long
+        return time.perf_counter() - self._last_save >= max(CHECKPOINT_SECONDS, MOST_SAVING * self._save_seconds)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A checkpoint is written in this block; the next one is due an interval later."""
+        state, interval = self.state, self.config.checkpoint_interval
+        if interval and state.step >= state.next_checkpoint:
+            state.next_checkpoint += interval * (1 + (state.step - state.next_checkpoint) // interval)
+        begun = time.perf_counter()
+        try:
+            with self.clock.pause("checkpoint"):
+                yield
+        finally:
+            self._last_save = time.perf_counter()
+            self._save_seconds = self._last_save - begun
+
+
+class RecentSpeeds:
+    """How fast counts have grown over the last half minute of training, or since this was made."""
+
+    def __init__(self, seconds: float, *counts: int) -> None:
+        self._seen = deque([(seconds, *counts)])
+
+    def update(self, seconds: float, *counts: int) -> list[float]:
+        """The growth per second of each count, now that these are reached after these seconds of training."""
+        while len(self._seen) > 1 and seconds - self._seen[1][0] >= RECENT_SECONDS:
+            self._seen.popleft()
+        first_second, *first_counts = self._seen[0]
+        self._seen.append((seconds, *counts))
+        passed = max(seconds - first_second, 1e-9)
+        return [(count - first) / passed for count, first in zip(counts, first_counts, strict=True)]
+
+
+class TrainingClock:
+    """Seconds of training, without pauses and summed over resumes, and how fast steps and updates come in them."""
+
+    def __init__(self, seconds: float, step: int, updates: int) -> None:
+        self._seconds, self._is_stopped = seconds, False
+        self.paused: dict[str, float] = {}  # seconds in this process, by what they were spent on
+        self.start(step, updates)
+
+    def start(self, step: int, updates: int) -> None:
+        """Count from here on: the time since the clock was made does not count."""
+        self._resumed_at = time.perf_counter()
+        self._first_step, self._first_second, self._first_updates = step, self._seconds, updates
+        self.before_learning = self.has_restarted = False
+        self._recent = RecentSpeeds(self._seconds, step, updates)
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._seconds, self._is_stopped = self.seconds, True
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training up to now."""
+        return self._seconds if self._is_stopped else self._seconds + time.perf_counter() - self._resumed_at
+
+    @contextmanager
+    def pause(self, part: str) -> Iterator[None]:
+        """Do not count the time of this block as training, but as `part`."""
+        was_stopped, begun = self._is_stopped, time.perf_counter()
+        self.stop()
+        try:
+            yield
+        finally:
+            self._resumed_at, self._is_stopped = time.perf_counter(), was_stopped
+            self.paused[part] = self.paused.get(part, 0.0) + self._resumed_at - begun
+
+    def steps_per_second(self, step: int) -> float:
+        """The mean since the start of this process."""
+        return (step - self._first_step) / max(self.seconds - self._first_second, 1e-9)
+
+    def tick(self, step: int, updates: int) -> None:
+        """Note a turn, and measure speeds anew after the first one with an update.
+
+        Steps before it are taken many times as fast and say nothing about the time that the others will take.
+        """
+        was_before, self.before_learning = self.before_learning, updates == self._first_updates
+        self.has_restarted = was_before and not self.before_learning
+        if self.has_restarted:
+            self._recent = RecentSpeeds(self.seconds, step, updates)
+
+    def pace(self, step: int, updates: int, budgets: Sequence[float]) -> tuple[float, float]:
+        """Recent steps per second, and the seconds left until the first budget of steps, updates or seconds is spent.
+
+        They are infinite as long as nothing is known about the speed of learning.
+        """
+        seconds = self.seconds
+        speeds = self._recent.update(seconds, step, updates)
+        *amounts, left = (budget - spent for budget, spent in zip(budgets, (step, updates, seconds), strict=True))
+        if min(amounts) <= 0:
+            return speeds[0], 0.0
+        if not self.before_learning:
+            needed = [amount / speed for amount, speed in zip(amounts, speeds, strict=True) if speed > 0]
+            left = min([left, *needed])
+        return speeds[0], max(0.0, left)
