@@ -105,6 +105,7 @@ def test_a_stopped_run_is_not_part_of_the_mean_over_seeds() -> None:
     assert "unfinished and left out: seed 3 (stopped by Ctrl-C)" in text
     assert "90.0 in training" in text  # another measure than the others
     assert "mean over" not in seeds_table(stopped, stopped)
+    assert "unfinished: seed 1 (stopped by Ctrl-C), seed 2 (stopped by Ctrl-C)" in seeds_table(stopped, stopped)
 
 
 def test_an_interval_of_few_seeds_beyond_what_was_seen_says_so() -> None:

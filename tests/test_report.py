@@ -204,6 +204,7 @@ def test_an_environment_that_cannot_render_is_no_warning(monkeypatch: pytest.Mon
     monkeypatch.setitem(gym.registry, "Plain-v0", gym.envs.registration.EnvSpec("Plain-v0", "env_zoo:Walk"))
     run_command("train", "--env", "Plain-v0", *TINY)
     assert "no episode, because" in page_of("runs")
+    assert "UserError" not in page_of("runs")
 
 
 def test_renderers_are_told_to_draw_into_memory_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

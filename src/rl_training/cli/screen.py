@@ -185,4 +185,5 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
     reasons = [(seed, str(result.metrics["stop_reason"])) for seed, result in runs]
     if stopped := [(seed, reason) for seed, reason in reasons if reason not in COMPLETE]:
         named = ", ".join(f"seed {seed} ({REASONS.get(reason, reason)})" for seed, reason in stopped)
-        console.print(f"unfinished and left out: {escape(named)}", style="yellow", soft_wrap=True)
+        left_out = " and left out" if returns else ""  # of the mean
+        console.print(f"unfinished{left_out}: {escape(named)}", style="yellow", soft_wrap=True)

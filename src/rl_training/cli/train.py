@@ -47,7 +47,7 @@ def train(
     jobs: Annotated[Text, option("How many seeds run in parallel.", metavar="N")] = None,
     name: Annotated[Text, option("Name of the run's folder; -s<seed> is added with --seeds.", metavar="NAME")] = None,
     continues: Annotated[
-        bool, option("Resume the run of that --name; start it if there is none; end if it is done.", "--continue")
+        bool, option("Resume the run of that --name, start it if there is none, or end if it is done.", "--continue")
     ] = False,
     execution_backend: Annotated[Text, option("Where environments are stepped.", metavar="NAME")] = None,
     device: DeviceOption = None,
@@ -56,8 +56,7 @@ def train(
 ) -> None:
     """Train a policy: a preset such as ppo/cartpole, --config C, or --algo NAME --env ID.
 
-    Ctrl-C or SIGTERM stops after the current update and writes a checkpoint (exit code 130 or 143); again stops at
-    once.
+    Ctrl-C or SIGTERM stops after the current update and saves (exit code 130 or 143); a second one stops at once.
     """
     from rl_training.cli.overrides import build_config
 

@@ -56,7 +56,7 @@ def stop_on_signals(run: Run) -> Iterator[None]:
         if stop.at_once:
             raise KeyboardInterrupt  # not SystemExit, which an environment may raise itself
         what = "this evaluation is discarded" if run.phase == "evaluation" else "stopping after this update"
-        run.logger.message(f"{what}; a checkpoint will be written (press again to stop at once)")
+        run.logger.message(f"{what}; a checkpoint will be written (a second signal stops at once)")
         if hasattr(signal, "setitimer"):
             previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, abandon)
             signal.setitimer(signal.ITIMER_REAL, STOP_SECONDS, STOP_SECONDS)

@@ -353,7 +353,8 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> str:
         return f"<p>{escape(name)}: no episode, because {escape(str(run.folder))} has no checkpoint.</p>"
     except Exception as error:  # whatever an environment or its renderer raises, the report is written
         reason = (str(error).strip().splitlines() or ["no message"])[0]
-        return f"<p>{escape(name)}: no episode, because {escape(type(error).__name__)}: {escape(reason)}</p>"
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        return f"<p>{escape(name)}: no episode, because {escape(kind + reason)}</p>"
     told = escape(f"{name}: {played}, by {checkpoint.name} of {run.folder.name}")
     data = b64encode(picture).decode()
     return f'<details open><summary>{told}</summary><img alt="{told}" src="data:image/gif;base64,{data}"></details>'
