@@ -42,7 +42,7 @@ class BufferStore:
         """Put experience into the buffer; return how many of its transitions count toward updates."""
         for row in experience.rows():
             self.buffer.add(**row)
-        learned = step + experience.transitions - int(self.params.learning_starts)
+        learned: int = step + experience.transitions - self.params.learning_starts
         return max(0, min(experience.transitions, learned))
 
     def state_dict(self) -> dict[str, Any]:
