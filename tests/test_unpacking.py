@@ -16,7 +16,7 @@ import torch
 
 from env_zoo import BoxActions, MultiBinaryActions, MultiDiscreteActions, ScalarActions, ShiftedDiscrete, Walk
 from resume_cases import tiny
-from rl_training.api import unpacking
+from rl_training import stable_baselines3
 from rl_training.api.managed import ManagedAlgorithm
 from rl_training.run.workflows import DiscreteAction, TrainedPolicy, train
 from test_checkpoint_workflows import managed
@@ -54,7 +54,7 @@ def test_a_discrete_action_is_an_int_otherwise(discrete: ManagedAlgorithm) -> No
 
 def returning(monkeypatch: pytest.MonkeyPatch, action: Any) -> ManagedAlgorithm:
     """A model that predicts this."""
-    monkeypatch.setattr(unpacking, "_seen", {})
+    monkeypatch.setattr(stable_baselines3, "_seen", {})
     monkeypatch.setattr(TrainedPolicy, "predict", lambda *_, **__: action)
     monkeypatch.setattr(ManagedAlgorithm, "_loaded", lambda _: TrainedPolicy.__new__(TrainedPolicy))
     return managed("sac")("Pendulum-v1")

@@ -170,5 +170,6 @@ def random_actions(
     if masks is not None:
         scores = np.where(masks, scores, -1.0)
     if kind == "discrete":
-        return scores.argmax(-1)
+        best: Array = scores.argmax(-1)
+        return best
     return np.stack([part.argmax(-1) for part in np.split(scores, np.cumsum(sizes)[:-1], axis=-1)], axis=-1)

@@ -50,7 +50,8 @@ class RewardScale(nn.Module):
         squares = squares + new_var * new + delta.square() * count * new / total
         self.moments.copy_(torch.stack([total, mean + delta * new / total, squares]))
         deviation = (squares / total).sqrt().to(rewards.dtype) + 1e-8
-        return (rewards / deviation).clamp(-self.clip, self.clip)
+        scaled: Tensor = (rewards / deviation).clamp(-self.clip, self.clip)
+        return scaled
 
     def forget_episodes(self) -> None:
         """Drop the returns so far, because new episodes start; the statistics stay."""

@@ -108,14 +108,16 @@ class APPO(IMPALA):
     def _target_logprobs(self, rollout: Batch) -> Tensor:
         masks = rollout.get("action_masks")
         policy = self.target.distribution(rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1))
-        return policy.log_prob(rollout["actions"].flatten(0, 1)).view(rollout["rewards"].shape)
+        logprobs: Tensor = policy.log_prob(rollout["actions"].flatten(0, 1))
+        return logprobs.view(rollout["rewards"].shape)
 
     def _target_kl(self, rollout: Batch) -> Tensor:
         masks = rollout.get("action_masks")
         obs, masks = rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1)
         with torch.no_grad():
             target = self.target.distribution(obs, masks)
-        return target.kl(self.policy.distribution(obs, masks)).view(rollout["rewards"].shape)
+        kl: Tensor = target.kl(self.policy.distribution(obs, masks))
+        return kl.view(rollout["rewards"].shape)
 
     @torch.no_grad()
     def _copy_target(self, kl: Tensor) -> None:

@@ -184,7 +184,7 @@ class Algorithm(nn.Module):
                 f"{type(self).__name__} cannot be moved to another device, dtype or memory format; change its networks "
                 "before you make it, and load its state_dict."
             )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def scheduled(self, name: str) -> bool:
         """Whether `name` is a number that a schedule may change."""

@@ -50,7 +50,8 @@ class C51DQN(QLearning):
     def numpy_values(self, outputs: Array) -> Array:
         """`values` in numpy."""
         weights = np.exp(outputs - outputs.max(-1, keepdims=True))
-        return (weights @ self.support.numpy()) / weights.sum(-1)
+        means: Array = (weights @ self.support.numpy()) / weights.sum(-1)
+        return means
 
     def targets(self, rows: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Projected distributions [B, K], their means [B] before the projection clips them, and how much it clips."""

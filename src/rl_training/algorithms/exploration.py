@@ -38,7 +38,8 @@ class PolicyActing(Algorithm):
 
     def acting(self) -> nn.Module:
         """Policy and normalizer."""
-        return self.policy
+        policy: nn.Module = self.policy
+        return policy
 
     @torch.no_grad()
     def act(

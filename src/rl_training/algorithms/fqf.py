@@ -97,7 +97,8 @@ class FQF(QLearning):
     def expected_values(self, features: Tensor) -> Tensor:
         """Action values [B, A] of the online network: quantiles at the midpoints, weighted by the fractions' widths."""
         fractions = self.q_network.propose(features)
-        return self.q_network.expected_values(features, fractions.tau_hats, fractions.widths)
+        values: Tensor = self.q_network.expected_values(features, fractions.tau_hats, fractions.widths)
+        return values
 
     def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
         """[N, A]."""
@@ -117,6 +118,7 @@ class FQF(QLearning):
             logits = psi @ weight + bias
             widths = np.exp(logits - logits.max(-1, keepdims=True))
             widths /= widths.sum(-1, keepdims=True)
-            return expected(psi, widths.cumsum(-1) - 0.5 * widths, widths, rng)
+            means: Array = expected(psi, widths.cumsum(-1) - 0.5 * widths, widths, rng)
+            return means
 
         return values

@@ -123,7 +123,7 @@ class GAIL(PolicyActing):
         with torch.no_grad():
             losses = self.discriminator_losses(*self.draw(expert, generated, False))
             rewards = self.rewards(batch)
-        result = self.ppo.learn({**batch, "rewards": self.with_ends(rewards, batch)})
+        result: UpdateResult = self.ppo.learn({**batch, "rewards": self.with_ends(rewards, batch)})
         learned = rewards if batch.get("valid") is None else rewards[batch["valid"].bool()]
         result.metrics |= {**losses, "reward_mean": learned.mean()}
         result.num_gradient_steps += self.discriminator_updates

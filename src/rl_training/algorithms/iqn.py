@@ -77,7 +77,8 @@ class IQN(QLearning):
         count = self.num_acting_quantiles
         even = (torch.arange(count, device=obs.device) + 0.5) / count
         taus = even if deterministic else self.uniform(count)
-        return self.q_network.expected_values(self.q_network.features(obs), taus)
+        values: Tensor = self.q_network.expected_values(self.q_network.features(obs), taus)
+        return values
 
     def numpy_action_values(self) -> NumpyValues | None:
         """`action_values` in numpy."""
@@ -91,6 +92,7 @@ class IQN(QLearning):
 
         def values(obs: Array, rng: np.random.Generator | None) -> Array:
             taus = even if rng is None else rng.random((1, count), dtype=np.float32)
-            return expected(features(obs, rng), taus, widths, rng)
+            means: Array = expected(features(obs, rng), taus, widths, rng)
+            return means
 
         return values

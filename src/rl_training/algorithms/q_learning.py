@@ -172,7 +172,8 @@ class QLearning(Algorithm):
 
     def acting(self) -> nn.Module:
         """The online network."""
-        return self.q_network
+        network: nn.Module = self.q_network
+        return network
 
     @torch.no_grad()
     def act(
@@ -215,7 +216,7 @@ class QLearning(Algorithm):
             scores = values(obs, None if deterministic else rng)
             if masks is not None:
                 scores = np.where(masks, scores, -np.inf)
-            actions = scores.argmax(-1)
+            actions: Array = scores.argmax(-1)
             if explore is not None and explore.any():
                 actions = np.where(explore, random_actions(rng, len(obs), (num_actions,), masks), actions)
             return actions

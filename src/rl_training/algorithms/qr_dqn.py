@@ -38,7 +38,8 @@ class QRDQN(QLearning):
 
     def numpy_values(self, outputs: Array) -> Array:
         """`values` in numpy."""
-        return outputs.mean(-1)
+        means: Array = outputs.mean(-1)
+        return means
 
     def targets(self, rows: Batch) -> Tensor:
         """Target quantiles [B, N]."""

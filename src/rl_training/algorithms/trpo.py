@@ -69,7 +69,7 @@ class TRPO(ActorCriticAlgorithm):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Join the parameters of a copy again, as `Optimizer.__setstate__` does."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._actor_flat = join_parameters(self._actor_params)
 
     def _actor_gradient(self, scalar: Tensor, create_graph: bool = False) -> Tensor:

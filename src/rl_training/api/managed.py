@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
-from rl_training.api.unpacking import warn_if_unpacked
 from rl_training.config.params import dump_params, read_params
 from rl_training.config.settings import UNSAID, AnyConfig, fill_defaults, read_config
 from rl_training.config.spec import get_algorithm_spec
@@ -34,7 +33,7 @@ from rl_training.run.workflows import (
     resume_training,
     train,
 )
-from rl_training.stable_baselines3 import REMARKS
+from rl_training.stable_baselines3 import REMARKS, warn_if_unpacked
 from rl_training.validation import validate
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")

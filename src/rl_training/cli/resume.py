@@ -71,7 +71,7 @@ def read_changes(path: str, settings: list[str] | None) -> dict[str, Any]:
     if not settings:
         return {}
     from rl_training.cli.overrides import apply_settings
-    from rl_training.run.workflows import read_checkpoint
+    from rl_training.run.learner import read_checkpoint
 
     stored = read_checkpoint(path)["config"]
     changed = apply_settings(stored, settings)

@@ -103,7 +103,8 @@ class OwnEncoder(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, ...] -> [B, out_dim]."""
-        return self.network(obs)
+        features: Tensor = self.network(obs)
+        return features
 
 
 def _in_words(error: Exception) -> str:
@@ -112,7 +113,9 @@ def _in_words(error: Exception) -> str:
 
 def resolve_network(params: AnyParams, named: Sequence[str]) -> AnyParams:
     """The hyper-parameters with the user's network imported, if they have one."""
-    return params if params.network is None else params.model_copy(update={"network": params.network.resolve(named)})
+    if params.network is None:
+        return params
+    return _with_network(params, params.network.resolve(named))
 
 
 def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
@@ -123,7 +126,12 @@ def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
         raise UserError(f"network is given, but {where} was trained without one of your own; leave it out.")
     given = UserNetwork.read(network)
     assert given is not None
-    return params.model_copy(update={"network": given.resolve((given.name,))})
+    return _with_network(params, given.resolve((given.name,)))
+
+
+def _with_network(params: AnyParams, network: UserNetwork) -> AnyParams:
+    copied: AnyParams = params.model_copy(update={"network": network})
+    return copied
 
 
 def network_of(algorithm: nn.Module) -> Any:

@@ -1,15 +1,16 @@
-"""Build a `TrainConfig` from the user's arguments: a config, an environment, and settings by name."""
+"""The user's settings: a `TrainConfig` built from a config, an environment and names, and what has no effect in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_training.config.known_keys import nearest_setting
-from rl_training.config.params import SCHEDULE, change_params, parameter_names
+from rl_training.config.params import SCHEDULE, Params, change_params, parameter_names
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import MadeEnvironment, UserEnv, name_env
 from rl_training.errors import UserError
 from rl_training.validation import validate
@@ -19,6 +20,8 @@ UNSAID: dict[str, Any] = {
     "num_envs": 1, "log_interval": 1,
     "env_kwargs": {"wrappers": {"normalize_observation": False, "normalize_reward": False}},
 }  # fmt: skip
+# Fields of TrainConfig; a hyper-parameter is declared where its model is (`Params.unused`).
+OF_WORKERS = ("num_workers", "worker_order", "max_policy_lag", "max_worker_restarts")
 AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 
 
@@ -90,3 +93,47 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
         "algo_kwargs": change_params(spec.params, data.get("algo_kwargs", {}), hyper),
         "env_kwargs": {**data.get("env_kwargs", {}), **settings.get("env_kwargs", {})},
     }  # fmt: skip
+
+
+def find_unused_fields(config: TrainConfig, params: Params) -> dict[str, str]:
+    """Fields of a resolved config that have no effect, and why: the end of a sentence."""
+    reasons: dict[str, str] = {}
+    backend = f"execution_backend is {config.execution_backend!r}"
+    if not config.has_workers:
+        reasons |= dict.fromkeys(OF_WORKERS, f"{backend}, which has no workers")
+    if config.execution_backend != "ray":
+        reasons["ray"] = backend
+    if not config.has_workers and config.vectorization != "async":
+        reasons["worker_timeout"] = "no environment has a process of its own"
+    if not get_algorithm_spec(config.algo).steps_environments:
+        reasons |= dict.fromkeys(("num_envs", "vectorization"), f"{config.algo} steps no environments")
+    if config.device == "cpu":
+        reasons["matmul_precision"] = "device is 'cpu'"
+    if not config.checkpoint_interval:
+        reasons["checkpoint_keep"] = "checkpoint_interval is 0, so no step_<n> is written"
+    if not params.facts.replay_rows:
+        reasons["replay_in_checkpoint"] = f"{config.algo} has no replay buffer"
+    return reasons
+
+
+def find_unused(config: TrainConfig, params: Params, spaces: EnvSpaces) -> Iterator[str]:
+    """Sentences about the settings in `config.given` that have no effect in this run."""
+    starts = params.facts.random_steps
+    if starts >= config.total_timesteps and not params.facts.pretrain_updates:
+        yield f"learning_starts is {starts}, but the run ends after {config.total_timesteps} steps: it learns nothing"
+    given = set(config.given)
+    if given.issuperset(type(params).model_fields.keys() - {"schedules"}):
+        return  # the config of an earlier run, which has every setting
+    fields = TrainConfig.model_fields
+    idle = {
+        name: why
+        for name, why in find_unused_fields(config, params).items()
+        if getattr(config, name) != fields[name].get_default(call_default_factory=True)
+    } | params.find_unused(spaces)
+    reasons: dict[str, list[str]] = {}
+    for name, why in idle.items():
+        if name in given:
+            reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        yield f"{listed} {'has' if len(names) == 1 else 'have'} no effect: {why}"

@@ -128,7 +128,7 @@ class ModelReplayStore(ReplayStore):
     def turn_due(self) -> bool:
         """Whether `batches` will have policy batches."""
         least = min(self.params.learning_starts, self.buffer.capacity)
-        return len(self.buffer) >= max(1, least) and self.credit >= self.params.train_frequency
+        return len(self.buffer) >= max(1, least) and bool(self.credit >= self.params.train_frequency)
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """Fit the model and imagine rollouts when that is due, and yield the policy's batches."""

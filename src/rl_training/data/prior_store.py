@@ -101,6 +101,7 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None, recording
     if path is None:
         raise UserError("dataset_kind is 'checkpoint', which needs dataset_path.")
     refuse_missing("dataset_path", path, "a checkpoint of a replay algorithm")
+    dataset: TransitionDataset
     dataset, stored = recordings.read_policy_replay(path)
     for name in ("observation_space", "action_space"):
         there, here = getattr(stored, name), getattr(spaces, name)
@@ -139,7 +140,7 @@ class PriorReplayStore(ReplayStore):
 
     @property
     def _pretrains(self) -> bool:
-        return self.pretrain_updates_done < self.params.offline_pretrain_updates
+        return self.pretrain_updates_done < int(self.params.offline_pretrain_updates)
 
     def request(self, step: int) -> Request:
         """No steps while pretraining; otherwise as in replay."""

@@ -198,7 +198,8 @@ class ReplayBuffer(TransitionRings):
         """Rows [B, k] of the frames of the stacks at `rows`; never before the episode's first frame."""
         assert self._ages is not None
         back = np.minimum(self._backwards, self._ages.take(rows)[:, None])
-        return (rows[:, None] - back * self.num_envs) % self._length
+        index: Array = (rows[:, None] - back * self.num_envs) % self._length
+        return index
 
     def _stacks(self, rows: Array) -> Array:
         return self._obs.take(self._stack_index(rows), axis=0).reshape(len(rows), *self.obs_shape)

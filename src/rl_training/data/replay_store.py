@@ -36,13 +36,14 @@ class BufferStore:
 
     def random_steps(self, step: int) -> int:
         """The number of transitions from `step` on that use random actions."""
-        return max(0, self.params.learning_starts - step)
+        return max(0, int(self.params.learning_starts) - step)
 
     def keep(self, experience: Experience, step: int) -> int:
         """Put experience into the buffer; return how many of its transitions count toward updates."""
         for row in experience.rows():
             self.buffer.add(**row)
-        return max(0, min(experience.transitions, step + experience.transitions - self.params.learning_starts))
+        learned: int = step + experience.transitions - self.params.learning_starts
+        return max(0, min(experience.transitions, learned))
 
     def state_dict(self) -> dict[str, Any]:
         """Generator, credit, and under `replay` the buffer."""

@@ -70,7 +70,8 @@ class RolloutStore:
     def _value(self, policy: Any, rows: Tensor) -> Tensor:
         """Values [B] of observations [B, ...]; images are evaluated in chunks, whose features fit into memory."""
         if self.spaces.obs_kind == "vector":
-            return policy.values(rows)
+            values: Tensor = policy.values(rows)
+            return values
         return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)])
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:

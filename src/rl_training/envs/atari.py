@@ -9,9 +9,9 @@ import numpy as np
 
 from rl_training.envs.engines import Step
 from rl_training.envs.episodes import episode_seed
-from rl_training.envs.lives import lost
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.wrappers import lost
 from rl_training.errors import UserError
 
 MOST_RESETS = 100  # between two seedings: seeding takes as long as 200 steps, a reset as long as 20

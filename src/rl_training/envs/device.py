@@ -149,7 +149,8 @@ class DeviceEngine:
 
     def look(self) -> Array:
         """The current observations."""
-        return self._encode(self.env.observe(self.state)).copy()
+        obs: Array = self._encode(self.env.observe(self.state)).copy()
+        return obs
 
     def step(self, actions: Array) -> Step:
         """Step every environment; reset those that end."""

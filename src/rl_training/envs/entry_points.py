@@ -54,7 +54,7 @@ def import_entry_point(
     except ImportError as error:
         raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
     kinds = (kind, *device_kinds()) if kind is gym.Env else (kind,)
-    maker = getattr(module, name, None)
+    maker: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(maker):
         own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]
         noun = "environment" if kind is gym.Env else "network"

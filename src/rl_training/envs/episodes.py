@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_training.envs.hidden_state import checksum, hidden_state
-from rl_training.envs.lives import find_lives
+from rl_training.envs.wrappers import find_lives
 from rl_training.errors import UserError
 
 PACK_EVERY = 4096  # actions; a list of small arrays takes ten times the memory of one array

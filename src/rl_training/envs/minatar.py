@@ -16,7 +16,7 @@ finally:
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 
 
-class MinAtarGame(BaseEnv):
+class MinAtarGame(BaseEnv):  # type: ignore[misc]  # MinAtar has no types
     """One game with its minimal set of actions, whose episodes depend only on their seed and actions."""
 
     def __init__(self, game: str, **options: Any) -> None:
@@ -25,7 +25,8 @@ class MinAtarGame(BaseEnv):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Also forget the last action, which a sticky first step would repeat from the previous episode."""
         self.game.last_action = 0
-        return super().reset(seed, options)
+        obs, info = super().reset(seed, options)
+        return obs, info
 
 
 def register_games() -> None:

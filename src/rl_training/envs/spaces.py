@@ -163,7 +163,8 @@ class EnvSpaces:
             low, high = self._action_bounds
             flat = actions.reshape(len(actions), -1).astype(np.float32)
             span = np.where(high > low, high - low, 1.0).astype(np.float32)  # if low == high, there is one action
-            return np.clip(2.0 * (flat - low) / span - 1.0, -1.0, 1.0)
+            scaled: Array = np.clip(2.0 * (flat - low) / span - 1.0, -1.0, 1.0)
+            return scaled
         if isinstance(space, gs.Discrete):
             return np.asarray(actions, dtype=np.int64).reshape(len(actions)) - int(space.start)
         start = space.start if isinstance(space, gs.MultiDiscrete) else 0

@@ -65,7 +65,7 @@ def read_env(env: Any) -> UserEnv | None:
     if not (env is None or callable(env) or isinstance(env, str | tuple)):
         kind = type(env).__name__
         raise UserError(f"env is of type {kind}; it must be a Gymnasium id, a function, a class or a gymnasium.Env.")
-    return env
+    return cast("UserEnv | None", env)
 
 
 def device_kinds() -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ from gymnasium import spaces as gs
 from pydantic import Field
 
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
-from rl_training.envs.lives import LifeEpisodes
 from rl_training.envs.user_env import Env
 from rl_training.errors import UserError
 from rl_training.validation import StrictModel
@@ -111,3 +110,47 @@ def _stack_frames(env: Env, count: int, channel_first: bool | None = None) -> En
     assert isinstance(space, gs.Box)
     low, high = (fold(np.stack([bound] * count)) for bound in (space.low, space.high))
     return gym.wrappers.TransformObservation(stacked, fold, gs.Box(low, high, dtype=space.dtype.type))
+
+
+def lost(before: Any, after: Any) -> Any:
+    """Whether a life was lost, but not the last one, which ends the game (some games show 0 lives before that)."""
+    return (after > 0) & (after < before)
+
+
+class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
+    """Ends the episode when a life is lost; the next reset continues the game, or starts a new one if it is over.
+
+    `terminal_on_life_loss` of Gymnasium's AtariPreprocessing starts a new game for every life, so a learner never
+    sees the later part of a game.
+    """
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self.goes_on = False  # whether the next reset continues the game
+        self._lives = 0
+        self._last: tuple[Any, dict[str, Any]] | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """The observation at which a life was lost, or the first one of a new game."""
+        if not self.goes_on or seed is not None:
+            self._last = self.env.reset(seed=seed, options=options)
+            self._lives = self._last[1]["lives"]
+        self.goes_on = False
+        assert self._last is not None
+        return self._last
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Take one step; it terminates the episode if a life is lost and the game is not over."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.goes_on = lost(self._lives, info["lives"]) and not (terminated or truncated)
+        self._lives, self._last = info["lives"], (observation, info)
+        return observation, reward, terminated or self.goes_on, truncated, info
+
+
+def find_lives(env: Env) -> LifeEpisodes | None:
+    """The `LifeEpisodes` wrapper around an environment, if there is one."""
+    while isinstance(env, gym.Wrapper):
+        if isinstance(env, LifeEpisodes):
+            return env
+        env = env.env
+    return None

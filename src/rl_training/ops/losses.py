@@ -146,4 +146,5 @@ class _Sloped(torch.autograd.Function):
 
 def with_slope(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *others: Any) -> Tensor:
     """The values [B, ...] of a function that also returns its slopes (in the shape of x); autograd uses them for x."""
-    return _Sloped.apply(function, x, *others)
+    values: Tensor = _Sloped.apply(function, x, *others)  # type: ignore[no-untyped-call]
+    return values

@@ -26,10 +26,10 @@ from rl_training.collect.workers import WorkerCollector
 from rl_training.config.choices import ACCELERATED, choose_device, resolve
 from rl_training.config.own_network import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
+from rl_training.config.settings import find_unused
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.threads import fastest, time_updates
 from rl_training.config.train_config import TrainConfig
-from rl_training.config.unused_settings import find_unused
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.data.store import Store, StoreContext
 from rl_training.envs.engines import is_cartpole, make_engine
