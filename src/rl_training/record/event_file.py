@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_training.record.appender import Appender
-from rl_training.record.metrics_file import tagged_numbers
+from rl_training.record.metrics_file import Appender, tagged_numbers
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rl_training.errors import printable
-from rl_training.record.appender import Appender
 from rl_training.record.event_file import EventFile
-from rl_training.record.metrics_file import format_row, trim_rows
+from rl_training.record.metrics_file import Appender, format_row, trim_rows
 from rl_training.record.services import SERVICES, Service
 
 if TYPE_CHECKING:
