@@ -14,16 +14,18 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Batch
 from rl_training.algorithms.numbers import Setting
-from rl_training.algorithms.sac import SAC, actor_loss, sac_loss, twins
+from rl_training.algorithms.sac import SAC, least, sac_loss
 from rl_training.errors import UserError
 
 
+def climbed_values(q_values: Tensor, critic_subset_size: int) -> Tensor:
+    """What the actor maximizes: the mean over critics [E, B], or their minimum if the subset is all of them."""
+    return least(q_values) if critic_subset_size >= len(q_values) else q_values.mean(0)
+
+
 def rlpd_loss(batch: Batch, critic_subset_size: int = 2) -> dict[str, Tensor]:
-    """Like `sac_loss`, but the actor maximizes the mean if there are more critics than the target's subset."""
-    losses, sampled = sac_loss(batch), twins(batch, "sampled_q_values", "sampled_q{}")
-    if critic_subset_size < len(sampled):
-        losses |= actor_loss(sampled.mean(0), batch["sampled_logprobs"], batch["alpha"])
-    return losses
+    """Like `sac_loss`, with `climbed_values`."""
+    return sac_loss(batch, lambda sampled: climbed_values(sampled, critic_subset_size))
 
 
 class RLPD(SAC):
@@ -59,4 +61,4 @@ class RLPD(SAC):
 
     def climbed(self, q_values: Tensor) -> Tensor:
         """The mean over all critics, or their minimum where this is SAC."""
-        return super().climbed(q_values) if self.critic_subset_size == self.num_critics else q_values.mean(0)
+        return climbed_values(q_values, self.critic_subset_size)

@@ -7,6 +7,7 @@ alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrized, and alpha holds the p
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,13 +31,18 @@ def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float)
     return -log_alpha * (logprobs.detach().mean() + target_entropy)
 
 
-def sac_loss(batch: Batch) -> dict[str, Tensor]:
+def least(q_values: Tensor) -> Tensor:
+    """min_i Q_i: [E, B] -> [B]."""
+    return q_values.amin(0)
+
+
+def sac_loss(batch: Batch, climbed: Callable[[Tensor], Tensor] = least) -> dict[str, Tensor]:
     """From q1_values, q2_values, target_q_values, sampled_logprobs, sampled_q1, sampled_q2, all [B], and alpha.
 
     For more critics: q_values and sampled_q_values [E, B]. `weights` [B] is optional.
     """
-    sampled = twins(batch, "sampled_q_values", "sampled_q{}").amin(0)
     losses = critic_losses(twins(batch, "q_values", "q{}_values"), batch["target_q_values"], batch.get("weights"))
+    sampled = climbed(twins(batch, "sampled_q_values", "sampled_q{}"))
     return losses | actor_loss(sampled, batch["sampled_logprobs"], batch["alpha"])
 
 
@@ -118,7 +124,7 @@ class SAC(Algorithm):
 
     def climbed(self, q_values: Tensor) -> Tensor:
         """The values [B] that the actor maximizes, from critics [E, B]: here their minimum."""
-        return q_values.amin(0)
+        return least(q_values)
 
     def critic_step(self, batch: Batch, noise: Tensor, subset: Tensor | None) -> tuple[dict[str, Any], Tensor]:
         """Take one gradient step on the soft Bellman error (eq. 5 and 6); return metrics and priorities [B]."""

@@ -1,4 +1,4 @@
-"""Losses with their slopes: each function here returns value and derivative together; tests check them by autograd.
+"""Losses, most of them with their slopes: value and derivative come together, and tests check them by autograd.
 
 For a few small tensors, autograd takes longer to differentiate the loss than a small network's passes take. Where that
 matters, a learner takes the slopes at the network's outputs from here and passes them to the network's own backward

@@ -15,6 +15,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.autograd.graph import _engine_run_backward
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 def differentiate(outputs: Sequence[Tensor], slopes: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -33,16 +34,19 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     return _flatten_dense_tensors(tensors)
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all(targets: Tensors, sources: Tensors) -> None:
     """Copy each source into its target, all of one dtype: one kernel on a GPU."""
     torch._foreach_copy_(targets, sources)
 
 
 def adam_step(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], means: Sequence[Tensor], squares: Sequence[Tensor],
-    steps: Tensor, *, learning_rate: float | Tensor, eps: float,
+    parameters: Tensors, gradients: Tensors, means: Tensors, squares: Tensors, steps: Tensor, *, learning_rate: Any,
+    eps: float,
 ) -> None:  # fmt: skip
-    """Adam's step number `steps` [], in place; `torch.optim.Adam` would loop over groups and states in Python."""
+    """Adam's step number `steps` [], in place; `learning_rate` is a float or a tensor [].
+
+    `torch.optim.Adam` would loop over groups and states in Python.
+    """
     torch._fused_adam_(
         parameters, gradients, means, squares, [], [steps] * len(parameters),
         lr=learning_rate, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
