@@ -41,6 +41,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "policy_lag": {"learning_rate": 0.3}, "double_q": {"learning_rate": 0.3, "target_update_interval": 9},
     "epsilon_end": {"exploration_fraction": 0.1}, "rollout_batch_size": {"rollout_horizon": 1},
     "synthetic_buffer_capacity": {"rollout_horizon": 1, "rollout_refresh_interval": 1},
+    "widen_support": {"v_min": -0.1, "v_max": 0.1},
 }  # fmt: skip
 PRIORITIES = ("prioritized_alpha", "prioritized_beta_start", "prioritized_beta_end", "prioritized_eps")
 # What makes a setting that is unused by default used.
@@ -156,7 +157,7 @@ def test_settings_of_networks_are_used_or_named_for_images_and_vectors(algo: str
 def test_masked_actions_are_not_held(algo: str) -> None:
     spaces = EnvSpaces.from_gym("Some-v0", SEEN["vector"], gs.Discrete(2), has_action_mask=True)
     unused = read_params(SPECS[algo].params, {}).find_unused(spaces)
-    assert unused["random_action_hold"] == "actions with masks are not held"
+    assert unused["random_action_hold"] == "actions are not held with masks"
 
 
 # ---- what the user gave ----------------------------------------------------------------------------------------------
