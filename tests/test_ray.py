@@ -259,7 +259,7 @@ def test_a_cluster_of_the_run_is_started_for_this_machine_alone(monkeypatch: pyt
     assert seen == [("local", False)]
     assert ray_constants.ENABLE_RAY_CLUSTER
     monkeypatch.setattr(ray, "__version__", "2.58.1")
-    with pytest.raises(UserError, match=r"Ray 2\.58\.1 starts clusters that ask for no password; install ray>=2\.59"):
+    with pytest.raises(UserError, match=r"Ray 2\.58\.1 starts clusters that ask for no token; install ray>=2\.59"):
         connect(2, {"CPU": 1.0})
     assert len(seen) == 1
 

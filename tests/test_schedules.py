@@ -59,7 +59,7 @@ REFUSALS = [  # algorithm, other settings, a schedule's key, and what the senten
     ("d4pg", {}, "v_max", "cannot change v_max during a run; the atoms are placed when"),
     ("sac", {}, "alpha", "cannot change alpha during a run; it is 'auto', which tunes it"),
     ("mopo", {}, "alpha", "cannot change alpha during a run; it is 'auto', which tunes it"),
-    ("rlpd", {"alpha": 0.1}, "target_entropy", "; alpha is 0.1, and only 'auto' reads it"),
+    ("rlpd", {"alpha": 0.1}, "target_entropy", "; alpha is 0.1, and only alpha 'auto' uses it"),
     ("sac", {"alpha": 0.1}, "alpha", None),
     ("prioritized_dqn", {}, "prioritized_alpha", "; the priorities in the buffer depend on it"),
     ("prioritized_dqn", {}, "prioritized_beta_end", "; it is a part of prioritized_beta's own schedule"),

@@ -157,7 +157,7 @@ def test_settings_of_networks_are_used_or_named_for_images_and_vectors(algo: str
 def test_masked_actions_are_not_held(algo: str) -> None:
     spaces = EnvSpaces.from_gym("Some-v0", SEEN["vector"], gs.Discrete(2), has_action_mask=True)
     unused = read_params(SPECS[algo].params, {}).find_unused(spaces)
-    assert unused["random_action_hold"] == "actions with masks are not held"
+    assert unused["random_action_hold"] == "actions are not held with masks"
 
 
 # ---- what the user gave ----------------------------------------------------------------------------------------------

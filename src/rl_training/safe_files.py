@@ -104,7 +104,7 @@ def open_locked(path: str | os.PathLike[str]) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{os.path.basename(path)} is not a regular file with one name")
+        raise OSError(errno.EINVAL, f"{os.path.basename(path)} is not a regular file, or has a hard link")
     return descriptor
 
 

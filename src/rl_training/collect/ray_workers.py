@@ -295,7 +295,7 @@ def connect(count: int, needs: Mapping[str, float]) -> bool:
     address = os.environ.get("RAY_ADDRESS")
     if not address and tuple(map(int, ray.__version__.split(".")[:2])) < AUTHENTICATED:
         needed = ".".join(map(str, AUTHENTICATED))
-        raise UserError(f"Ray {ray.__version__} starts clusters that ask for no password; install ray>={needed}.")
+        raise UserError(f"Ray {ray.__version__} starts clusters that ask for no token; install ray>={needed}.")
     with own_signals():
         try:
             if address:

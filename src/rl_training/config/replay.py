@@ -57,7 +57,7 @@ class ReplayParams(OffPolicyParams):
             "prioritized is false", lambda p: not p.prioritized,
         ),
         Unused(("random_action_hold",), "learning_starts is 0", lambda p: not p.learning_starts),
-        Unused(("random_action_hold",), "actions with masks are not held", where=lambda s: s.has_action_mask),
+        Unused(("random_action_hold",), "actions are not held with masks", where=lambda s: s.has_action_mask),
     )  # fmt: skip
 
     buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
@@ -155,7 +155,7 @@ class TemperatureParams(StrictModel):
 
     unused: ClassVar[tuple[Unused, ...]] = (
         Unused(
-            ("target_entropy", "initial_alpha"), "alpha is {p.alpha}, and only 'auto' reads it",
+            ("target_entropy", "initial_alpha"), "alpha is {p.alpha}, and only alpha 'auto' uses it",
             lambda p: p.alpha != "auto",
         ),
     )  # fmt: skip

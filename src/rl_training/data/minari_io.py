@@ -203,7 +203,8 @@ def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str,
     if name is None:
         raise UserError("a Minari data set needs the environment it comes from; give env_id.")
     if env_id is None and ":" in str(name):  # Gymnasium would import the module that the file names
-        raise UserError(f"the data set names the environment {name!r}, a module that a file names; give env_id.")
+        reason = "and a data set does not decide which modules are imported"
+        raise UserError(f"the data set names the environment {name!r}, {reason}; give env_id.")
     with contextlib.closing(open_env(name)) as env:
         space = env.observation_space
         if not isinstance(space, gymnasium.spaces.Box):

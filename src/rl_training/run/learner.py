@@ -95,7 +95,7 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
     """Load a checkpoint's state into a learner, after checking every part of it."""
     state = with_own_generator(state, algorithm)
     if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
-        cause = "it was edited, or written by an rl-training whose networks were different"
+        cause = "it was edited, or written by a version of rl-training whose networks were different"
         raise UserError(f"{path} does not fit its own config: {problem}; {cause}.")
     for name, extra in state.items():  # the comparison accepts any string as a device
         if isinstance(extra, Mapping) and str(extra.get("device", "cpu")) not in DEVICES:

@@ -267,7 +267,7 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     for tried, before in ((short, 50), (short, 330), (recipe, 2 * STEPS - 70)):
         found = compare_restored(tried, spaces, seed, before, 100)
         if found.seen:
-            detail = f"a copy restored after {before} steps has another {found.seen[0]}, so resuming is not exact"
+            detail = f"a copy restored after {before} steps has a different {found.seen[0]}, so resuming is not exact"
             return Check("replay", WARN, detail, "Let reset(seed=...) rebuild everything that an earlier episode may "
                          "have changed, its rewards' scale too.")  # fmt: skip
         attributes = found.describe_attributes() or attributes

@@ -162,5 +162,5 @@ def choose_curve(runs: Sequence[RunRecord], *, trained: bool = False) -> tuple[s
         return EVALUATED, []
     if not all(len(run.curve(TRAINED)[0]) > 1 for run in runs):
         return None, []
-    why = f"fewer than {FEW_EVALUATIONS} evaluations of {name_runs(few)}: curves are of training episodes."
+    why = f"fewer than {FEW_EVALUATIONS} evaluations of {name_runs(few)}: curves show training episodes."
     return TRAINED, [why] if len(few) < len(runs) and not trained else []
