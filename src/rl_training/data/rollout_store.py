@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
-from rl_training.data.experience import Experience, Request, Timed, untimed
+from rl_training.data.experience import Experience, Request, Timed
 from rl_training.data.memory import as_tensors
 from rl_training.data.store import StoreContext
 
@@ -31,7 +31,6 @@ class RolloutStore:
         self.values = np.zeros((lead[0] + 1, lead[1]), dtype=np.float32)
         self.truncation_values = np.zeros(lead, dtype=np.float32)
         self._batches: dict[Experience, dict[str, Tensor]] = {}
-        self._timed: Timed = untimed
 
     def describe(self) -> str:
         """The rollout's size, for the start of a run."""
@@ -84,7 +83,7 @@ class RolloutStore:
         if experience.has_resets and not experience.valid.any():
             return
         if reads_values:
-            self._timed(self._evaluate, "act")(algorithm)
+            self._evaluate(algorithm)
         known = self._batches.get(experience)
         if known is None or device.type != "cpu":  # once on the CPU: its tensors share the experience's memory
             arrays = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
@@ -120,7 +119,7 @@ class RolloutStore:
 
     def watch(self, timed: Timed) -> None:
         """Let `timed` replace the evaluation of a rollout."""
-        self._timed = timed
+        self._evaluate = timed(self._evaluate, "act")  # type: ignore[method-assign]
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Rollouts need no feedback."""

@@ -28,37 +28,37 @@ def run_loop(session: Session, run: Run | Turns, timed: Timed = untimed) -> None
 
 
 class Turns:
-    """Takes the place of a `Run` to measure a session: it only counts, until `enough` of them are taken."""
+    """Takes the place of a `Run` to measure a session: it only counts, until `enough` turns are taken."""
 
     def __init__(self, step: int, enough: Callable[[Turns], bool]) -> None:
-        self.step, self._enough = step, enough
-        self.taken = self.updates = 0
-        self.learned = False  # in the last turn
-        self._before = step, 0
+        self.step, self._first, self._enough = step, step, enough
+        self.updates, self.learned = 0, False  # in the last turn
 
     @property
     def own_step(self) -> int:
         """A measurement has one process."""
         return self.step
 
+    @property
+    def taken(self) -> int:
+        """The number of steps; a turn without any counts as one."""
+        return self.step - self._first
+
     def finished(self) -> bool:
         """Whether these turns are enough."""
         return self._enough(self)
 
     def apply_schedules(self) -> None:
-        """A measurement is too short for schedules."""
-        self._before = self.step, self.updates
+        """Begin a turn; a measurement is too short for schedules."""
+        self.learned = False
 
     def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
         """Count real transitions."""
-        self.step += steps
+        self.step += steps or 1
 
     def count_update(self, result: UpdateResult) -> None:
         """Count an update."""
-        self.updates += 1
+        self.updates, self.learned = self.updates + 1, True
 
     def tick(self) -> None:
-        """End a turn; one without steps counts as a step."""
-        step, updates = self._before
-        self.step = max(self.step, step + 1)
-        self.taken, self.learned = self.taken + self.step - step, self.updates > updates
+        """Nothing else is due."""
