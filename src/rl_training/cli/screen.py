@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +153,16 @@ def describe_interval(values: Sequence[float], what: str = "return") -> str:
     return f", 95 % interval {mean - half:.1f} to {mean + half:.1f} ({', '.join(notes)})"
 
 
+def format_return(metrics: Mapping[str, Any], *, evaluated: bool) -> str:
+    """A run's return; one of training episodes is marked as such among evaluations."""
+    value = metrics.get("eval_return_mean", metrics.get("episode_return_mean"))
+    if value is None:
+        return "-"
+    if "eval_return_std" in metrics:
+        return f"{value:.1f} ± {metrics['eval_return_std']:.1f}"
+    return f"{value:.1f} in training" if evaluated else f"{value:.1f}"
+
+
 def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
     """One row per seed, then the mean over the seeds whose runs are finished, with its interval."""
     from rl_training.run.status import COMPLETE
@@ -165,13 +175,8 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
     table.add_column("run", overflow="fold")
     for seed, result in runs:
         metrics = result.metrics
-        value = metrics.get("eval_return_mean", metrics.get("episode_return_mean"))
-        shown = "-" if value is None else f"{value:.1f}"
-        if "eval_return_std" in metrics:
-            shown += f" ± {metrics['eval_return_std']:.1f}"
-        elif value is not None and evaluated:
-            shown += " in training"
         rate = metrics["global_step"] / max(metrics["train_seconds"], 1e-9)
+        shown = format_return(metrics, evaluated=evaluated)
         table.add_row(str(seed), shown, f"{metrics['global_step']:,}", f"{rate:,.0f}", quote(result.run_dir))
     console.print()
     console.print(table)
