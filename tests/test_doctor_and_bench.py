@@ -133,8 +133,8 @@ class OnlyCounts(Tally):
 @pytest.mark.parametrize(
     ("maker", "part"),
     [
-        (Tally, "another return"),
-        (lambda: gym.wrappers.NormalizeReward(Walk()), "another return"),
+        (Tally, "a different return"),
+        (lambda: gym.wrappers.NormalizeReward(Walk()), "a different return"),
         (OnlyCounts, "OnlyCounts.episodes did not come back"),
     ],
 )

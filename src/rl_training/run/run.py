@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,11 @@ class Run:
     def updates(self) -> int:
         """Updates since the start of the run."""
         return self.state.updates
+
+    @property
+    def episodes(self) -> Sequence[tuple[float, int]]:
+        """Return and length of the last finished episodes, at most 100."""
+        return self.state.episodes
 
     @property
     def metrics(self) -> dict[str, float]:
