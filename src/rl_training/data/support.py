@@ -48,6 +48,8 @@ class SupportWatch:
 
     def look(self, experience: Experience, gamma: float) -> None:
         """Compare the rewards of new experience and the returns of episodes that ended in it."""
+        if self._warned and not any(self.moves):
+            return  # there is nothing left to say
         for row in experience.rows():
             rewards, valid, envs = (row.get(name) for name in ("rewards", "valid", "envs"))
             ended = row["terminated"] | row["truncated"]  # type: ignore[operator]
