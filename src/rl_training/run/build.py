@@ -172,13 +172,13 @@ def resolve_plan(plan: Plan) -> Plan:
         notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
     alone = ranks.count == 1 and not config.has_workers  # timing would miss other processes, which do not run yet
     if is_new and asked.threads == "auto" and config.device == "cpu" and alone:
-        build = partial(build_algorithm, plan.spec, spaces=plan.spaces, seed=config.seed, device="cpu")
+        make_algorithm = partial(build_algorithm, plan.spec, spaces=plan.spaces, seed=config.seed, device="cpu")
         sizes = config.num_envs, int(config.threads)
         with experience_fits(config):
-            times = time_updates(plan.spec, params, plan.spaces, plan.recipe, *sizes, build)
+            times = time_updates(plan.spec, params, plan.spaces, plan.recipe, *sizes, make_algorithm)
         if times:
             config = config.model_copy(update={"threads": fastest(times)})
-            took = ", ".join(f"{float(f'{1000 * took:.3g}'):,g} ms with {count}" for count, took in times.items())
+            took = ", ".join(f"{float(f'{1000 * time:.3g}'):,g} ms with {count}" for count, time in times.items())
             notes.append(f"threads auto is {config.threads}: an update here takes {took}")
     notes += [f"warning: {text}" for text in find_unused(config, params, plan.spaces)]
     return replace(plan, config=config, notes=(*plan.notes, *notes))
