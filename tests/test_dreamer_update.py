@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import env_zoo
+from recorded_steps import Recorded
 from resume_cases import tiny
 from rl_training.algorithms.base import read_metrics
 from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
@@ -27,7 +28,6 @@ from rl_training.run.build import open_session
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
 from rl_training.speed import capture
 from rl_training.speed.capture import PLAIN_CALLS
-from test_capture import Recorded
 
 torch.set_num_threads(1)
 

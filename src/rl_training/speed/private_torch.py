@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses; `tests/test_private_torch.py` checks what each of them does.
+"""Every private name of torch that this package uses; `tests/speed/test_private_torch.py` checks each of them.
 
 Torch may change these without notice. Each is here because its public counterpart costs more than a small network's
 arithmetic.

@@ -24,7 +24,7 @@ from rl_training.errors import UserError
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.workflows import evaluate_checkpoint, predict_checkpoint
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ACTIONS: dict[str, gs.Space[Any]] = {
     "discrete": gs.Discrete(3),
     "continuous": gs.Box(np.array([-0.5, 2.0], np.float32), np.array([0.5, 4.0], np.float32)),

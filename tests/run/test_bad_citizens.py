@@ -1,6 +1,6 @@
 """Environments that misbehave x train (sync, async), eval, doctor: each ends in time, is named, and leaves nothing.
 
-`python tests/test_bad_citizens.py` plays the whole table and prints it as Markdown, for docs/reliability.md.
+`python tests/run/test_bad_citizens.py` plays the whole table and prints it as Markdown, for docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def play(fault: str, command: str, folder: Path, checkpoint: Path) -> Outcome:
         "eval": f"eval --checkpoint {checkpoint} --num-episodes 30",
         "doctor": f"doctor --env {ENV} --algo a2c --set worker_timeout={silence}",
     }[name]  # fmt: skip
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([env_zoo.FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {
         **os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch), "ZOO_FAULT": fault, "ZOO_MARK": str(mark),
         "ZOO_AFTER": "3" if name == "eval" or evaluates else "30", "COLUMNS": "400",

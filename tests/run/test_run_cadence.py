@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from on_gpu import OnGPU
 from resume_cases import StopAt, assert_same, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.algorithms.base import UpdateResult
@@ -23,7 +24,6 @@ from rl_training.run.callback import Callback
 from rl_training.run.evaluation import Evaluator
 from rl_training.run.run import Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
-from test_prioritized_replay import OnGPU
 
 
 def steps_of(rows: list[dict[str, Any]], kind: str) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL: dict[str, dict[str, int]] = {
     "own_environment": {"total_timesteps": 600},
     "callback": {"total_timesteps": 4_000},

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import env_zoo
 from resume_cases import SPECS, tiny
 from rl_training.cli.main import app
 from rl_training.cli.tune import trial_table
@@ -29,7 +30,7 @@ from rl_training.run.workflows import train
 from rl_training.tools import tune
 from rl_training.tools.tune import Job, Study, search_space, with_values
 
-TESTS, FRESH = str(Path(__file__).parent), tune.FRESH_SEED
+FRESH = tune.FRESH_SEED
 
 
 def finish(job: Job, score: Callable[[TrainConfig], float], evaluations: int = 4) -> str:
@@ -393,9 +394,9 @@ def test_a_killed_command_goes_on_and_ends_with_a_preset(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_worker_that_dies_costs_its_trial_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([env_zoo.FOLDER, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("ZOO_FAULT", "os._exit")
-    monkeypatch.syspath_prepend(TESTS)
+    monkeypatch.syspath_prepend(env_zoo.FOLDER)
     ends: list[tuple[str, Any]] = []
     good = tiny("ppo", tmp_path, kwargs={"eval_interval": 64})
     bad = tiny("ppo", tmp_path, env_id="env_zoo:Misbehaves", kwargs={"eval_interval": 64})

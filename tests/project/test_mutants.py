@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MUTANTS = yaml.safe_load((ROOT / "tests" / "mutants.yaml").read_text())
 
 

@@ -18,6 +18,7 @@ from gymnasium import spaces as gs
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+FOLDER = str(Path(__file__).parent)  # on the path of every process that makes one of these by its name
 
 
 class Constant(gym.Env[Any, Any]):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "rl_training"
 MOST_LINES = 50  # of a body, docstring not counted
 MOST_COMPLEX = 20
 BRANCHES = (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from on_gpu import OnGPU
 from rl_training.data import PrioritizedReplayBuffer
 from rl_training.data.prioritized import SumTree
 
@@ -138,16 +139,6 @@ def test_a_restored_buffer_samples_bit_for_bit(steps: int) -> None:
             one.update_priorities(batches[-1]["indices"], batches[-1]["rewards"] / (t + 1))
         assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0])
     assert buffer.max_priority == other.max_priority
-
-
-class OnGPU(torch.Tensor):
-    """A tensor that says when the host reads it."""
-
-    is_cuda, reads = True, 0
-
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        OnGPU.reads += 1
-        return self.as_subclass(torch.Tensor)
 
 
 @pytest.mark.parametrize("use", ["add", "sample", "state_dict", "update"])

@@ -30,7 +30,7 @@ from rl_training.errors import Terminated, UserError
 from rl_training.run.workflows import resume_training, train
 from rl_training.tools.tune import search_space
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import compare_defaults as defaults  # noqa: E402
 

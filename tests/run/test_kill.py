@@ -34,7 +34,7 @@ from rl_training.record.metrics_file import read_metrics
 from rl_training.run.callback import Callback
 from rl_training.run.run import Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
-from test_collect_workers import assert_same_end, workers
+from worker_cases import assert_same_end, workers
 
 pytestmark = pytest.mark.slow
 LIMIT = 120  # seconds; a process that takes longer hangs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "rl_training"
 ANYWHERE = {"errors", "validation", "play", "safe_files", "stable_baselines3"}
 # Folder -> the folders that it may import, lowest first: each imports only folders above it in this table.
 ROOMS = {

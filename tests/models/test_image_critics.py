@@ -21,7 +21,7 @@ from rl_training.play import play
 from rl_training.run.learner import build_algorithm
 from rl_training.run.workflows import train
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from image_actors import RESULTS, ROOT, format_table, image_config
 

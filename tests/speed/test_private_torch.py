@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "rl_training"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "rl_training"
 HOME = PACKAGE / "speed" / "private_torch.py"
 # Modules with an underscore from which torch's own documentation imports.
 DOCUMENTED = {

@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from recorded_steps import Recorded, RecordedOnHost, Replayed
 from resume_cases import SPECS, assert_same, rows_of, stop_and_resume, take_steps, tiny
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.dreamer import Dreamer
@@ -36,7 +37,6 @@ from rl_training.run.workflows import resume_training, train
 from rl_training.speed import capture, numpy_forms, passes
 from rl_training.speed.capture import map_tensors
 from rl_training.speed.optimizer import Optimizer
-from test_capture import Recorded, RecordedOnHost, Replayed
 
 BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
 UPDATES = 9

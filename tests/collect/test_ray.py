@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import env_zoo
 from resume_cases import SPECS, StopAt, take_steps
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.errors import UserError
@@ -25,7 +26,7 @@ from rl_training.run.build import open_session
 from rl_training.run.callback import Callback
 from rl_training.run.run import Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
-from test_collect_workers import assert_same_end, workers
+from worker_cases import assert_same_end, workers
 
 ray = pytest.importorskip("ray")
 
@@ -290,7 +291,7 @@ def test_a_cluster_of_the_run_listens_on_this_machine_alone(tmp_path: Path) -> N
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_cluster_of_the_run_ends_with_it(number: int, tmp_path: Path) -> None:
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), env_zoo.FOLDER]!r}\n"
         "from test_ray import *\n"
         "class Say(Callback):\n"
         "    def on_update(self, run):\n"

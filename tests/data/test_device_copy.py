@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_replay_buffer import Episodes
 
+from on_gpu import OnGPU
 from resume_cases import assert_same, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
 from rl_training.config.train_config import TrainConfig
@@ -24,8 +26,6 @@ from rl_training.run.build import open_session
 from rl_training.run.callback import Callback
 from rl_training.run.run import Run
 from rl_training.run.workflows import TrainResult, resume_training, train
-from test_prioritized_replay import OnGPU
-from test_replay_buffer import Episodes
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 IMAGES: dict[str, Any] = {"obs_shape": (4, 2, 2), "obs_dtype": "uint8", "frame_stack": 4}

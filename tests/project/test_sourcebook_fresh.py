@@ -14,7 +14,7 @@ from resume_cases import SPECS, take_steps, tiny
 from rl_training.algorithms.base import UpdateResult
 from rl_training.run.build import open_session
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import generate_docs as generator  # noqa: E402

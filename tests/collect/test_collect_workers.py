@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from resume_cases import SPECS, StopAt, assert_same, load_checkpoint, rows_of, stop_and_resume, tiny
+import env_zoo
+from resume_cases import SPECS, StopAt, load_checkpoint, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.worker import CollectingWorker, WorkerPlan
 from rl_training.collect.workers import WorkerCollector, WorkerRecord
@@ -37,28 +38,11 @@ from rl_training.run.callback import Callback
 from rl_training.run.learner import build_algorithm
 from rl_training.run.recorder import describe_workers
 from rl_training.run.run import Run
-from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
+from worker_cases import assert_same_end, workers
 
 STEPPING = [name for name, spec in SPECS.items() if spec.steps_environments]
-CLOCKED = {"learner_waiting", "worker_waiting", "worker_restarts"}
 pytestmark = pytest.mark.filterwarnings("ignore:.*It is restarted")
-
-
-def workers(algo: str, output_dir: Path, count: int | str = 2, **fields: Any) -> Any:
-    plain = {"num_envs": 3, "vectorization": "sync", "eval_episodes": 0, "execution_backend": "local_async"}
-    return tiny(algo, output_dir, num_workers=count, **{**plain, **fields})
-
-
-def assert_same_end(one: TrainResult, other: TrainResult) -> None:
-    """Learner, store, workers and requests in flight, to the bit; and the rows of metrics but for clocks."""
-    ends = [load_checkpoint(result.checkpoint_path) for result in (one, other)]
-    for part in ("algorithm", "source"):
-        assert_same(ends[0][part], ends[1][part], part)
-    rows = [rows_of(result.run_dir) for result in (one, other)]
-    for row in rows[0] + rows[1]:
-        for name in CLOCKED:
-            row.pop(name, None)
-    assert rows[0] == rows[1]
 
 
 class Killer(Callback):
@@ -469,7 +453,7 @@ def test_an_environment_that_raises_ends_the_run_with_what_was_learned_saved(
 @pytest.mark.slow
 def test_workers_end_with_a_learner_that_is_killed(tmp_path: Path) -> None:
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), env_zoo.FOLDER]!r}\n"
         "from pathlib import Path; from test_collect_workers import workers, train, Callback\n"
         "class Say(Callback):\n"
         "    def on_update(self, run):\n"
