@@ -22,8 +22,7 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ObservationInput
-from rl_training.models.dreamer import RSSM, SIZES, TwoHotHead, sample_one_hot, straight_through
-from rl_training.models.dreamer_behavior import GaussianActor
+from rl_training.models.dreamer import RSSM, SIZES, GaussianActor, TwoHotHead, sample_one_hot, straight_through
 from rl_training.run.build import open_session
 from rl_training.runtime.dreamer_trainer import DreamerParams, build
 from rl_training.speed import capture

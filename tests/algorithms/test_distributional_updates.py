@@ -11,8 +11,7 @@ from rl_training.algorithms.fqf import FQF
 from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.errors import UserError
-from rl_training.models.mlp_fqf_network import MLPFQFNetwork
-from rl_training.models.mlp_iqn_network import MLPIQNNetwork
+from rl_training.models.mlp_fqf_network import MLPFQFNetwork, MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 
 HEADS = ["dqn", "c51", "qr", "iqn", "fqf"]

@@ -17,7 +17,7 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.models.noisy import NoisyLinear
+from rl_training.models.mlp_q_network import NoisyLinear
 from rl_training.run.workflows import train
 
 

@@ -11,10 +11,8 @@ import rl_training.models as models
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder, ObservationInput
-from rl_training.models.mlp_fqf_network import MLPFQFNetwork
-from rl_training.models.mlp_iqn_network import MLPIQNNetwork
-from rl_training.models.mlp_q_network import MLPQNetwork
-from rl_training.models.noisy import NoisyLinear
+from rl_training.models.mlp_fqf_network import MLPFQFNetwork, MLPIQNNetwork
+from rl_training.models.mlp_q_network import MLPQNetwork, NoisyLinear
 
 NAMES = ["MLPQNetwork", "MLPDuelingQNetwork", "MLPNoisyQNetwork", "MLPDuelingNoisyQNetwork"]
 AXES = [(False, False), (True, False), (False, True), (True, True)]

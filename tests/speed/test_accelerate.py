@@ -27,7 +27,7 @@ from rl_training.collect.behaviour import Behaviour
 from rl_training.config import choices
 from rl_training.config.choices import choose_acceleration
 from rl_training.errors import UserError
-from rl_training.models import mlp_iqn_network, noisy
+from rl_training.models import mlp_fqf_network, mlp_q_network
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run import acting
 from rl_training.run.acting import ActingSession
@@ -49,7 +49,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
     monkeypatch.setattr(capture, "CapturedStep", Recorded)
     monkeypatch.setattr(behaviour, "HostStep", RecordedOnHost)
-    for module in (passes, mlp_iqn_network):  # on a GPU, there is no numpy inside of a step
+    for module in (passes, mlp_fqf_network):  # on a GPU, there is no numpy inside of a step
         monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
 
@@ -259,7 +259,7 @@ def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
             super().__init__(*arguments)
             steps.append(self)
 
-    for module in (numpy_forms, noisy):  # a GPU acts in torch
+    for module in (numpy_forms, mlp_q_network):  # a GPU acts in torch
         monkeypatch.setattr(module, "linear_step", lambda *_: None)
     monkeypatch.setattr(capture.Numbers, "_stays_float", lambda self, name, _: name in self.floats | self.unread)
     for module in (behaviour, acting):

@@ -15,11 +15,10 @@ from rl_training.algorithms.fqf import FQF
 from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.ppo import PPO
 from rl_training.algorithms.qr_dqn import QRDQN
-from rl_training.models import mlp_iqn_network
+from rl_training.models import mlp_fqf_network
 from rl_training.models.blocks import mlp
 from rl_training.models.mlp_actor_critic import MLPActorCritic
-from rl_training.models.mlp_fqf_network import MLPFQFNetwork
-from rl_training.models.mlp_iqn_network import MLPIQNNetwork
+from rl_training.models.mlp_fqf_network import MLPFQFNetwork, MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.speed import passes
 
@@ -57,7 +56,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From the call on, every network runs by autograd alone."""
 
     def switch() -> None:
-        for module in (passes, mlp_iqn_network):
+        for module in (passes, mlp_fqf_network):
             monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
     return switch

@@ -65,7 +65,7 @@ class Dream(NamedTuple):
 
 
 class Dreamer(Algorithm):
-    """The Dreamer learner. `world_model`, `actor` and `critic` are in `models.dreamer` and `models.dreamer_behavior`.
+    """The Dreamer learner. `world_model`, `actor` and `critic` are in `models.dreamer`.
 
     The recurrent state for acting is [N, F + A]: h and z of the last state, and the action taken there. Without
     `capture`, no part of an update is captured or compiled.

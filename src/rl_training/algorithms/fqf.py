@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.numbers import Number, Setting
-from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
+from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose
 from rl_training.errors import UserError
 from rl_training.ops.distributional import fraction_gradient, quantile_huber
+from rl_training.ops.policy import mask_actions
 from rl_training.ops.targets import bellman_target
 from rl_training.speed.optimizer import Backward
 
@@ -62,7 +63,7 @@ class FQF(QLearning):
             scores = self.expected_values(self.q_network.features(rows["next_obs"]))
         else:
             scores = torch.matmul(quantiles, fractions.widths.unsqueeze(-1)).squeeze(-1)
-        chosen = choose(quantiles, mask_scores(scores, rows.get("next_action_masks")).argmax(-1))
+        chosen = choose(quantiles, mask_actions(scores, rows.get("next_action_masks")).argmax(-1))
         return bellman_target(rows, self.gamma, chosen)
 
     def trace(self, rows: Any) -> tuple[Tensor, Backward]:

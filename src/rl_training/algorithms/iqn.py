@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.numbers import Number, Setting
-from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
+from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose
 from rl_training.ops.distributional import quantile_huber
+from rl_training.ops.policy import mask_actions
 from rl_training.ops.targets import bellman_target
 from rl_training.speed.optimizer import Backward
 
@@ -59,7 +60,7 @@ class IQN(QLearning):
         if self.double_q:
             network, features = self.q_network, self.q_network.features(rows["next_obs"])
         scores = network.expected_values(features, rows["acting_taus"])
-        chosen = choose(quantiles, mask_scores(scores, rows.get("next_action_masks")).argmax(-1))
+        chosen = choose(quantiles, mask_actions(scores, rows.get("next_action_masks")).argmax(-1))
         return bellman_target(rows, self.gamma, chosen)
 
     def trace(self, rows: Batch) -> tuple[Tensor, Backward]:

@@ -17,8 +17,10 @@ from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carr
 from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.ops.losses import chosen_slopes, index_actions, weighted_mean
+from rl_training.ops.policy import mask_actions
 from rl_training.ops.targets import transition_columns
 from rl_training.play import random_actions
+from rl_training.speed.numpy_forms import mask_in_numpy
 from rl_training.speed.optimizer import Backward
 
 # obs [N, D] and a generator (None: deterministic) -> action values [N, A]
@@ -166,7 +168,7 @@ class QLearning(Algorithm):
         `outputs` are the target network's at the next observations. An illegal action is never chosen.
         """
         scores = self.values(self.q_network(rows["next_obs"]) if self.double_q else outputs)
-        return mask_scores(scores, rows.get("next_action_masks"))
+        return mask_actions(scores, rows.get("next_action_masks"))
 
     # acting ----------------------------------------------------------------------------------------------------
 
@@ -183,11 +185,11 @@ class QLearning(Algorithm):
         """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""
         if self.noisy:
             self.q_network.set_noise(None if deterministic else self.q_network.draw_noise(1, self.generator)[0])
-        scores = mask_scores(self.action_values(obs, deterministic), action_masks)
+        scores = mask_actions(self.action_values(obs, deterministic), action_masks)
         if not deterministic and (isinstance(self.epsilon, Tensor) or self.epsilon > 0.0):
             draws = scores.new_empty(len(scores), scores.shape[1] + 1).uniform_(generator=self.generator)
             explore = draws[:, :1] < self.epsilon
-            scores = torch.where(explore, mask_scores(draws[:, 1:], action_masks), scores)
+            scores = torch.where(explore, mask_actions(draws[:, 1:], action_masks), scores)
         return ActOutput(scores.argmax(-1))
 
     def numpy_form(self, method: str) -> Any:
@@ -213,23 +215,12 @@ class QLearning(Algorithm):
                 explore = rng.random(len(obs)) < self.epsilon
                 if explore.all():  # no row needs the network
                     return random_actions(rng, len(obs), (num_actions,), masks)
-            scores = values(obs, None if deterministic else rng)
-            if masks is not None:
-                scores = np.where(masks, scores, -np.inf)
-            actions: Array = scores.argmax(-1)
+            actions: Array = mask_in_numpy(values(obs, None if deterministic else rng), masks).argmax(-1)
             if explore is not None and explore.any():
                 actions = np.where(explore, random_actions(rng, len(obs), (num_actions,), masks), actions)
             return actions
 
         return act
-
-
-def mask_scores(scores: Tensor, masks: Tensor | None) -> Tensor:
-    """Set scores [B, A] of illegal actions to -inf; a row without legal actions (only at an end) is unchanged."""
-    if masks is None:
-        return scores
-    legal = masks.bool()
-    return scores.masked_fill(~legal & legal.any(-1, keepdim=True), -torch.inf)
 
 
 def choose(outputs: Tensor, actions: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
+from rl_training.speed.numpy_forms import Array, NumpyStep, numpy_chain, numpy_step
+
+# obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
+NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU,
@@ -117,12 +120,9 @@ class ObservationNorm(nn.Module):
     def __init__(self, size: int, clip: float = 10.0) -> None:
         super().__init__()
         self.clip = clip
-        self.mean: Tensor
-        self.var: Tensor
-        self.count: Tensor
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("var", torch.ones(size))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.mean = nn.Buffer(torch.zeros(size))
+        self.var = nn.Buffer(torch.ones(size))
+        self.count = nn.Buffer(torch.zeros((), dtype=torch.float64))
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, D] -> [B, D], about unit scale."""
@@ -143,6 +143,13 @@ class ObservationNorm(nn.Module):
         self.mean.add_(delta * share)
         self.var.copy_(spread)
         self.count.copy_(total)
+
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy."""
+        if not self.mean.is_cpu:
+            return None
+        mean, var, clip = self.mean.numpy(), self.var.numpy(), self.clip
+        return lambda obs, rng: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)
 
 
 class ObservationInput(nn.Module):
@@ -165,6 +172,12 @@ class ObservationInput(nn.Module):
         if self.norm is not None:
             self.norm.update(obs.float())
 
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy; None for images."""
+        if self.image_scale is not None:
+            return None
+        return numpy_chain([] if self.norm is None else [self.norm.numpy_step()])
+
 
 class MixedInput(ObservationInput):
     """Images and a vector, packed into bytes by `EnvSpaces.encode`, as one row of floats: [B, bytes] -> [B, D].
@@ -177,9 +190,8 @@ class MixedInput(ObservationInput):
         self, shapes: Sequence[Sequence[int]], scales: Sequence[float], vector_size: int, *, normalize: bool
     ) -> None:
         super().__init__(normalize_size=vector_size if normalize else None)
-        self.scales: Tensor
         every = [torch.full((math.prod(shape),), scale) for shape, scale in zip(shapes, scales, strict=True)]
-        self.register_buffer("scales", torch.cat(every), persistent=False)
+        self.scales = nn.Buffer(torch.cat(every), persistent=False)
 
     def split(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels [..., P] on their own scale and the vector [..., V], as floats."""
@@ -198,15 +210,44 @@ class MixedInput(ObservationInput):
         if self.norm is not None:
             self.norm.update(self.split(obs)[1])
 
+    def numpy_step(self) -> NumpyStep | None:
+        """There is none: images are encoded by convolutions."""
+        return None
 
-def numpy_input(layer: ObservationInput) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
-    """`ObservationInput` in numpy on the same memory; None for images, alone or among other parts."""
-    if layer.image_scale is not None or type(layer) is not ObservationInput:
+
+class ObservationNetwork(nn.Module):
+    """A network that reads raw observations, through one `encoder` if there is one."""
+
+    def __init__(
+        self, *, obs_dim: int, observation_input: ObservationInput | None = None, encoder: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
+        self.input_dim = encoded_dim(obs_dim, encoder)
+
+    def features(self, obs: Tensor) -> Tensor:
+        """The input [B, input_dim] of the layers, from observations [B, ...]."""
+        return encode(self.encoder, self.observation_input(obs))
+
+    def numpy_form(self, *layers: nn.Module, most_weights: int = 256 * 256) -> NumpyStep | None:
+        """The observation's input and these layers in numpy on the same weights.
+
+        None with an encoder, on a GPU, or if a layer has more than `most_weights`.
+        """
+        steps = [numpy_step(layer, most_weights) for layer in (self.observation_input, *layers)]
+        return numpy_chain(steps) if self.encoder is None else None
+
+
+def noisy_policy(forward: NumpyStep | None, deviation: Callable[[], float]) -> NumpyPolicy | None:
+    """mu(s) in numpy, with clipped Gaussian noise of the current deviation unless deterministic."""
+    if forward is None:
         return None
-    if layer.norm is None:
-        return lambda obs: obs
-    norm = layer.norm
-    if not norm.mean.is_cpu:
-        return None
-    mean, var, clip = norm.mean.numpy(), norm.var.numpy(), norm.clip
-    return lambda obs: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)
+
+    def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
+        actions = forward(obs, None)
+        if not deterministic:
+            actions = actions + deviation() * rng.standard_normal(actions.shape, dtype=np.float32)
+            np.clip(actions, -1.0, 1.0, out=actions)
+        return actions
+
+    return act

@@ -18,6 +18,7 @@ from rl_training.ops.policy import (
     gaussian_entropy,
     gaussian_kl,
     gaussian_log_prob,
+    mask_actions,
 )
 
 MASKED_LOGIT = -1e8  # finite, so that 0 probability times this is 0 and not NaN
@@ -47,9 +48,7 @@ class Categorical:
     _entropy: Tensor | None = None  # cached, because a loss and its gradient both need it
 
     def __init__(self, logits: Tensor, masks: Tensor | None = None) -> None:
-        if masks is not None:
-            logits = logits.masked_fill(~masks, MASKED_LOGIT)
-        self.log_probs = logits.log_softmax(-1)
+        self.log_probs = mask_actions(logits, masks, MASKED_LOGIT).log_softmax(-1)
 
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
         """Draw by the Gumbel trick: argmax of log-probabilities plus noise (minus the log of exponential draws)."""

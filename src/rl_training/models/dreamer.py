@@ -1,7 +1,10 @@
-"""Dreamer's world model (Hafner et al. 2023, arXiv:2301.04104): encoder, RSSM, decoder, reward and continue heads.
+"""Dreamer's networks (Hafner et al. 2023, arXiv:2301.04104): the parts of the world model, then actors and critic.
 
 Time comes first, [L, B, ...]. A latent z is `latents` categorical variables of `classes` choices each, one-hot, flat
-[B, latents * classes]; the features of a state are [h, z]. Nothing here draws: noise comes from the caller.
+[B, latents * classes]; the features of a state are [h, z]. Noise comes from the caller.
+
+Actions have three forms: `raw` is what the actor drew and what its density refers to, `as_input` gives what the world
+model reads, and `as_action` what the policy returns.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, activation_layer, linear
 from rl_training.ops.distributional import categorical_cross_entropy, symexp, symlog, two_hot
+from rl_training.ops.policy import categorical_entropy, gaussian_entropy, gaussian_log_prob
 
 NORM_EPS = 1e-3
 SMALL_IMAGE = 32  # pixels a side; smaller images get one 3x3 layer, because strides would lose details
+STD_RANGE = (0.1, 1.0)  # of a Gaussian policy
+OUTPUT_GAIN = 0.01  # a new policy is close to uniform
 BIN_LIMIT = 20.0  # of the two-hot codes, on the symlog scale: returns up to exp(20)
 
 
@@ -193,9 +199,8 @@ class TwoHotHead(nn.Module):
         super().__init__()
         self.network = norm_mlp(feature_dim, hidden_sizes, num_bins, activation)
         nn.init.zeros_(self.network[-1].weight)  # type: ignore[arg-type]
-        self.bins: Tensor
         steps = torch.linspace(-BIN_LIMIT, BIN_LIMIT, num_bins)
-        self.register_buffer("bins", symexp((steps - steps.flip(0)) / 2.0))  # exactly antisymmetric
+        self.bins = nn.Buffer(symexp((steps - steps.flip(0)) / 2.0))  # exactly antisymmetric
 
     def forward(self, features: Tensor) -> Tensor:
         """Logits [..., F] -> [..., K]."""
@@ -372,3 +377,91 @@ class WorldModel(nn.Module):
         norm = self.observation_input.norm
         floats = symexp(decoded)
         return floats if norm is None else floats * (norm.var + 1e-8).sqrt() + norm.mean
+
+
+class Critic(TwoHotHead):
+    """The return from a state onward."""
+
+
+class CategoricalActor(nn.Module):
+    """One choice out of `action_dim`; raw is one-hot [..., A]. A little of the uniform policy is mixed in."""
+
+    def __init__(
+        self, *, feature_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str = "silu",
+        unimix: float = 0.01,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.action_dim, self.unimix = action_dim, unimix
+        self.network = norm_mlp(feature_dim, hidden_sizes, action_dim, activation, OUTPUT_GAIN)
+
+    def draw_noise(self, *shape: int, generator: torch.Generator) -> Tensor:
+        """Uniform noise [*shape, 1] for `sample`."""
+        return torch.rand(*shape, 1, generator=generator, device=generator.device)
+
+    def probabilities(self, features: Tensor) -> Tensor:
+        """[..., F] -> [..., A]."""
+        return self.network(features).float().softmax(-1) * (1.0 - self.unimix) + self.unimix / self.action_dim
+
+    def sample(self, features: Tensor, noise: Tensor | None) -> Tensor:
+        """Raw actions; the most likely ones without noise."""
+        return sample_one_hot(self.probabilities(features), noise)
+
+    def evaluate(self, features: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of raw actions, and entropies, each [...]."""
+        log_probs = self.probabilities(features).log()
+        return (log_probs * raw).sum(-1), categorical_entropy(log_probs)
+
+    def as_input(self, raw: Tensor) -> Tensor:
+        """One-hot, unchanged."""
+        return raw
+
+    def as_action(self, raw: Tensor) -> Tensor:
+        """Integers [...]."""
+        return raw.argmax(-1)
+
+    def input_of(self, actions: Tensor) -> Tensor:
+        """Replayed actions [...] as the world model reads them, [..., A]."""
+        return F.one_hot(actions.long(), self.action_dim).float()
+
+
+class GaussianActor(nn.Module):
+    """Independent Gaussians with means in (-1, 1); raw is unbounded, the action is clipped to [-1, 1]."""
+
+    def __init__(
+        self, *, feature_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.network = norm_mlp(feature_dim, hidden_sizes, 2 * action_dim, activation, OUTPUT_GAIN)
+
+    def draw_noise(self, *shape: int, generator: torch.Generator) -> Tensor:
+        """Standard normal noise [*shape, A] for `sample`."""
+        return torch.randn(*shape, self.action_dim, generator=generator, device=generator.device)
+
+    def gaussian(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log deviation, each [..., A]; the deviation starts near its upper end."""
+        mean, spread = self.network(features).float().chunk(2, -1)
+        low, high = STD_RANGE
+        return mean.tanh(), (low + (high - low) * torch.sigmoid(spread + 2.0)).log()
+
+    def sample(self, features: Tensor, noise: Tensor | None) -> Tensor:
+        """Raw actions; the mean without noise."""
+        mean, log_std = self.gaussian(features)
+        return mean if noise is None else torch.addcmul(mean, log_std.exp(), noise)
+
+    def evaluate(self, features: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-densities of raw actions, and entropies, each [...]."""
+        mean, log_std = self.gaussian(features)
+        return gaussian_log_prob(raw, mean, log_std), gaussian_entropy(log_std)
+
+    def as_input(self, raw: Tensor) -> Tensor:
+        """Clipped, as by the environment."""
+        return raw.clamp(-1.0, 1.0)
+
+    def as_action(self, raw: Tensor) -> Tensor:
+        """Clipped."""
+        return raw.clamp(-1.0, 1.0)
+
+    def input_of(self, actions: Tensor) -> Tensor:
+        """Replayed actions, unchanged."""
+        return actions.float()

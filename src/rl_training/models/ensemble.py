@@ -1,7 +1,8 @@
-"""E networks of one shape as one batched network, so that twin critics cost one call instead of two."""
+"""E networks of one shape as one batched network, so that twin critics cost one call; an actor with such critics."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.models.blocks import activation_layer, encode
+from rl_training.models.blocks import ObservationInput, activation_layer, encode, encoded_dim
 
 
 class _Layer(NamedTuple):
@@ -21,6 +22,11 @@ class _Layer(NamedTuple):
     bias: Tensor
     scale: Tensor | None
     shift: Tensor | None
+
+    def select(self, subset: Tensor | slice) -> _Layer:
+        """The parameters of these members."""
+        is_slice = isinstance(subset, slice)
+        return _Layer(*(p if p is None else p[subset] if is_slice else p.index_select(0, subset) for p in self))  # type: ignore[arg-type]
 
 
 class MLPEnsemble(nn.Module):
@@ -53,12 +59,9 @@ class MLPEnsemble(nn.Module):
                 self.register_parameter(f"{name}{i}", nn.Parameter(value))
             self._layers.append(_Layer(*(getattr(self, f"{name}{i}", None) for name in _Layer._fields)))  # type: ignore[arg-type]
 
-    def _select_layers(self, subset: Tensor | slice) -> list[_Layer]:
-        return [_Layer(*(_select(p, subset) for p in layer)) for layer in self._layers]  # type: ignore[arg-type]
-
     def run(self, x: Tensor, subset: Tensor | slice | None = None) -> Tensor:
         """Outputs of every member, or only of those in `subset` (indices [M] or a slice); others are not computed."""
-        layers = self._layers if subset is None else self._select_layers(subset)
+        layers = self._layers if subset is None else [layer.select(subset) for layer in self._layers]
         if x.dim() == 2:
             x = x.expand(layers[0].weight.shape[0], *x.shape)
         for layer in layers[:-1]:
@@ -95,7 +98,35 @@ class CriticEnsemble(MLPEnsemble):
         return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset)
 
 
-def _select(parameter: Tensor | None, subset: Tensor | slice) -> Tensor | None:
-    if parameter is None:
-        return None
-    return parameter[subset] if isinstance(subset, slice) else parameter.index_select(0, subset)
+class ActorAndCritics(nn.Module):
+    """An `actor` of the given kind and `critics`, which share nothing but the observation's input layer.
+
+    With an `encoder`, the actor has one and the critics share another, initially a copy, each trained by its own loss.
+    With a shared encoder, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
+    arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
+    have their own optimizers and targets. `critic_options` are those of `CriticEnsemble`.
+    """
+
+    bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
+
+    def __init__(
+        self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
+        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        **critic_options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.action_dim = action_dim
+        shape: dict[str, Any] = {"hidden_sizes": hidden_sizes, "activation": activation}
+        self.actor: Any = actor(
+            obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, encoder=encoder, **shape
+        )
+        inputs = encoded_dim(obs_dim, encoder) + action_dim
+        self.critics = CriticEnsemble(inputs=inputs, encoder=copy.deepcopy(encoder), **shape, **critic_options)
+
+    def features(self, obs: Tensor) -> Tensor:
+        """The input of the critics, before their encoder."""
+        return self.actor.observation_input(obs)
+
+    def ensemble_values(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Values of every critic [E, B]."""
+        return self.critics(self.features(obs), actions)

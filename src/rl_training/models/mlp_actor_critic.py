@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
+from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
-from rl_training.speed.numpy_forms import Array, numpy_forward
+from rl_training.speed.numpy_forms import Array, mask_in_numpy
 from rl_training.speed.passes import Backward, WrittenOut, run_network
 from rl_training.speed.private_torch import differentiate
 
@@ -33,7 +33,7 @@ class Evaluation(NamedTuple):
     entropy: Tensor
 
 
-class MLPActorCritic(nn.Module):
+class MLPActorCritic(ObservationNetwork):
     """Actor and critic with separate MLPs on the observation, or both on the features of one `encoder`.
 
     `action_kind` "discrete" has `action_dim` choices; "continuous" has `action_dim` dimensions and a state-independent
@@ -41,24 +41,16 @@ class MLPActorCritic(nn.Module):
     """
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
-        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, encoder: nn.Module | None = None,
-        observation_input: ObservationInput | None = None,
+        self, *, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
+        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, **inputs: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.observation_input = observation_input or ObservationInput()
-        self.encoder = encoder
-        features = encoded_dim(obs_dim, encoder)
+        super().__init__(**inputs)
         self.action_kind = action_kind
         self.action_sizes = tuple(action_sizes or (action_dim,))
-        self.actor = mlp(features, hidden_sizes, action_dim, activation, output_gain=0.01)
-        self.critic = mlp(features, hidden_sizes, 1, activation)
+        self.actor = mlp(self.input_dim, hidden_sizes, action_dim, activation, output_gain=0.01)
+        self.critic = mlp(self.input_dim, hidden_sizes, 1, activation)
         self.log_std = nn.Parameter(torch.zeros(action_dim)) if action_kind == "continuous" else None
         self._both, self._critic = WrittenOut(), WrittenOut()
-
-    def features(self, obs: Tensor) -> Tensor:
-        """The input of actor and critic."""
-        return encode(self.encoder, self.observation_input(obs))
 
     def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:
         """The policy at observations [B, ...]."""
@@ -120,10 +112,9 @@ class MLPActorCritic(nn.Module):
             on_log_std: Sequence[Tensor] = ()
             if isinstance(policy, Categorical):
                 on_outputs = policy.gradient(actions, on_logprobs, on_entropy)
-            elif on_entropy is None:
-                on_outputs, *on_log_std = differentiate([logprobs], [on_logprobs], leaves)
             else:
-                on_outputs, *on_log_std = differentiate([logprobs, entropy], [on_logprobs, on_entropy], leaves)
+                slopes = [on_logprobs] if on_entropy is None else [on_logprobs, on_entropy]
+                on_outputs, *on_log_std = differentiate([logprobs, entropy][: len(slopes)], slopes, leaves)
             on_networks = backward(on_outputs, on_values.unsqueeze(-1))
             return [*on_log_std, *on_networks] if on_log_std else on_networks
 
@@ -142,16 +133,16 @@ class MLPActorCritic(nn.Module):
         critic = {id(p) for p in self.critic.parameters()}
         return [p for p in self.parameters() if id(p) not in critic]
 
-    def numpy_policy(self) -> Callable[[Array, Array | None, np.random.Generator, bool], Array] | None:
-        """Acting in numpy on the same weights; None with an encoder or on a GPU."""
-        prepare, forward = numpy_input(self.observation_input), numpy_forward(self.actor)
-        if self.encoder is not None or prepare is None or forward is None:
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """Acting in numpy; None where there is no numpy form."""
+        forward = self.numpy_form(self.actor)
+        if forward is None:
             return None
         if self.log_std is not None:
             log_std = self.log_std.detach().numpy()
 
             def act_gaussian(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
-                mean = forward(prepare(obs))
+                mean = forward(obs, None)
                 if deterministic:
                     return mean
                 return mean + np.exp(log_std) * rng.standard_normal(mean.shape, dtype=np.float32)
@@ -161,11 +152,10 @@ class MLPActorCritic(nn.Module):
         ends = np.cumsum(sizes)
 
         def act_categorical(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
-            scores = forward(prepare(obs))
+            scores = forward(obs, None)
             if not deterministic:  # Gumbel: the argmax of logits plus this noise is a sample
                 scores -= np.log(rng.standard_exponential(scores.shape, dtype=np.float32) + 1e-10)
-            if masks is not None:
-                scores[~masks] = -np.inf
+            scores = mask_in_numpy(scores, masks)
             if discrete:
                 return scores.argmax(-1)
             return np.stack([scores[:, end - size : end].argmax(-1) for end, size in zip(ends, sizes, strict=True)], -1)

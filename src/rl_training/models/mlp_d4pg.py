@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.models.mlp_ddpg import ActorAndCritics, DeterministicActor
+from rl_training.models.ensemble import ActorAndCritics
+from rl_training.models.mlp_ddpg import DeterministicActor
 from rl_training.models.mlp_sac import SampledActions
 from rl_training.ops.policy import gaussian_log_prob
 
@@ -28,8 +29,7 @@ class MLPD4PGModel(ActorAndCritics):
         super().__init__(
             DeterministicActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=1, outputs=num_atoms, **options
         )
-        self.support: Tensor
-        self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))
+        self.support = nn.Buffer(torch.linspace(v_min, v_max, num_atoms))
 
     def distribution_logits(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Logits of the return's distribution [B, num_atoms]."""

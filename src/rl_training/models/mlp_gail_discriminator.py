@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp
+from rl_training.models.blocks import ObservationNetwork, encode, mlp
 
 
-class MLPGAILDiscriminator(nn.Module):
+class MLPGAILDiscriminator(ObservationNetwork):
     """D(s, a) as a logit [B], positive where a pair looks like the expert's.
 
     `encoder` reads images, and an `observation_input` with a size normalizes vectors. The last layer starts at 0, so an
@@ -20,17 +21,15 @@ class MLPGAILDiscriminator(nn.Module):
     """
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
-        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, encoder: nn.Module | None = None,
-        observation_input: ObservationInput | None = None, absorbing_states: bool = False,
+        self, *, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
+        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, absorbing_states: bool = False,
+        **inputs: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.observation_input = observation_input or ObservationInput()
-        self.encoder = encoder
+        super().__init__(**inputs)
         self.continuous, self.absorbing_states = action_kind == "continuous", absorbing_states
         self.action_sizes = tuple(action_sizes or (action_dim,))
-        features = encoded_dim(obs_dim, encoder)
-        self.network = mlp(features + action_dim + absorbing_states, hidden_sizes, 1, activation, output_gain=0.0)
+        columns = self.input_dim + action_dim + absorbing_states
+        self.network = mlp(columns, hidden_sizes, 1, activation, output_gain=0.0)
 
     def forward(self, obs: Tensor, actions: Tensor, absorbing: Tensor | None = None) -> Tensor:
         """Logits [B] of raw observations [B, ...] and actions [B] or [B, K]; `absorbing` [B] is bool."""

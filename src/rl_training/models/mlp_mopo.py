@@ -44,18 +44,13 @@ class MLPMOPOEnsembleModel(nn.Module):
         )  # fmt: skip
         self.max_logvar = nn.Parameter(torch.full((self.targets,), 0.5))
         self.min_logvar = nn.Parameter(torch.full((self.targets,), -10.0))
-        self.input_mean: Tensor
-        self.input_std: Tensor
-        self.target_mean: Tensor
-        self.target_std: Tensor
         weights = sum("weight" in name for name, _ in self.members.named_parameters())
         places = np.linspace(0.0, 1.0, weights), np.linspace(0.0, 1.0, len(LAYER_DECAYS))
-        decays = torch.tensor(np.interp(*places, LAYER_DECAYS).tolist())
-        self.decays: Tensor
-        self.register_buffer("decays", decays, persistent=False)
-        for name, size in (("input", obs_dim + action_dim), ("target", self.targets)):
-            self.register_buffer(f"{name}_mean", torch.zeros(size))
-            self.register_buffer(f"{name}_std", torch.ones(size))
+        self.decays = nn.Buffer(torch.tensor(np.interp(*places, LAYER_DECAYS).tolist()), persistent=False)
+        self.input_mean = nn.Buffer(torch.zeros(obs_dim + action_dim))
+        self.input_std = nn.Buffer(torch.ones(obs_dim + action_dim))
+        self.target_mean = nn.Buffer(torch.zeros(self.targets))
+        self.target_std = nn.Buffer(torch.ones(self.targets))
 
     def forward(self, obs: Tensor, actions: Tensor, subset: Tensor | None = None) -> Prediction:
         """Predictions of every member, or only of those in `subset` [M], at their cost alone.

@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
-from rl_training.models.mlp_ddpg import NumpyPolicy, noisy_policy
-from rl_training.speed.numpy_forms import numpy_forward
+from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp, noisy_policy
 
 LOG_DIAGONAL_RANGE = (-10.0, 5.0)
 
 
-class MLPNAFModel(nn.Module):
+class MLPNAFModel(ObservationNetwork):
     """Q(s, a) = V(s) - (a - mu)' P (a - mu) / 2 with P = L L', L lower-triangular, exp on its diagonal (eq. 6 to 8)."""
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
-        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
+        self, *, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu", **inputs: Any
+    ) -> None:
+        super().__init__(**inputs)
         self.action_dim = action_dim
-        self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
-        below, features = action_dim * (action_dim - 1) // 2, encoded_dim(obs_dim, encoder)
-        self.network = mlp(features, hidden_sizes, 2 * action_dim + 1 + below, activation, output_gain=0.01)
+        below = action_dim * (action_dim - 1) // 2
+        self.network = mlp(self.input_dim, hidden_sizes, 2 * action_dim + 1 + below, activation, output_gain=0.01)
         self._sizes = [action_dim, 1, action_dim, below]  # mu, V, log of L's diagonal, L below the diagonal
         # Index of each entry of L in (diagonal, below, one zero), so that one gather builds L.
         place = torch.full((action_dim, action_dim), action_dim + below)
         place[range(action_dim), range(action_dim)] = torch.arange(action_dim)
         rows, columns = torch.tril_indices(action_dim, action_dim, -1)
         place[rows, columns] = action_dim + torch.arange(below)
-        self.place: Tensor
-        self.register_buffer("place", place.flatten(), persistent=False)
+        self.place = nn.Buffer(place.flatten(), persistent=False)
 
     def _outputs(self, obs: Tensor) -> Tensor:
-        return self.network(encode(self.encoder, self.observation_input(obs)))
+        return self.network(self.features(obs))
 
     def heads(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """mu [B, A] in [-1, 1], V [B] and L [B, A, A]."""
@@ -66,8 +62,6 @@ class MLPNAFModel(nn.Module):
         return value - 0.5 * image.square().sum(-1)
 
     def numpy_policy(self, deviation: Callable[[], float]) -> NumpyPolicy | None:
-        """Acting in numpy on the same weights, with noise of the current deviation; None on a GPU or if large."""
-        prepare, forward, size = numpy_input(self.observation_input), numpy_forward(self.network), self.action_dim
-        if self.encoder is not None or prepare is None or forward is None:
-            return None
-        return noisy_policy(lambda obs: np.tanh(forward(prepare(obs))[:, :size]), deviation)
+        """Acting in numpy, with noise of the current deviation; None where there is no numpy form."""
+        forward, size = self.numpy_form(self.network), self.action_dim
+        return noisy_policy(forward and (lambda obs, rng: np.tanh(forward(obs, rng)[:, :size])), deviation)

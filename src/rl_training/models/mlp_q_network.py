@@ -1,21 +1,99 @@
-"""Action values, or their distributions, of discrete actions: plain or dueling, with or without noisy layers."""
+"""Action values, or their distributions, of discrete actions: plain or dueling, with or without noisy layers.
+
+Noisy layers (Fortunato et al. 2018, arXiv:1706.10295) have factorized Gaussian noise: w = mu + sigma f(e_out) f(e_in)^T
+with f(x) = sign(x) sqrt|x|. A layer draws nothing itself: its owner draws one vector for the whole network from its own
+generator, so that a checkpoint covers every draw and a captured function takes its noise as an argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ObservationInput, activation_layer, encode, encoded_dim, numpy_input
-from rl_training.models.noisy import NoisyNetwork, make_layer
-from rl_training.speed.numpy_forms import Array, NumpyStep, numpy_chain, numpy_step
+from rl_training.models.blocks import ObservationNetwork, activation_layer, linear
+from rl_training.speed.numpy_forms import MOST_WEIGHTS, Array, NumpyStep, linear_step, numpy_step
 from rl_training.speed.passes import Backward, WrittenOut
 
-# obs [N, D] and a generator for noise (None: mean weights) -> what `forward` returns, without torch
-NumpyNetwork = Callable[[Array, "np.random.Generator | None"], Array]
+
+class NoisyLinear(nn.Module):
+    """A linear layer with learned deviations; without noise it uses its mean weights."""
+
+    def __init__(self, inputs: int, outputs: int, sigma: float = 0.5) -> None:
+        super().__init__()
+        self.inputs, self.outputs = inputs, outputs
+        bound = 1.0 / math.sqrt(inputs)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(outputs).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full((outputs, inputs), sigma * bound))
+        self.bias_sigma = nn.Parameter(torch.full((outputs,), sigma * bound))
+        self.noise: tuple[Tensor, Tensor] | None = None  # f(e_in) [inputs], f(e_out) [outputs]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        if self.noise is None:
+            return F.linear(x, self.weight, self.bias)
+        noise_in, noise_out = self.noise
+        weight = torch.addcmul(self.weight, self.weight_sigma, torch.outer(noise_out, noise_in))
+        return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, noise_out))
+
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy, with new noise at every call."""
+        plain, inputs = linear_step(self), self.inputs
+        if plain is None:
+            return None
+        weight_sigma, bias_sigma = self.weight_sigma.detach().numpy().T, self.bias_sigma.detach().numpy()
+
+        def forward(x: Array, rng: np.random.Generator | None) -> Array:
+            y = plain(x, None)
+            if rng is not None:
+                noise = rng.standard_normal(sum(weight_sigma.shape), dtype=np.float32)
+                noise = np.copysign(np.sqrt(np.abs(noise)), noise)
+                y += ((x * noise[:inputs]) @ weight_sigma + bias_sigma) * noise[inputs:]
+            return y
+
+        return forward
+
+
+class NoisyNetwork(ObservationNetwork):
+    """A network whose `NoisyLinear` layers, if it has any, get their noise together."""
+
+    _noisy_layers: list[NoisyLinear] | None = None
+    _noise_sizes: list[int]
+
+    def noisy_layers(self) -> list[NoisyLinear]:
+        """The layers that need noise, in a fixed order."""
+        if self._noisy_layers is None:
+            self._noisy_layers = [layer for layer in self.modules() if isinstance(layer, NoisyLinear)]
+            self._noise_sizes = [size for layer in self._noisy_layers for size in (layer.inputs, layer.outputs)]
+        return self._noisy_layers
+
+    @property
+    def noise_dim(self) -> int:
+        """Numbers that one draw of noise has; 0 for a network without noise."""
+        return sum(layer.inputs + layer.outputs for layer in self.noisy_layers())
+
+    def draw_noise(self, count: int, generator: torch.Generator) -> Tensor:
+        """`count` independent draws for the whole network [count, noise_dim], f already applied."""
+        noise = torch.empty(count, self.noise_dim, device=generator.device).normal_(generator=generator)
+        return noise.abs().sqrt_().copysign_(noise)
+
+    def set_noise(self, noise: Tensor | None) -> None:
+        """Use one draw [noise_dim] in every later forward pass; None for the mean weights."""
+        layers = self.noisy_layers()
+        pieces = () if noise is None else noise.split(self._noise_sizes)
+        for i, layer in enumerate(layers):
+            layer.noise = None if noise is None else (pieces[2 * i], pieces[2 * i + 1])
+
+
+def make_layer(inputs: int, outputs: int, *, noisy: bool, gain: float = math.sqrt(2.0)) -> nn.Module:
+    """A linear layer, plain with orthogonal weights or noisy."""
+    return NoisyLinear(inputs, outputs) if noisy else linear(inputs, outputs, gain)
 
 
 def hidden_layers(inputs: int, sizes: Sequence[int], activation: str, *, noisy: bool) -> tuple[nn.Sequential, int]:
@@ -95,32 +173,25 @@ class MLPQNetwork(NoisyNetwork):
     """
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
-        num_outputs: int | None = None, dueling: bool = False, noisy: bool = False,
-        encoder: nn.Module | None = None, observation_input: ObservationInput | None = None,
+        self, *, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
+        num_outputs: int | None = None, dueling: bool = False, noisy: bool = False, **inputs: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.observation_input = observation_input or ObservationInput()
-        self.encoder = encoder
+        super().__init__(**inputs)
         self.action_dim = action_dim
         self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
-        self.trunk, self.head = value_layers(
-            encoded_dim(obs_dim, encoder), hidden_sizes, action_dim, num_outputs or 1, activation,
-            dueling=dueling, noisy=noisy,
-        )  # fmt: skip
+        sizes = self.input_dim, hidden_sizes, action_dim, num_outputs or 1
+        self.trunk, self.head = value_layers(*sizes, activation, dueling=dueling, noisy=noisy)
         self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, ...] -> [B, A] or [B, A, K]."""
-        x = encode(self.encoder, self.observation_input(obs))
-        outputs = self._passes(x, [*self.trunk, self.head])[0]
+        outputs = self._passes(self.features(obs), [*self.trunk, self.head])[0]
         return outputs if len(self.output_shape) == 1 else outputs.view(-1, *self.output_shape)
 
     def trace(self, obs: Tensor) -> tuple[Tensor, Backward] | None:
         """`forward` without a graph, and a function from its slopes to the gradients; None where autograd is needed."""
-        found = None
-        if self.encoder is None:
-            found = self._passes.trace(self.observation_input(obs), [*self.trunk, self.head])
+        layers = [*self.trunk, self.head]
+        found = None if self.encoder is not None else self._passes.trace(self.observation_input(obs), layers)
         if found is None:
             return None
         (outputs,), backward = found
@@ -139,13 +210,9 @@ class MLPQNetwork(NoisyNetwork):
         bias: Any = layers[0].bias
         bias.unflatten(0, (-1, len(offsets))).add_(offsets)
 
-    def numpy_network(self) -> NumpyNetwork | None:
-        """The forward pass in numpy on the same weights; None with an encoder, on a GPU or for wide layers."""
-        prepare = numpy_input(self.observation_input)
-        forward = numpy_chain([numpy_step(self.trunk), numpy_step(self.head)])
-        if self.encoder is not None or prepare is None or forward is None:
-            return None
-        shape = self.output_shape
-        if len(shape) == 1:
-            return lambda obs, rng: forward(prepare(obs), rng)
-        return lambda obs, rng: forward(prepare(obs), rng).reshape(-1, *shape)
+    def numpy_network(self) -> NumpyStep | None:
+        """The forward pass in numpy, with noise where there is a generator; None where there is no numpy form."""
+        forward = self.numpy_form(self.trunk, self.head, most_weights=MOST_WEIGHTS)
+        if forward is None or len(self.output_shape) == 1:
+            return forward
+        return lambda obs, rng: forward(obs, rng).reshape(-1, *self.output_shape)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
-from rl_training.models.mlp_ddpg import ActorAndCritics, NumpyPolicy
+from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp
+from rl_training.models.ensemble import ActorAndCritics
 from rl_training.ops.policy import tanh_log_det
-from rl_training.speed.numpy_forms import Array, numpy_forward
+from rl_training.speed.numpy_forms import Array
 
 LOG_STD_RANGE = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -26,18 +26,13 @@ class SampledActions(NamedTuple):
     logprobs: Tensor
 
 
-class SquashedGaussianActor(nn.Module):
+class SquashedGaussianActor(ObservationNetwork):
     """a = tanh(u) with u ~ N(mean(s), deviation(s)): one network with the outputs mean and log deviation."""
 
-    def __init__(
-        self, *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int], activation: str,
-        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
+    def __init__(self, *, action_dim: int, hidden_sizes: Sequence[int], activation: str, **inputs: Any) -> None:
+        super().__init__(**inputs)
         self.action_dim = action_dim
-        self.observation_input, self.encoder = observation_input or ObservationInput(), encoder
-        features = encoded_dim(obs_dim, encoder)
-        self.network = mlp(features, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
+        self.network = mlp(self.input_dim, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
 
     def forward(self, obs: Tensor) -> Tensor:
         """The deterministic action tanh(mean)."""
@@ -45,8 +40,7 @@ class SquashedGaussianActor(nn.Module):
 
     def gaussian(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log deviation of u, each [B, A]."""
-        x = encode(self.encoder, self.observation_input(obs))
-        mean, log_std = self.network(x).chunk(2, -1)
+        mean, log_std = self.network(self.features(obs)).chunk(2, -1)
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
     def draw(self, obs: Tensor, noise: Tensor) -> Tensor:
@@ -63,14 +57,13 @@ class SquashedGaussianActor(nn.Module):
         return SampledActions(u.tanh(), gaussian - tanh_log_det(u))
 
     def numpy_policy(self) -> NumpyPolicy | None:
-        """Acting in numpy on the same weights; None on a GPU or for a large network."""
-        prepare, forward = numpy_input(self.observation_input), numpy_forward(self.network)
-        if self.encoder is not None or prepare is None or forward is None:
+        """Acting in numpy; None where there is no numpy form."""
+        forward, size = self.numpy_form(self.network), self.action_dim
+        if forward is None:
             return None
-        size = self.action_dim
 
         def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
-            outputs = forward(prepare(obs))
+            outputs = forward(obs, None)
             u = outputs[:, :size]
             if not deterministic:
                 log_std = np.clip(outputs[:, size:], *LOG_STD_RANGE)

@@ -23,8 +23,7 @@ from rl_training.config.support import SupportParams
 from rl_training.data.replay_store import ReplayStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder
-from rl_training.models.mlp_fqf_network import MLPFQFNetwork
-from rl_training.models.mlp_iqn_network import MLPIQNNetwork
+from rl_training.models.mlp_fqf_network import MLPFQFNetwork, MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.run.workflows import train_function
 

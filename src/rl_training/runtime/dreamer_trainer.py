@@ -17,15 +17,17 @@ from rl_training.errors import UserError
 from rl_training.models.dreamer import (
     RSSM,
     SIZES,
+    CategoricalActor,
     ContinueHead,
+    Critic,
     Decoder,
     Encoder,
+    GaussianActor,
     PartsDecoder,
     PartsEncoder,
     RewardHead,
     WorldModel,
 )
-from rl_training.models.dreamer_behavior import CategoricalActor, Critic, GaussianActor
 from rl_training.run.workflows import train_function
 
 RATES = ("world_model_learning_rate", "actor_learning_rate", "critic_learning_rate")

@@ -48,6 +48,13 @@ def linear_step(layer: Any, most_weights: int = MOST_WEIGHTS) -> NumpyStep | Non
     return forward
 
 
+def mask_in_numpy(scores: Array, legal: Array | None) -> Array:
+    """`ops.policy.mask_actions` in numpy."""
+    if legal is None:
+        return scores
+    return np.where(legal | ~legal.any(-1, keepdims=True), scores, -np.inf)
+
+
 def numpy_chain(steps: list[NumpyStep | None]) -> NumpyStep | None:
     """Steps one after the other; None when one of them is missing."""
     known = [step for step in steps if step is not None]
@@ -60,11 +67,4 @@ def numpy_chain(steps: list[NumpyStep | None]) -> NumpyStep | None:
         return x
 
     return forward
-
-
-def numpy_forward(network: nn.Sequential) -> Callable[[Array], Array] | None:
-    """An MLP without noise."""
-    forward = numpy_step(network, most_weights=256 * 256)
-    return None if forward is None else lambda x: forward(x, None)
-
 
