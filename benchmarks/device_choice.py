@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from rl_training.config.choices import torch_settings_restored
 from rl_training.config.settings import UNSAID, fill_defaults
-from rl_training.config.threads import torch_settings_restored
 from rl_training.config.train_config import load_config
 from rl_training.tools import bench
 

@@ -13,7 +13,7 @@ from continuous_cases import make_batch
 from resume_cases import StopAt, assert_same, edit_checkpoint, stop_and_resume, take_steps, tiny
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.algorithms.mopo import MOPO
-from rl_training.config.model_based import build_learner
+from rl_training.config.networks import build_on_ensemble
 from rl_training.data import load_transition_dataset
 from rl_training.data.model_store import ModelDatasetStore
 from rl_training.envs.engines import make_engine
@@ -68,7 +68,7 @@ def test_coefficient_zero_is_offline_mbpo_to_the_bit(tmp_path: Path) -> None:
     session = open_session(tiny("mopo", tmp_path, kwargs={"penalty_coef": 0.0}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        mbpo = build_learner(MBPO, session.params, session.spaces)
+        mbpo = build_on_ensemble(MBPO, session.params, session.spaces)
     mbpo.seed(3)
     found = run_lane(mbpo, session.store, 30), dict(mbpo.state_dict())
     session.close()

@@ -11,13 +11,13 @@ import torch
 import yaml
 
 from resume_cases import SPECS, assert_same, tiny
-from rl_training.config import threads
+from rl_training.config import choices
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
 from rl_training.run.workflows import resume_training, train
 
 WIDE = {"hidden_sizes": [256]}
-MEASURED = [name for name, spec in SPECS.items() if spec.lane in threads.MEASURED_LANES and name != "rlpd"]
+MEASURED = [name for name, spec in SPECS.items() if spec.lane in choices.MEASURED_LANES and name != "rlpd"]
 
 
 @pytest.fixture
@@ -25,13 +25,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Seconds of an update by threads, on a machine with four cores; what was not asked for is taken out."""
     seconds = {1: 0.4, 2: 0.2, 4: 0.3}
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    real = threads._time_update
+    real = choices._time_update
 
     def measure(algorithm: Any, phase: str, batch: Any, count: int, budget: float) -> float:
         real(algorithm, phase, batch, count, 0.0)  # what is measured works
         return seconds[count]
 
-    monkeypatch.setattr(threads, "_time_update", measure)
+    monkeypatch.setattr(choices, "_time_update", measure)
     return seconds
 
 
@@ -46,7 +46,7 @@ def test_the_fastest_number_is_kept_said_and_resumed_with(
     said = "threads auto is 2: an update here takes 400 ms with 1, 200 ms with 2, 300 ms with 4"
     assert said in capsys.readouterr().err
     assert yaml.safe_load((result.run_dir / "config.yaml").read_text())["threads"] == 2
-    monkeypatch.setattr(threads, "_time_update", refuse)
+    monkeypatch.setattr(choices, "_time_update", refuse)
     again = resume_training(result.checkpoint_path, total_timesteps=160, console=False)
     assert yaml.safe_load((again.run_dir / "config.yaml").read_text())["threads"] == 2
 
@@ -61,7 +61,7 @@ def test_measuring_stops_when_more_threads_do_not_help(taken: dict[int, float], 
 
 @pytest.mark.parametrize(("seconds", "best"), [({1: 1.0, 2: 0.95}, 1), ({1: 1.0, 2: 0.8}, 2), ({1: 1.0, 2: 2.0}, 1)])
 def test_fewer_threads_are_taken_where_they_are_nearly_as_fast(seconds: dict[int, float], best: int) -> None:
-    assert threads.fastest(seconds) == best
+    assert choices.fastest(seconds) == best
 
 
 @pytest.mark.parametrize("algo", ["ppo", "prioritized_dqn", "sac"])
@@ -71,7 +71,7 @@ def test_a_run_does_not_see_that_it_was_measured(algo: str, taken: dict[int, flo
         session.close()
         return session.algorithm.state_dict(), session.store.rng.bit_generator.state
 
-    with threads.torch_settings_restored():
+    with choices.torch_settings_restored():
         before = torch.get_rng_state(), np.random.get_state()[1]
         measured, told = look(), look(threads=2)
     assert_same(measured, told)
@@ -98,14 +98,14 @@ def test_too_little_memory_to_measure_in_is_said_in_a_sentence(
     def fail(*arguments: Any) -> Any:
         raise MemoryError("Unable to allocate 9 GiB")
 
-    monkeypatch.setattr(threads, "make_up_experience", fail)
+    monkeypatch.setattr(choices, "make_up_experience", fail)
     with pytest.raises(UserError, match=r"^num_envs is \d+; the experience to store does not fit here: Unable to "):
         open_session(tiny("ppo", tmp_path, kwargs=WIDE))
 
 
 @pytest.mark.parametrize("algo", MEASURED)
 def test_every_algorithm_of_these_lanes_is_measured(algo: str, taken: dict[int, float], tmp_path: Path) -> None:
-    with threads.torch_settings_restored():
+    with choices.torch_settings_restored():
         session = open_session(tiny(algo, tmp_path, kwargs=WIDE))
         session.close()
     assert session.config.threads == 2
@@ -115,7 +115,7 @@ def test_every_algorithm_of_these_lanes_is_measured(algo: str, taken: dict[int, 
 def test_learning_from_stacked_frames_is_measured(algo: str, taken: dict[int, float], tmp_path: Path) -> None:
     pytest.importorskip("pygame")
     pixels = {"resize_shape": [36, 36], "frame_stack": 2, "grayscale": True}
-    with threads.torch_settings_restored():
+    with choices.torch_settings_restored():
         session = open_session(tiny(algo, tmp_path, env_kwargs={"wrappers": {"pixels": pixels}}))
         session.close()
     assert session.config.threads == 2
@@ -128,8 +128,8 @@ def test_nothing_is_measured_where_the_answer_is_known(
     algo: str, kwargs: dict[str, Any], said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    monkeypatch.setattr(threads, "_time_update", refuse)
-    with threads.torch_settings_restored():
+    monkeypatch.setattr(choices, "_time_update", refuse)
+    with choices.torch_settings_restored():
         session = open_session(tiny(algo, tmp_path, kwargs=kwargs, threads=said))
         session.close()
     assert session.config.threads == {"auto": 1 if algo == "dqn" else 4}.get(said, said)

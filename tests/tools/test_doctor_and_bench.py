@@ -16,8 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 from rl_training.cli.main import app
+from rl_training.config.choices import torch_settings_restored
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
-from rl_training.config.threads import torch_settings_restored
 from rl_training.config.train_config import load_config
 from rl_training.envs.probe import probe, probe_spaces
 from rl_training.envs.recipe import read_recipe

@@ -133,7 +133,7 @@ def config_schema(algo: str | None) -> dict[str, Any]:
 
 def _hyper_parameter_schema(params: Any, algo: str) -> dict[str, Any]:
     """The schema of the hyper-parameters, with their schedules under the names that a config uses."""
-    from rl_training.config.known_keys import hyper_parameters
+    from rl_training.config.settings import hyper_parameters
 
     schema: dict[str, Any] = params.model_json_schema()
     fields = schema["properties"]

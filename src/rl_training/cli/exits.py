@@ -79,7 +79,7 @@ def describe_warning(message: object) -> str:
 def describe(error: Exception) -> tuple[int, str]:
     """The exit code and the sentence of an exception."""
     if isinstance(error, UnknownKey):
-        from rl_training.config.known_keys import with_full_path
+        from rl_training.config.settings import with_full_path
 
         error = with_full_path(error)
     if isinstance(error, UserError):

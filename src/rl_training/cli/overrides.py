@@ -119,7 +119,7 @@ def _read_exponents(value: Any) -> Any:
 
 def _path(key: str, algo: Any) -> list[str]:
     """Where a key belongs: a field of TrainConfig, or a hyper-parameter under `algo_kwargs`."""
-    from rl_training.config.known_keys import hyper_parameters, nearest_setting
+    from rl_training.config.settings import hyper_parameters, nearest_setting
     from rl_training.config.train_config import TrainConfig
 
     parts = key.split(".")

@@ -7,18 +7,23 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.own_network import OwnEncoder
-from rl_training.config.params import Params, Unused
+from rl_training.config.params import Params, Reason
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder, MixedEncoder, MixedInput, ObservationInput
+from rl_training.models.ensemble import ActorAndCritics
 from rl_training.models.mlp_actor_critic import MLPActorCritic
+from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
+from rl_training.models.mlp_sac import MLPSACModel
 
-LINEAR_HEADS = Unused(  # of `make_policy`
+LINEAR_HEADS = Reason(  # of `make_policy`
     ("hidden_sizes", "activation"), "actor and critic are linear heads on the convolutions of an image",
     lambda p: p.network is None, lambda spaces: spaces.obs_kind == "image",
 )  # fmt: skip
 Network = TypeVar("Network", bound=nn.Module)
 Learner = TypeVar("Learner", bound=Algorithm)
+ModelLearner = TypeVar("ModelLearner", bound=MBPO)
 
 
 def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationInput:
@@ -37,7 +42,8 @@ def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **other
     """Make a network for these spaces, with the hyper-parameters that its constructor names; `others` override them."""
     common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
     if "encoder" not in others:
-        common["encoder"] = make_encoder(params, spaces, bounded=getattr(kind, "bounded_features", False))
+        is_bounded = issubclass(kind, ActorAndCritics) and kind.bounded_features
+        common["encoder"] = make_encoder(params, spaces, bounded=is_bounded)
     return kind(**common | params.arguments_of(kind) | others)
 
 
@@ -62,8 +68,8 @@ def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
 
 
 def build_on_policy(learner: type[Learner], params: Params, spaces: EnvSpaces) -> Learner:
-    """A rollout learner with a new policy."""
-    scale: dict[str, Any] = {"normalize_rewards": spaces.normalize_rewards}
+    """A learner with a new policy."""
+    scale: dict[str, Any] = {"normalize_rewards": True} if spaces.normalize_rewards else {}
     return learner(policy=make_policy(params, spaces), **scale, **params.arguments_of(learner))  # type: ignore[call-arg]
 
 
@@ -71,3 +77,15 @@ def build_on_model(learner: type[Learner], kind: type[nn.Module], params: Params
     """A learner of continuous actions with new networks."""
     model = make_network(kind, params, spaces)
     return learner(model=model, **params.arguments_of(learner))  # type: ignore[call-arg]
+
+
+def build_on_ensemble(learner: type[ModelLearner], params: Any, spaces: EnvSpaces) -> ModelLearner:
+    """SAC with a new ensemble that models the environment."""
+    policy_model = make_network(MLPSACModel, params, spaces)
+    dynamics_model = MLPMOPOEnsembleModel(
+        obs_dim=spaces.obs_dim, action_dim=spaces.action_dim, hidden_sizes=params.model_hidden_sizes,
+        num_ensembles=params.num_ensembles,
+    )  # fmt: skip
+    arguments = params.arguments_of(learner)
+    arguments.pop("learning_rate")  # the same as policy_learning_rate
+    return learner(policy_model=policy_model, dynamics_model=dynamics_model, **arguments)

@@ -96,10 +96,11 @@ class FunctionSchedule(Schedule):
         return type(self).model_validate, (self.model_dump(),)
 
 
-class Unused(NamedTuple):
-    """Settings that have no effect if `when` is true of the parameters and `where`, if given, of the spaces.
+class Reason(NamedTuple):
+    """Why settings have no effect, or cannot be scheduled.
 
-    `why` is the end of a sentence; `{p.name}` in it stands for the value of a setting.
+    It holds if `when` is true of the parameters and `where`, if given, of the spaces. `why` is the end of a sentence;
+    `{p.name}` in it stands for the value of a setting.
     """
 
     names: tuple[str, ...]
@@ -112,6 +113,7 @@ class Facts(NamedTuple):
     """What the rest of the package asks about the settings of any algorithm, whatever they are called there."""
 
     rows: int = 0  # of one gradient step; 0: as many as a rollout has
+    widest: int = 0  # hidden layer, by which the number of threads and the device are chosen
     members: int = 1  # networks side by side
     captured: str = "step"  # what `accelerate` captures: each gradient step, a whole "update", or "" (nothing)
     replay_rows: int = 0  # that the replay buffer keeps
@@ -120,6 +122,7 @@ class Facts(NamedTuple):
     pretrain_updates: int = 0  # before the first step
     reads_recordings: bool = False  # whether the store needs recorded data
     has_support: bool = False  # of a categorical distribution
+    store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
 
 
 AnySchedule = Schedule | Mapping[str, Any] | Callable[[float], float]
@@ -129,38 +132,28 @@ class Params(StrictModel):
     """Hyper-parameters that every algorithm accepts."""
 
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
-    unused: ClassVar[tuple[Unused, ...]] = (  # a subclass adds its own
-        Unused(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
+    unused: ClassVar[tuple[Reason, ...]] = (  # settings without effect; a subclass adds its own
+        Reason(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
     )
+    fixed: ClassVar[tuple[Reason, ...]] = ()  # numbers that cannot be scheduled; a subclass adds its own
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
     hidden_sizes: Widths = Field((64, 64), description="Widths of the hidden layers.")
     activation: Activation = Field("tanh", description="Activation of the hidden layers.")
-    network: OwnNetwork = Field(
-        None,
-        description="Your own torch.nn.Module before the hidden layers, or module:name of a class or function that "
-        "makes one.",
-    )
+    network: OwnNetwork = Field(None, description="Your own nn.Module before the hidden layers, or its module:name.")
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null: no clipping.")
     eval_interval: int | None = Field(
-        None,
-        ge=0,
-        description="Environment steps between evaluations; 0: only at the end; null: ten evaluations per run, all but "
-        "the last with at most five episodes.",
-    )
+        None, ge=0, description="Environment steps between evaluations; 0: only at the end; null: ten evaluations per "
+        "run, all but the last with at most five episodes.",
+    )  # fmt: skip
     early_stopping: EarlyStopping | None = Field(None, description="Stop when an evaluation metric is good enough.")
     max_updates: int | None = Field(
-        None,
-        ge=1,
-        description="Stop after this many updates, counted across resumes; the current turn is finished, with all "
-        "its updates and model fits.",
+        None, ge=1, description="Stop after the turn that reaches this many updates, counted across resumes."
     )
-    schedules: dict[str, Schedule] = Field(
-        default_factory=dict, exclude=True, description="From the <name>_schedule keys."
-    )
+    schedules: dict[str, Schedule] = Field({}, exclude=True, description="From the <name>_schedule keys.")
 
     @model_validator(mode="before")
     @classmethod
@@ -180,14 +173,9 @@ class Params(StrictModel):
         return self
 
     @property
-    def widest_layer(self) -> int:
-        """Width of the widest hidden layer, by which the number of threads is chosen."""
-        return max(self.hidden_sizes, default=0)
-
-    @property
     def facts(self) -> Facts:
         """Facts about these values; a subclass adds its own."""
-        return Facts()
+        return Facts(widest=max(self.hidden_sizes, default=0))
 
     @property
     def lag(self) -> int | None:
@@ -206,15 +194,27 @@ class Params(StrictModel):
     def check_new_run(self) -> None:
         """Refuse values that only a checkpoint of an earlier version may have."""
 
+    def largest(self, name: str) -> float:
+        """The largest value that a number has in a run."""
+        schedule = self.schedules.get(name)
+        return float(getattr(self, name)) if schedule is None else max(schedule.value(0.0), schedule.value(1.0))
+
+    def one_update(self, num_envs: int) -> dict[str, Any]:
+        """Changes to the values, so that a turn is one update on as many rows as an update of the run, to time it."""
+        return {}
+
     def fixed_numbers(self) -> dict[str, str]:
         """Numbers that cannot be scheduled, for example because they are read once, each with the reason."""
-        return {}
+        return self._reasons("fixed")
 
     def find_unused(self, spaces: Any = None) -> dict[str, str]:
         """The settings that have no effect with these values, in any environment or in these spaces, and why."""
-        facts = [fact for part in type(self).__mro__ for fact in part.__dict__.get("unused", ())]
-        holds = [f for f in facts if f.when(self) and (f.where is None or (spaces is not None and f.where(spaces)))]
-        reasons = {name: fact.why.format(p=self) for fact in reversed(holds) for name in fact.names}
+        return self._reasons("unused", spaces)
+
+    def _reasons(self, table: str, spaces: Any = None) -> dict[str, str]:
+        found = [reason for part in type(self).__mro__ for reason in part.__dict__.get(table, ())]
+        holds = [r for r in found if r.when(self) and (r.where is None or (spaces is not None and r.where(spaces)))]
+        reasons = {name: reason.why.format(p=self) for reason in reversed(holds) for name in reason.names}
         return {name: why for name, why in reasons.items() if name in type(self).model_fields}
 
     def built_in_schedules(self) -> dict[str, Schedule]:
@@ -302,14 +302,14 @@ def dump_params(params: Params) -> dict[str, Any]:
     return plain | {f"{name}{SCHEDULE}": s.model_dump(mode="json") for name, s in params.schedules.items()}
 
 
-def check_schedules(algo: str, params: Params, algorithm: Any, source: Any) -> None:
+def check_schedules(algo: str, params: Params, algorithm: Any) -> None:
     """Refuse the schedule of a number that neither the algorithm nor its store can change."""
-    fixed = params.fixed_numbers() | params.find_unused()
+    fixed, changed_by_store = params.fixed_numbers() | params.find_unused(), params.facts.store_numbers
     for name, schedule in params.schedules.items():
         if isinstance(schedule, FunctionSchedule):
             schedule.check_given(f"{name}{SCHEDULE}")
     for name in (*params.schedules, *params.built_in_schedules()):
-        if name in fixed or not (algorithm.scheduled(name) or hasattr(source, name)):
+        if name in fixed or not (algorithm.scheduled(name) or name in changed_by_store):
             why = f"; {fixed[name]}" if name in fixed else ""
             raise UserError(f"algo_kwargs.{name}{SCHEDULE}: {algo} cannot change {name} during a run{why}.")
 

@@ -1,34 +1,40 @@
-"""The replay family: hyper-parameters and registry entries of learners with a replay buffer."""
+"""The replay family: hyper-parameters and registry entries of learners of transitions, stored, recorded or imagined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch import nn
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.config.networks import build_on_model
-from rl_training.config.params import Activation, Facts, Params, Schedule, Unused, Widths
+from rl_training.algorithms.mbpo import MBPO
+from rl_training.config.networks import build_on_ensemble, build_on_model
+from rl_training.config.params import Activation, Facts, Params, Reason, Schedule, Widths
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import ReplayStore
 from rl_training.data.store import Store, StoreContext
+from rl_training.errors import UserError
 from rl_training.validation import StrictModel
 
 # Why a number cannot be scheduled: the end of a sentence.
 DIVIDED_ONCE = "batches are divided once, when the run is built"
+REPLAY_MEMORY = (
+    "Where observations are kept: host, device (also in GPU memory), or auto: device if batches are large and all "
+    "observations fit."
+)
+DatasetKind = Literal["random", "npz", "minari", "checkpoint"]
 
 
-ReplayMemory = Annotated[
-    Literal["auto", "host", "device"],
-    Field(
-        description="Where observations are kept: host, device (also in GPU memory), or auto: device if batches are "
-        "large and all observations fit."
-    ),
-]
+def absolute(path: str | None) -> str | None:
+    """The absolute path, so that a run can be resumed from any folder; the name of a packaged file stays."""
+    return os.path.abspath(path) if path is not None and os.path.exists(path) else path
 
+
+DataPath = Annotated[str | None, AfterValidator(absolute)]
 
 
 class OffPolicyParams(Params):
@@ -46,22 +52,42 @@ class OffPolicyParams(Params):
         return super().facts._replace(rows=self.batch_size)
 
 
+class BufferParams(StrictModel):
+    """Hyper-parameters of a replay buffer; a part of `Params`."""
 
-class ReplayParams(OffPolicyParams):
-    """Hyper-parameters of algorithms with a replay buffer."""
+    buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Rows kept, summed over environments.")
+    learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
+    replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
+    replay_memory: Literal["auto", "host", "device"] = Field("auto", description=REPLAY_MEMORY)
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the replay buffer."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited._replace(
+            replay_rows=self.buffer_capacity, replay_on_device=self.replay_memory == "device",
+            random_steps=self.learning_starts,
+        )  # fmt: skip
+
+
+class ReplayParams(BufferParams, OffPolicyParams):
+    """Hyper-parameters of algorithms that replay single transitions."""
 
     one_step_with: ClassVar[str] = ""  # the part that needs plain rows, without n-step returns and priorities
-    unused: ClassVar[tuple[Unused, ...]] = (
-        Unused(
+    unused: ClassVar[tuple[Reason, ...]] = (
+        Reason(
             ("prioritized_alpha", "prioritized_beta_start", "prioritized_beta_end", "prioritized_eps"),
             "prioritized is false", lambda p: not p.prioritized,
         ),
-        Unused(("random_action_hold",), "learning_starts is 0", lambda p: not p.learning_starts),
-        Unused(("random_action_hold",), "actions are not held with masks", where=lambda s: s.has_action_mask),
+        Reason(("random_action_hold",), "learning_starts is 0", lambda p: not p.learning_starts),
+        Reason(("random_action_hold",), "actions are not held with masks", where=lambda s: s.has_action_mask),
     )  # fmt: skip
+    fixed: ClassVar[tuple[Reason, ...]] = (
+        Reason(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it"),
+        Reason(("prioritized_beta_start", "prioritized_beta_end"), "it is a part of prioritized_beta's own schedule"),
+        Reason(("random_action_hold",), "it is read before learning starts only"),
+    )
 
-    buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Transitions kept, summed over environments.")
-    learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
     random_action_hold: float = Field(
         8.0, ge=1, le=10**6, description="Mean number of steps that a random action is held, unless there are masks."
     )
@@ -72,11 +98,7 @@ class ReplayParams(OffPolicyParams):
     prioritized_alpha: float = Field(0.6, ge=0, le=1, description="Exponent of the error in sampling; 0 is uniform.")
     prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="Initial exponent of the importance weights.")
     prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Final exponent of the importance weights.")
-    prioritized_eps: float = Field(
-        1e-6, gt=0, description="Added to every error, so that every transition can be sampled."
-    )
-    replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
-    replay_memory: ReplayMemory = "auto"
+    prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that each row can be sampled.")
 
     @model_validator(mode="after")
     def _rows_fit(self) -> ReplayParams:
@@ -91,19 +113,16 @@ class ReplayParams(OffPolicyParams):
 
     @property
     def facts(self) -> Facts:
-        """As the base class, plus the replay buffer."""
-        return super().facts._replace(
-            replay_rows=self.buffer_capacity, replay_on_device=self.replay_memory == "device",
-            random_steps=self.learning_starts,
-        )  # fmt: skip
+        """As the base classes, plus the numbers that the buffer reads."""
+        return super().facts._replace(store_numbers=("gamma", "prioritized_beta"))
 
-    def fixed_numbers(self) -> dict[str, str]:
-        """As the base class, plus numbers that stored rows depend on and the ends of a built-in schedule."""
-        stored = dict.fromkeys(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it")
-        ends = ("prioritized_beta_start", "prioritized_beta_end")
-        built_in = dict.fromkeys(ends, "it is a part of prioritized_beta's own schedule")
-        warm_up = {"random_action_hold": "it is read before learning starts only"}
-        return super().fixed_numbers() | stored | built_in | warm_up
+    def one_update(self, num_envs: int) -> dict[str, Any]:
+        """One batch, of a buffer that is not larger than needed."""
+        rows = self.batch_size
+        return {
+            "train_frequency": rows, "buffer_capacity": 2 * rows, "gradient_updates_per_step": 1, "n_step": 1,
+            "learning_starts": 0, "replay_folder": None,
+        }  # fmt: skip
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """The importance weights grow to full strength over the budget."""
@@ -112,24 +131,19 @@ class ReplayParams(OffPolicyParams):
         return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
 
 
-
 class ActorCriticParams(ReplayParams):
     """Slowly moving targets, and separate learning rates for the actor and the critics."""
 
-    unused: ClassVar[tuple[Unused, ...]] = (
-        Unused(
+    unused: ClassVar[tuple[Reason, ...]] = (
+        Reason(
             ("learning_rate",), "critic_learning_rate and actor_learning_rate are given and replace it",
             lambda p: None not in (p.critic_learning_rate, p.actor_learning_rate) and not p.tunes_temperature,
         ),
     )  # fmt: skip
 
     tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
-    critic_learning_rate: float | None = Field(
-        None, ge=0, le=10, description="Learning rate of the critics; null: learning_rate."
-    )
-    actor_learning_rate: float | None = Field(
-        None, ge=0, le=10, description="Learning rate of the actor; null: learning_rate."
-    )
+    critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Rate of critics; null: learning_rate.")
+    actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Rate of the actor; null: learning_rate.")
 
     @property
     def tunes_temperature(self) -> bool:
@@ -137,83 +151,197 @@ class ActorCriticParams(ReplayParams):
         return False
 
 
-
 class DeterministicActorParams(ActorCriticParams):
     """A deterministic actor with exploration noise that follows the critic's gradient."""
 
-    exploration_noise: float = Field(
-        0.1, ge=0, le=10, description="Standard deviation of the noise on actions in [-1, 1]."
-    )
-    action_gradient_clip: float | None = Field(
-        None, gt=0, description="Maximum norm of dQ/da in the actor's step; null: no clipping."
-    )
-
+    exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
+    action_gradient_clip: float | None = Field(None, gt=0, description="Maximum norm of dQ/da; null: no clipping.")
 
 
 class TemperatureParams(StrictModel):
     """SAC's temperature, for every algorithm based on SAC; a part of `Params`."""
 
-    unused: ClassVar[tuple[Unused, ...]] = (
-        Unused(
+    unused: ClassVar[tuple[Reason, ...]] = (
+        Reason(
             ("target_entropy", "initial_alpha"), "alpha is {p.alpha}, and only alpha 'auto' uses it",
             lambda p: p.alpha != "auto",
         ),
     )  # fmt: skip
+    fixed: ClassVar[tuple[Reason, ...]] = (
+        Reason(("alpha",), "it is 'auto', which tunes it, so give alpha as a number too", lambda p: p.alpha == "auto"),
+    )
 
     alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
-    target_entropy: float | None = Field(
-        None, description="Target entropy of alpha auto; null: minus the number of action dimensions."
-    )
+    target_entropy: float | None = Field(None, description="Target entropy of alpha auto; null: minus the action size.")
 
     @property
     def tunes_temperature(self) -> bool:
         """Whether the temperature is learned."""
         return self.alpha == "auto"
 
-    def fixed_numbers(self) -> dict[str, str]:
-        """As the base class, plus the temperature if it is tuned."""
-        tuned = {"alpha": "it is 'auto', which tunes it, so give alpha as a number too"}
-        inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
-        return inherited | (tuned if self.tunes_temperature else {})
 
+class ModelParams(TemperatureParams):
+    """Hyper-parameters of SAC on rollouts through a learned model; a part of `Params`."""
 
+    synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
+    fixed: ClassVar[tuple[Reason, ...]] = (Reason(("synthetic_batch_ratio",), DIVIDED_ONCE),)
 
-def continuous_spec(
-    learner: type[Algorithm], network: type[nn.Module], *, store: Callable[[StoreContext], Store] | None = None,
-    **entry: Any,
-) -> AlgorithmSpec:  # fmt: skip
-    """The registry entry of a replay learner for continuous actions; `network` is the class of its `model`."""
-    entry.setdefault("defaults", {"log_interval": 1_000, "total_timesteps": 20_000})
-    return AlgorithmSpec(
-        lane="replay", learner=learner, build=partial(build_on_model, learner, network), store=store or ReplayStore,
-        action_kinds=("continuous",), **entry,
-    )  # fmt: skip
-
-
-class SequenceParams(Params):
-    """Hyper-parameters of algorithms that learn from sequences."""
-
-    buffer_capacity: int = Field(100_000, ge=1, le=10**9, description="Rows kept, summed over environments.")
-    batch_size: int = Field(16, ge=1, le=10**5, description="Windows per update.")
-    sequence_length: int = Field(64, ge=1, le=10**5, description="Consecutive steps per window.")
-    train_ratio: float = Field(32.0, gt=0, le=10**6, description="Replayed steps per environment step.")
-    learning_starts: int = Field(1_000, ge=0, description="Environment steps with random actions before learning.")
-    replay_folder: str | None = Field(None, description="Keep the buffer in files under this folder instead of memory.")
-    replay_memory: ReplayMemory = "auto"
+    policy_learning_rate: float = Field(3e-4, ge=0, le=10, description="The same as learning_rate.")
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
+    model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the model's Adam.")
+    model_weight_decay: float = Field(
+        0.0, ge=0, description="L2 penalty of the model, as a multiple of the published one (2.5e-5 to 1e-4 by layer)."
+    )
+    model_hidden_sizes: Widths = Field((200, 200, 200, 200), description="Widths of each member's hidden layers.")
+    num_ensembles: int = Field(7, ge=1, le=100, description="Number of members of the model.")
+    num_elites: int | None = Field(
+        None, ge=1, description="Members with the smallest held-out error, used for rollouts; null: all but two."
+    )
+    model_batch_size: int = Field(256, ge=1, le=10**6, description="Rows per gradient step of each member.")
+    model_updates: int = Field(
+        2_000, ge=1, description="Maximum gradient steps per fit; the held-out error usually stops it earlier."
+    )
+    rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which rollouts start.")
+    rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps per rollout, rounded down.")
+    rollout_refresh_interval: int = Field(1_000, ge=1, description="Policy updates between rounds of rollouts.")
+    synthetic_buffer_capacity: int = Field(
+        100_000, ge=1, le=10**9, description="Imagined transitions kept, at least one round; the oldest are dropped."
+    )
+    synthetic_batch_ratio: float = Field(0.95, ge=0, le=1, description="Share of every policy batch that is imagined.")
 
     @model_validator(mode="after")
-    def _window_fits(self) -> SequenceParams:
-        if self.sequence_length > self.buffer_capacity:
+    def _model_fits(self) -> ModelParams:
+        if self.num_elites is not None and self.num_elites > self.num_ensembles:
             raise ValueError(
-                f"sequence_length is {self.sequence_length}; it must be at most buffer_capacity "
-                f"({self.buffer_capacity})"
+                f"num_elites is {self.num_elites}; it must be at most num_ensembles ({self.num_ensembles})"
             )
         return self
 
     @property
     def facts(self) -> Facts:
-        """As the base class, plus the replay buffer and the rows of a batch."""
-        return super().facts._replace(
-            rows=self.batch_size * self.sequence_length, replay_rows=self.buffer_capacity,
-            replay_on_device=self.replay_memory == "device", random_steps=self.learning_starts,
-        )  # fmt: skip
+        """As the base class, plus the members of the model and the horizon that the store reads."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        numbers = (*inherited.store_numbers, "rollout_horizon")
+        return inherited._replace(members=self.num_ensembles, store_numbers=numbers)
+
+    def check_new_run(self) -> None:
+        """Refuse a buffer of imagined transitions that is too small for one round of rollouts."""
+        assert isinstance(self, Params)
+        horizon = int(self.largest("rollout_horizon"))
+        if self.synthetic_batch_ratio and self.synthetic_buffer_capacity < self.rollout_batch_size * horizon:
+            raise UserError(
+                f"algo_kwargs: synthetic_buffer_capacity is {self.synthetic_buffer_capacity}; it must be at least "
+                f"rollout_batch_size times the longest rollout_horizon ({self.rollout_batch_size} x {horizon}), "
+                "or it keeps only the ends of rollouts."
+            )
+
+
+class SequenceParams(BufferParams, Params):
+    """Hyper-parameters of algorithms that learn from sequences."""
+
+    batch_size: int = Field(16, ge=1, le=10**5, description="Windows per update.")
+    sequence_length: int = Field(64, ge=1, le=10**5, description="Consecutive steps per window.")
+    train_ratio: float = Field(32.0, gt=0, le=10**6, description="Replayed steps per environment step.")
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> SequenceParams:
+        if self.sequence_length > self.buffer_capacity:
+            length = f"sequence_length is {self.sequence_length}"
+            raise ValueError(f"{length}; it must be at most buffer_capacity ({self.buffer_capacity})")
+        return self
+
+    @property
+    def facts(self) -> Facts:
+        """As the base classes, plus the rows of a batch."""
+        return super().facts._replace(rows=self.batch_size * self.sequence_length, store_numbers=("train_ratio",))
+
+
+# ---- recorded data ------------------------------------------------------------------------------------------------
+
+
+class DatasetParams(StrictModel):
+    """Hyper-parameters that name recorded data."""
+
+    dataset_kind: DatasetKind = Field("random", description="Where the recorded data comes from.")
+    dataset_path: DataPath = Field(
+        None, description="An npz file, the name of a packaged one, a checkpoint with its replay, or Minari's folder."
+    )
+    dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
+    dataset_size: int | None = Field(None, ge=1, description="Transitions to generate, or to use from a larger set.")
+    dataset_seed: int = Field(0, ge=0, description="Seed of the generated data.")
+
+
+class PriorDataParams(ReplayParams, DatasetParams):
+    """Hyper-parameters of replay with prior data."""
+
+    one_step_with: ClassVar[str] = "prior data"
+
+    offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
+    offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the prior data."""
+        return super().facts._replace(pretrain_updates=self.offline_pretrain_updates, reads_recordings=True)
+
+
+class DatasetLaneParams(Params, DatasetParams):
+    """Hyper-parameters of learning from recorded data alone."""
+
+    batch_size: int = Field(256, ge=1, le=10**6, description="Rows per update.")
+    heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is held out.")
+    heldout_interval: int = Field(100, ge=1, description="Updates between evaluations on the held-out data.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the rows of a batch."""
+        return super().facts._replace(rows=self.batch_size, reads_recordings=True)
+
+
+NEEDED = {"npz": "expert_dataset_path", "minari": "expert_dataset_id", "checkpoint": "expert_checkpoint"}
+
+
+class ExpertParams(StrictModel):
+    """Hyper-parameters that name an expert's steps."""
+
+    expert_dataset_kind: DatasetKind = Field("random", description="Where the expert's steps come from.")
+    expert_dataset_path: DataPath = Field(None, description="An npz file, a packaged one's name, or Minari's folder.")
+    expert_dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
+    expert_dataset_size: int | None = Field(None, ge=1, description="Steps to record, or to use from a larger set.")
+    expert_dataset_seed: int = Field(0, ge=0, description="Seed of the recorded steps.")
+    expert_checkpoint: DataPath = Field(None, description="Checkpoint whose policy is recorded before the run.")
+
+    @model_validator(mode="after")
+    def _says_where(self) -> ExpertParams:
+        name = NEEDED.get(self.expert_dataset_kind)
+        if name is not None and getattr(self, name) is None:
+            raise ValueError(f"{name} is missing; expert_dataset_kind {self.expert_dataset_kind} needs it")
+        return self
+
+    def as_dataset(self) -> DatasetParams:
+        """The same settings under the names that other data uses; only an expert can be a checkpoint."""
+        return DatasetParams(**{name: getattr(self, f"expert_{name}") for name in DatasetParams.model_fields})
+
+
+# ---- registry entries ---------------------------------------------------------------------------------------------
+
+
+def continuous_spec(
+    learner: type[Algorithm], network: type[nn.Module], *, store: Callable[[StoreContext], Store] = ReplayStore,
+    **entry: Any,
+) -> AlgorithmSpec:  # fmt: skip
+    """The registry entry of a replay learner for continuous actions; `network` is the class of its `model`."""
+    entry.setdefault("defaults", {"log_interval": 1_000, "total_timesteps": 20_000})
+    return AlgorithmSpec(
+        lane="replay", learner=learner, build=partial(build_on_model, learner, network), store=store,
+        action_kinds=("continuous",), **entry,
+    )  # fmt: skip
+
+
+def model_spec(learner: type[MBPO], *, total_timesteps: int, **entry: Any) -> AlgorithmSpec:
+    """The registry entry of a learner of continuous actions with a model of vectors."""
+    return AlgorithmSpec(
+        lane="model rollouts", learner=learner, build=partial(build_on_ensemble, learner),
+        action_kinds=("continuous",), observation_kinds=("vector",),
+        defaults={"log_interval": 1_000, "total_timesteps": total_timesteps}, **entry,
+    )  # fmt: skip

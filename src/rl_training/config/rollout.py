@@ -9,21 +9,21 @@ from pydantic import Field
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.networks import LINEAR_HEADS, build_on_policy
-from rl_training.config.params import Params, Unused
+from rl_training.config.params import Facts, Params, Reason
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import RolloutStore
 
 ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
-
-
-NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": True}}  # env_kwargs, by default
-
+# env_kwargs, by default
+NORMALIZED_OBSERVATIONS = {"wrappers": {"normalize_observation": "auto"}}
+NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": True}}
 
 
 class RolloutParams(Params):
     """Hyper-parameters of algorithms that learn from rollouts."""
 
-    unused: ClassVar[tuple[Unused, ...]] = (LINEAR_HEADS,)
+    unused: ClassVar[tuple[Reason, ...]] = (LINEAR_HEADS,)
+    repeats: ClassVar[tuple[str, ...]] = ()  # settings that multiply the gradient steps of a rollout
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
@@ -35,6 +35,36 @@ class RolloutParams(Params):
         """`policy_lag`."""
         return self.policy_lag
 
+    def one_update(self, num_envs: int) -> dict[str, Any]:
+        """One pass over a rollout of as many rows as a minibatch."""
+        rows = self.facts.rows or self.num_steps * num_envs
+        return {"num_steps": min(self.num_steps, -(-rows // num_envs)), **dict.fromkeys(self.repeats, 1)}
+
+
+class VTraceParams(RolloutParams):
+    """V-trace targets, which correct for the lag of the acting policy."""
+
+    rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the temporal difference.")
+    c_clip: float = Field(1.0, gt=0, description="Maximum ratio in the trace.")
+    pg_rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the policy gradient.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; IMPALA's paper uses 1.")
+    importance_correction: bool = Field(True, description="False sets every ratio to 1: a control, not a way to train.")
+
+
+class ClippedParams(RolloutParams):
+    """Epochs of minibatches on a rollout, with a clipped probability ratio."""
+
+    repeats: ClassVar[tuple[str, ...]] = ("update_epochs",)
+
+    update_epochs: int = Field(10, ge=1, le=10_000, description="Passes over each rollout.")
+    minibatch_size: int | None = Field(64, ge=1, description="Rows per gradient step; null: the whole rollout.")
+    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may be from 1.")
+    normalize_advantages: bool = Field(True, description="Normalize advantages to mean 0 and deviation 1.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the rows of a minibatch."""
+        return super().facts._replace(rows=self.minibatch_size or 0)
 
 
 def rollout_spec(learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:

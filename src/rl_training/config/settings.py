@@ -1,18 +1,20 @@
-"""The user's settings: a `TrainConfig` built from a config, an environment and names, and what has no effect in it."""
+"""The user's settings: a `TrainConfig` made from them, hints for unknown keys, and settings that have no effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_training.config.known_keys import nearest_setting
 from rl_training.config.params import SCHEDULE, Params, change_params, parameter_names
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import MadeEnvironment, UserEnv, name_env
-from rl_training.errors import UserError
+from rl_training.envs.wrappers import AtariOptions, PixelOptions, WrapperOptions
+from rl_training.errors import ALSO_CALLED, UnknownKey, UserError, did_you_mean, near_name
+from rl_training.stable_baselines3 import translate
 from rl_training.validation import validate
 
 # For the config of a checkpoint, which must not use defaults that its algorithm got later.
@@ -22,6 +24,12 @@ UNSAID: dict[str, Any] = {
 }  # fmt: skip
 # Fields of TrainConfig; a hyper-parameter is declared where its model is (`Params.unused`).
 OF_WORKERS = ("num_workers", "worker_order", "max_policy_lag", "max_worker_restarts")
+ENVIRONMENT = {
+    "env_kwargs": ("max_episode_steps", "wrappers"),
+    "env_kwargs.wrappers": tuple(WrapperOptions.model_fields),
+    "env_kwargs.wrappers.pixels": tuple(PixelOptions.model_fields),
+    "env_kwargs.wrappers.atari": tuple(AtariOptions.model_fields),
+}
 AnyConfig = TrainConfig | Mapping[str, Any] | str | Path
 
 
@@ -93,6 +101,57 @@ def put_settings(spec: AlgorithmSpec, data: dict[str, Any], settings: Mapping[st
         "algo_kwargs": change_params(spec.params, data.get("algo_kwargs", {}), hyper),
         "env_kwargs": {**data.get("env_kwargs", {}), **settings.get("env_kwargs", {})},
     }  # fmt: skip
+
+
+def hyper_parameters(algo: Any) -> list[str]:
+    """Names that `algo_kwargs` may hold for that algorithm, schedules included."""
+    return parameter_names(get_algorithm_spec(str(algo)).params)
+
+
+def full_path(name: str, algo: Any = None) -> str | None:
+    """The full path of the key with that name or the most similar one; None if no key is similar."""
+    levels: dict[str, Any] = {"": tuple(TrainConfig.model_fields)}
+    try:
+        levels["algo_kwargs"] = hyper_parameters(algo)
+    except UserError:  # there is no such algorithm
+        levels["algo_kwargs"] = ("learning_rate",)
+    levels |= ENVIRONMENT
+    paths: dict[str, str] = {}
+    for level, names in levels.items():
+        for known in names:
+            paths.setdefault(known, f"{level}.{known}".lstrip("."))
+    return paths.get(near_name(name, paths, likeness=0.8) or "")
+
+
+def nearest_setting(name: str, algo: str) -> str:
+    """The end of a sentence about an unknown setting: the most similar name, its full path, or where to find all."""
+    known = [*hyper_parameters(algo), *TrainConfig.model_fields]
+    if (ours := translate(name, known)) is not None:
+        return ours
+    if (number := name.removesuffix(SCHEDULE)) != name and number in known:
+        return f"{number} cannot be scheduled."
+    found = (full_path(name, algo) or name).removeprefix("algo_kwargs.")
+    nearest = did_you_mean(found, [*known, *([found] if "." in found else [])])
+    if nearest.startswith("known:"):  # a list of sixty names does not help
+        return f"rl-training config --schema --algo {algo} shows them all."
+    return nearest
+
+
+@contextmanager
+def keys_located() -> Iterator[None]:
+    """Add a hint to every unknown-key error that is raised inside."""
+    try:
+        yield
+    except UnknownKey as error:
+        raise with_full_path(error) from None
+
+
+def with_full_path(error: UnknownKey) -> UnknownKey:
+    """The error with the full path of the key, unless it already suggests a similar key of its own level."""
+    name = error.field.rpartition(".")[2]
+    found = full_path(name, error.data.get("algo"))
+    elsewhere = found is not None and (found.rpartition(".")[2] == ALSO_CALLED.get(name, name) or not error.is_near)
+    return UnknownKey(error.where, error.field, did_you_mean(found, [found])) if found and elsewhere else error
 
 
 def find_unused_fields(config: TrainConfig, params: Params) -> dict[str, str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rl_training.config.params import Facts
+from rl_training.config.params import Facts, Reason
 from rl_training.data.support import EDGE, discounted_returns
 from rl_training.envs.factory import make_env
 from rl_training.envs.random_play import play_at_random
@@ -17,7 +17,6 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure
 from rl_training.validation import StrictModel
 
-FIXED_ATOMS = "the atoms are placed when the learner is built"
 EPISODES, STEPS = 10, 5_000  # limits of random play
 UNKNOWN = (-10.0, 10.0)  # if random play earns no reward: the support of Bellemare et al. 2017
 ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may gain, or lose
@@ -25,6 +24,10 @@ ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may 
 
 class SupportParams(StrictModel):
     """Hyper-parameters of a categorical head; a part of `Params`."""
+
+    fixed: ClassVar[tuple[Reason, ...]] = (
+        Reason(("v_min", "v_max"), "the atoms are placed when the learner is built"),
+    )
 
     v_min: float | None = Field(None, description="Smallest return of the distribution; null: measured, then widened.")
     v_max: float | None = Field(None, description="Largest return of the distribution; null: measured, then widened.")
@@ -51,21 +54,14 @@ class SupportParams(StrictModel):
         inherited: Facts = super().facts  # type: ignore[misc]
         return inherited._replace(has_support=self.v_min is not None)
 
-    def fixed_numbers(self) -> dict[str, str]:
-        """As the base class, plus the ends of the support."""
-        inherited: dict[str, str] = super().fixed_numbers()  # type: ignore[misc]  # of the Params that this is a part of
-        return inherited | dict.fromkeys(("v_min", "v_max"), FIXED_ATOMS)
-
     def settle(self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Any:
         """A copy with both ends of the support set."""
-        given = (self.v_min is not None, self.v_max is not None)
-        moving = {(True, True): "none", (False, True): "v_min", (True, False): "v_max", (False, False): "both"}[given]
-        widened = {"widen_support": moving if self.widen_support == "auto" else self.widen_support}
-        if all(given):
+        open_ends = self.v_min is None, self.v_max is None
+        moving = {(False, False): "none", (True, False): "v_min", (False, True): "v_max", (True, True): "both"}
+        widened = {"widen_support": moving[open_ends] if self.widen_support == "auto" else self.widen_support}
+        if not any(open_ends):
             return self.model_copy(update=widened)
-        schedule = self.schedules.get("gamma")  # type: ignore[attr-defined]
-        gamma = self.gamma if schedule is None else max(schedule.value(0.0), schedule.value(1.0))  # type: ignore[attr-defined]
-        low, high = derive_support(recipe, spaces, gamma, seed)
+        low, high = derive_support(recipe, spaces, self.largest("gamma"), seed)  # type: ignore[attr-defined]
         low = low if self.v_min is None else self.v_min
         high = high if self.v_max is None else self.v_max
         if high <= low:  # the given end is beyond everything that was seen
@@ -111,5 +107,3 @@ def random_returns(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
     if not all(map(math.isfinite, rewards)):
         raise EnvironmentFailure.not_finite(spaces.env_id, "a reward")
     return rewards, returns
-
-

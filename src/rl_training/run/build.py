@@ -23,12 +23,11 @@ from rl_training.collect.local import Collector, LocalCollector, NoCollector
 from rl_training.collect.transport import SharedMemory, Transport
 from rl_training.collect.worker import FIRST, WorkerPlan
 from rl_training.collect.workers import WorkerCollector
-from rl_training.config.choices import ACCELERATED, choose_device, resolve
+from rl_training.config.choices import ACCELERATED, choose_device, fastest, resolve, time_updates
 from rl_training.config.own_network import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
 from rl_training.config.settings import find_unused
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
-from rl_training.config.threads import fastest, time_updates
 from rl_training.config.train_config import TrainConfig
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.data.store import Store, StoreContext
@@ -210,7 +209,7 @@ def build(plan: Plan) -> Session:
         store = plan.spec.store(
             StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, recording, resets)
         )
-        check_schedules(plan.spec.name, params, algorithm, store)
+        check_schedules(plan.spec.name, params, algorithm)
         collector = open_collector(plan, behaviour, store, stepper)
     notes = list(plan.notes)
     if stepper is not None and not stepper.engine.state_format:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm, Array
+from rl_training.config.choices import torch_settings_restored
 from rl_training.config.params import read_params
 from rl_training.config.replay import ReplayParams
 from rl_training.config.spec import get_algorithm_spec
-from rl_training.config.threads import torch_settings_restored
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.config.known_keys import keys_located
+from rl_training.config.choices import torch_settings_restored
 from rl_training.config.own_network import network_of
-from rl_training.config.settings import AnyConfig, read_config
+from rl_training.config.settings import AnyConfig, keys_located, read_config
 from rl_training.config.spec import AlgorithmSpec
-from rl_training.config.threads import torch_settings_restored
 from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces

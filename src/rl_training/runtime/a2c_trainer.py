@@ -15,9 +15,7 @@ class A2CParams(RolloutParams):
     learning_rate: float = Field(7e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages; 1 gives n-step returns.")
-    normalize_advantages: bool = Field(
-        False, description="Normalize advantages to zero mean and unit standard deviation."
-    )
+    normalize_advantages: bool = Field(False, description="Normalize advantages to mean 0 and deviation 1.")
 
 
 SPECS = [

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from pydantic import Field
 
 from rl_training.algorithms.bc import BC
-from rl_training.config.networks import LINEAR_HEADS, make_policy
-from rl_training.config.params import Unused
-from rl_training.config.recorded_data import DatasetLaneParams
+from rl_training.config.networks import LINEAR_HEADS, build_on_policy
+from rl_training.config.params import Reason
+from rl_training.config.replay import DatasetLaneParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.dataset_store import DatasetStore
-from rl_training.envs.spaces import EnvSpaces
 from rl_training.run.workflows import train_function
 
 
 class BCParams(DatasetLaneParams):
     """Hyper-parameters of BC."""
 
-    unused: ClassVar[tuple[Unused, ...]] = (
-        Unused(("gamma",), "it learns from recorded actions and discounts nothing"), LINEAR_HEADS,
+    unused: ClassVar[tuple[Reason, ...]] = (
+        Reason(("gamma",), "it learns from recorded actions and discounts nothing"), LINEAR_HEADS,
     )  # fmt: skip
+    fixed: ClassVar[tuple[Reason, ...]] = (
+        Reason(("heldout_fraction",), "the data is divided once, when the run is built"),
+    )
 
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the optimizer.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """As the base class, plus a number that is read once."""
-        return super().fixed_numbers() | {"heldout_fraction": "the data is divided once, when the run is built"}
-
-
-def build(params: BCParams, spaces: EnvSpaces) -> BC:
-    """Build the learner with a new policy."""
-    return BC(policy=make_policy(params, spaces), **params.arguments_of(BC))
 
 
 SPECS = [
@@ -42,7 +36,7 @@ SPECS = [
         name="bc", class_name="BC", year=1988, lane="dataset",
         paper="Pomerleau 1988, ALVINN: An Autonomous Land Vehicle in a Neural Network (NIPS 1988)",
         scope="Negative log-likelihood of recorded actions, held-out loss; every action kind, vectors and images.",
-        params=BCParams, learner=BC, build=build, store=DatasetStore, action_kinds=ACTION_KINDS,
+        params=BCParams, learner=BC, build=partial(build_on_policy, BC), store=DatasetStore, action_kinds=ACTION_KINDS,
         steps_environments=False, defaults={"log_interval": 100, "total_timesteps": 20_000},
     )
 ]  # fmt: skip

@@ -15,12 +15,8 @@ class D4PGParams(SupportParams, DeterministicActorParams):
     """Hyper-parameters of D4PG."""
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of actor and critic.")
-    target_update_interval: int = Field(
-        1, ge=1, description="Updates between target updates; the paper uses 100, with tau 1."
-    )
-    exploration_noise: float = Field(
-        0.3, ge=0, le=10, description="Standard deviation of the noise on actions in [-1, 1]."
-    )
+    target_update_interval: int = Field(1, ge=1, description="Updates between target updates; the paper: 100, tau 1.")
+    exploration_noise: float = Field(0.3, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
     n_step: int = Field(5, ge=1, le=1_000, description="Number of rewards in a return before bootstrapping.")
 
 

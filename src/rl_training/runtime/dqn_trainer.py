@@ -16,7 +16,7 @@ from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.config.networks import make_network
-from rl_training.config.params import Schedule, Unused, Widths
+from rl_training.config.params import Reason, Schedule, Widths
 from rl_training.config.replay import ReplayParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.support import SupportParams
@@ -27,38 +27,34 @@ from rl_training.models.mlp_fqf_network import MLPFQFNetwork, MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.run.workflows import train_function
 
+OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
+
 
 class DQNParams(ReplayParams):
     """Hyper-parameters of the DQN family."""
 
-    unused: ClassVar[tuple[Unused, ...]] = (
-        Unused(
-            ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder"),
-            "noisy is true, and noisy layers explore instead", lambda p: p.noisy,
-        ),
-        Unused(
+    unused: ClassVar[tuple[Reason, ...]] = (
+        Reason(OF_EPSILON, "noisy is true, and noisy layers explore instead", lambda p: p.noisy),
+        Reason(
             ("hidden_sizes",), "head_hidden_sizes has the widths of the layers after the convolutions of an image",
             lambda p: p.network is None, lambda spaces: spaces.obs_kind == "image",
         ),
-        Unused(("head_hidden_sizes",), "network replaces the convolutions", lambda p: p.network is not None),
-        Unused(
+        Reason(("head_hidden_sizes",), "network replaces the convolutions", lambda p: p.network is not None),
+        Reason(
             ("head_hidden_sizes",), "observations are not images; hidden_sizes has the widths of the layers",
             where=lambda spaces: spaces.obs_kind != "image",
         ),
     )  # fmt: skip
+    fixed: ClassVar[tuple[Reason, ...]] = (Reason(OF_EPSILON, "it is a part of epsilon's own schedule"),)
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     max_grad_norm: float | None = Field(10.0, gt=0, description="Maximum gradient norm; null: no clipping.")
     batch_size: int = Field(128, ge=1, le=10**6, description="Transitions per update.")
     target_update_interval: int = Field(1, ge=1, description="Updates between updates of the target network.")
-    tau: float = Field(
-        0.005, gt=0, le=1, description="Polyak factor of the target network; 1 copies the online network."
-    )
+    tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target network; 1 copies the online one.")
     epsilon_start: float = Field(1.0, ge=0, le=1, description="Initial probability of a random action.")
     epsilon_end: float = Field(0.05, ge=0, le=1, description="Final probability of a random action.")
-    exploration_fraction: float = Field(
-        0.2, ge=0, le=1, description="Share of the budget over which epsilon falls to epsilon_end."
-    )
+    exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget over which epsilon falls.")
     epsilon_ladder: float = Field(
         0.0, ge=0, le=100, description="Ape-X: worker i of n acts with epsilon ** (1 + this * i / (n - 1))."
     )
@@ -73,11 +69,6 @@ class DQNParams(ReplayParams):
     def ladder(self) -> float:
         """`epsilon_ladder`."""
         return self.epsilon_ladder
-
-    def fixed_numbers(self) -> dict[str, str]:
-        """As the base class, plus the numbers that define epsilon's own schedule."""
-        parts = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
-        return super().fixed_numbers() | dict.fromkeys(parts, "it is a part of epsilon's own schedule")
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """Epsilon falls, unless noisy layers explore; importance weights follow the replay store's schedule."""
@@ -115,12 +106,8 @@ class FQFParams(QRDQNParams):
 
     num_quantiles: int = Field(32, ge=2, le=10_000, description="Fractions proposed per state.")
     embedding_dim: int = Field(64, ge=1, le=10_000, description="Number of cosines that embed a fraction.")
-    fraction_learning_rate: float = Field(
-        2.5e-9, ge=0, le=10, description="Learning rate of the fraction layer's RMSProp."
-    )
-    entropy_coef: float = Field(
-        0.0, ge=0, description="Weight of the entropy of the fractions, which prevents their collapse."
-    )
+    fraction_learning_rate: float = Field(2.5e-9, ge=0, le=10, description="Learning rate of the fraction layer.")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the fractions' entropy, which keeps them apart.")
 
 
 HEADS: dict[type[QLearning], tuple[type[DQNParams], type[nn.Module], str]] = {

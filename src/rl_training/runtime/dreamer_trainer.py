@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.config.networks import make_input
-from rl_training.config.params import Activation, Facts, Unused, Widths
+from rl_training.config.params import Activation, Facts, Reason, Widths
 from rl_training.config.replay import SequenceParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.sequence_store import SequenceStore
@@ -36,8 +36,8 @@ RATES = ("world_model_learning_rate", "actor_learning_rate", "critic_learning_ra
 class DreamerParams(SequenceParams):
     """Hyper-parameters of Dreamer."""
 
-    unused: ClassVar[tuple[Unused, ...]] = (
-        Unused(
+    unused: ClassVar[tuple[Reason, ...]] = (
+        Reason(
             ("learning_rate",), f"{', '.join(RATES)} are given and replace it",
             lambda p: all(name in p.schedules or getattr(p, name) is not None for name in RATES),
         ),
@@ -46,13 +46,9 @@ class DreamerParams(SequenceParams):
     size: Literal["xxs", "xs", "s", "m", "l", "xl"] = Field("s", description="Size of all networks.")
     hidden_sizes: Widths = Field((), description="Widths of the MLPs; empty: given by `size`.")
     activation: Activation = Field("silu", description="Activation of the hidden layers.")
-    num_bins: int = Field(
-        255, ge=3, le=10_000, description="Number of bins for rewards and returns: symexp of equal steps."
-    )
+    num_bins: int = Field(255, ge=3, le=10_000, description="Bins for rewards and returns: symexp of equal steps.")
     gamma: float = Field(0.997, ge=0, le=1, description="Discount per environment step.")
-    learning_rate: float = Field(
-        3e-4, ge=0, le=10, description="Learning rate of each part whose own learning rate is null."
-    )
+    learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of each part whose own is null.")
     world_model_learning_rate: float | None = Field(None, ge=0, le=10, description="Learning rate of the world model.")
     actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Learning rate of the actor.")
     critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Learning rate of the critic.")
@@ -66,15 +62,11 @@ class DreamerParams(SequenceParams):
     capture: bool = Field(True, description="Whether `accelerate` may capture or compile the update.")
 
     @property
-    def widest_layer(self) -> int:
-        """The widest layer of the MLPs or of the RSSM."""
-        size = SIZES[self.size]
-        return max(size.deter, size.hidden, *(self.hidden_sizes or (size.units,)))
-
-    @property
     def facts(self) -> Facts:
-        """As the base class, plus what is captured."""
-        return super().facts._replace(captured="update" if self.capture else "")
+        """As the base class, plus what is captured, and the widest layer of the MLPs or of the RSSM."""
+        size = SIZES[self.size]
+        widest = max(size.deter, size.hidden, *(self.hidden_sizes or (size.units,)))
+        return super().facts._replace(captured="update" if self.capture else "", widest=widest)
 
 
 def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:

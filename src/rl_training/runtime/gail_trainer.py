@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.gail import GAIL
 from rl_training.algorithms.ppo import PPO
 from rl_training.config.networks import any_kind, build_on_policy, make_input, make_network
-from rl_training.config.params import Unused, Widths
-from rl_training.config.recorded_data import ExpertParams
+from rl_training.config.params import Reason, Widths
+from rl_training.config.replay import ExpertParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.demonstration_store import DemonstrationStore
@@ -23,28 +23,22 @@ from rl_training.runtime.ppo_trainer import PPOParams
 class GAILParams(PPOParams, ExpertParams):
     """Hyper-parameters of GAIL."""
 
-    unused: ClassVar[tuple[Unused, ...]] = (
-        Unused(
+    unused: ClassVar[tuple[Reason, ...]] = (
+        Reason(
             ("discriminator_learning_rate", "discriminator_batch_size", "gradient_penalty"),
             "discriminator_updates is 0", lambda p: not p.discriminator_updates,
         ),
-        Unused(("normalize_inputs",), "images are not normalized", where=lambda spaces: spaces.obs_kind == "image"),
+        Reason(("normalize_inputs",), "images are not normalized", where=lambda spaces: spaces.obs_kind == "image"),
     )  # fmt: skip
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int = Field(256, ge=2, description="Rows per gradient step.")
     discriminator_learning_rate: float = Field(5e-4, ge=0, le=10, description="Learning rate of the discriminator.")
-    discriminator_updates: int = Field(
-        2, ge=0, le=10_000, description="Discriminator steps per rollout; 0 keeps it constant, as a control."
-    )
-    discriminator_batch_size: int = Field(
-        512, ge=1, le=10**6, description="Steps of the expert, and as many of the policy, per discriminator step."
-    )
+    discriminator_updates: int = Field(2, ge=0, le=10_000, description="Discriminator steps per rollout; 0: a control.")
+    discriminator_batch_size: int = Field(512, ge=1, le=10**6, description="Expert's, and as many policy's, per step.")
     discriminator_hidden_sizes: Widths = Field((64, 64), description="Widths of the discriminator's hidden layers.")
-    normalize_inputs: bool = Field(
-        True, description="Normalize vectors to zero mean and unit standard deviation for the discriminator."
-    )
+    normalize_inputs: bool = Field(True, description="Normalize vectors for the discriminator.")
     reward_form: Literal["softplus", "log_d", "logit"] = Field(
         "softplus", description="Reward from the discriminator D: -log(1 - D), log D, or its logit."
     )

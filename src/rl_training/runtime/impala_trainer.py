@@ -5,20 +5,15 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.impala import IMPALA
-from rl_training.config.rollout import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.config.rollout import NORMALIZED, VTraceParams, rollout_spec
 from rl_training.run.workflows import train_function
 
 
-class IMPALAParams(RolloutParams):
+class IMPALAParams(VTraceParams):
     """Hyper-parameters of IMPALA."""
 
     num_steps: int = Field(8, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     learning_rate: float = Field(7e-4, ge=0, le=10, description="Learning rate of the optimizer.")
-    rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the temporal difference.")
-    c_clip: float = Field(1.0, gt=0, description="Maximum ratio in the trace.")
-    pg_rho_clip: float = Field(1.0, gt=0, description="Maximum ratio in the policy gradient.")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="Decay of the V-trace traces; the paper uses 1.")
-    importance_correction: bool = Field(True, description="False sets every ratio to 1: a control, not a way to train.")
 
 
 SPECS = [

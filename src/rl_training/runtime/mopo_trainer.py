@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from pydantic import Field
 
 from rl_training.algorithms.mopo import MOPO
-from rl_training.config.model_based import ModelParams, build_learner
-from rl_training.config.recorded_data import DatasetKind, DatasetParams
-from rl_training.config.replay import OffPolicyParams
-from rl_training.config.spec import AlgorithmSpec
+from rl_training.config.replay import DatasetKind, DatasetParams, ModelParams, OffPolicyParams, model_spec
 from rl_training.data.model_store import ModelDatasetStore
 from rl_training.run.workflows import train_function
 
@@ -21,9 +16,7 @@ class MOPOParams(ModelParams, DatasetParams, OffPolicyParams):
     dataset_kind: DatasetKind | None = Field(  # type: ignore[assignment]
         None, description="Where the recorded data comes from; there is no default."
     )
-    model_updates: int = Field(
-        10_000, ge=1, description="Maximum gradient steps of the fit; the held-out error usually stops it earlier."
-    )
+    model_updates: int = Field(10_000, ge=1, description="Maximum gradient steps of the fit; most are shorter.")
     rollout_horizon: float = Field(5.0, ge=1, le=1_000, description="Steps per rollout, rounded down.")
     penalty_coef: float = Field(
         1.0, ge=0, description="Reward penalty per unit of the model's largest predicted deviation; 0: MBPO offline."
@@ -31,14 +24,12 @@ class MOPOParams(ModelParams, DatasetParams, OffPolicyParams):
 
 
 SPECS = [
-    AlgorithmSpec(
-        name="mopo", class_name="MOPO", year=2020, lane="model rollouts",
+    model_spec(
+        MOPO, name="mopo", class_name="MOPO", year=2020, params=MOPOParams, store=ModelDatasetStore,
         paper="Yu et al. 2020, MOPO: Model-based Offline Policy Optimization (arXiv:2005.13239)",
         scope="MBPO on a dataset alone, with rewards lowered where the model is uncertain; a timestep is a policy "
         "update; vectors.",
-        params=MOPOParams, learner=MOPO, build=partial(build_learner, MOPO), store=ModelDatasetStore,
-        action_kinds=("continuous",), observation_kinds=("vector",),
-        steps_environments=False, defaults={"log_interval": 1_000, "total_timesteps": 50_000},
+        total_timesteps=50_000, steps_environments=False,
     )
 ]  # fmt: skip
 

@@ -15,9 +15,7 @@ class NAFParams(ReplayParams):
 
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the optimizer.")
     tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target network per update.")
-    exploration_noise: float = Field(
-        0.1, ge=0, le=10, description="Standard deviation of the noise on actions in [-1, 1]."
-    )
+    exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
 
 
 SPECS = [

@@ -5,33 +5,20 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.ppo import PPO
-from rl_training.config.params import Facts
-from rl_training.config.rollout import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.config.rollout import NORMALIZED, ClippedParams, rollout_spec
 from rl_training.run.workflows import train_function
 
 
-class PPOParams(RolloutParams):
+class PPOParams(ClippedParams):
     """Hyper-parameters of PPO."""
 
     num_steps: int = Field(256, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages.")
-    update_epochs: int = Field(10, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int = Field(64, ge=2, description="Rows per gradient step.")
-    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may be from 1.")
-    normalize_advantages: bool = Field(
-        True, description="Normalize advantages to zero mean and unit standard deviation per minibatch."
-    )
-    clip_value_loss: bool = Field(
-        False, description="Clip values to within clip_coef of the old values in the value loss."
-    )
+    clip_value_loss: bool = Field(False, description="Clip values to within clip_coef of the old ones in the loss.")
     target_kl: float | None = Field(
         None, gt=0, description="Stop the epochs when the mean KL of an epoch exceeds 1.5 times this; null: never."
     )
-
-    @property
-    def facts(self) -> Facts:
-        """As the base class, plus the rows of a minibatch."""
-        return super().facts._replace(rows=self.minibatch_size)
 
 
 SPECS = [

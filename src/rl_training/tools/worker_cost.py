@@ -16,7 +16,7 @@ import torch
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import LocalCollector
-from rl_training.config.threads import torch_settings_restored
+from rl_training.config.choices import torch_settings_restored
 from rl_training.data.experience import Experience, Request
 from rl_training.envs.engines import choose_vectorization
 from rl_training.envs.random_play import make_stepper
