@@ -588,7 +588,7 @@ def test_the_horizon_may_be_scheduled(tmp_path: Path) -> None:
     result = train(config, console=False)
     assert result.metrics["rollout_horizon"] == 4
     assert 20 * 2 < result.metrics["synthetic_size"] < 20 * 4 * 30
-    with pytest.raises(UserError, match=r"rollout_horizon would be 0\.0"):
+    with pytest.raises(UserError, match=r"rollout_horizon is 0\.0"):
         open_session(tiny("mbpo", tmp_path, kwargs={"rollout_horizon_schedule": {"start": 0, "end": 4}}))
 
 

@@ -89,7 +89,7 @@ def test_without_its_function_a_run_does_not_go_on_but_predicts(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("way", "said"),
     [
-        (lambda progress: -1.0, "learning_rate would be -1.0; it should be greater than or equal to 0"),
+        (lambda progress: -1.0, "learning_rate is -1.0; it should be greater than or equal to 0"),
         (lambda progress: "fast", "start is 'fast'; it should be a number"),
         (lambda progress: float("nan"), "start is nan; it should be a finite number"),
     ],

@@ -111,7 +111,7 @@ def test_a_schedule_of_no_length_is_at_its_end_from_the_start(tmp_path: Path) ->
 @pytest.mark.parametrize(("name", "value"), [("alpha", -0.1), ("max_grad_norm", 0.0), ("gamma", -0.1)])
 def test_a_schedule_stays_within_the_bounds_of_its_number(name: str, value: float, tmp_path: Path) -> None:
     schedule = {f"{name}_schedule": {"start": 0.5, "end": value}}
-    with pytest.raises(UserError, match=rf"{name}_schedule: {name} would be {value}; it should be greater than"):
+    with pytest.raises(UserError, match=rf"{name}_schedule: {name} is {value}; it should be greater than"):
         open_session(tiny("sac", tmp_path, kwargs={"alpha": 0.2, **schedule}))
 
 

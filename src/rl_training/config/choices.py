@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,31 +46,24 @@ NEARLY_AS_FAST = 1.1  # up to this multiple of the shortest time, fewer threads 
 MEASURED_LANES = ("rollout", "replay")  # their stores accept artificial experience
 
 
-class Rule(NamedTuple):
-    """A reason why a GPU is faster, whether it applies, and the measurement (an H200 and the CPU of its host)."""
-
-    reason: str
-    holds: bool
-    measured: str
-
-
-def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[Rule]:
-    """When a GPU is faster than a CPU, the clearest case first.
+def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[tuple[str, bool, str]]:
+    """When a GPU is faster than a CPU, the clearest case first: (reason, whether it applies, measurement).
 
     On a GPU a small network spends its time on kernel launches, not arithmetic, and actions must be copied. Captured
     updates avoid the launches. Measured with `benchmarks/device.py --cpu` and `benchmarks/device_choice.py`.
     """
     captures, lane = config.accelerate != "none", get_algorithm_spec(config.algo).lane
-    rows, members, units = params.facts.rows, params.facts.members, params.facts.widest
+    facts = params.facts
+    rows, members, units = facts.rows, facts.members, facts.widest
     sampled = captures and lane in ("replay", "dataset")
     return [
-        Rule("images", spaces.obs_kind != "vector", IMAGES),
-        Rule("rollouts on the device", config.vectorization == "device" and lane == "rollout", ""),
-        Rule("captured updates of many steps", captures and params.facts.captured == "update", ""),
-        Rule(f"{members} networks side by side", members > MOST_MEMBERS_ON_CPU, MBPO),
-        Rule(f"captured updates of {rows} rows and {units} units", sampled and rows * units >= LEAST_CAPTURED, SAC),
-        Rule(f"layers of {units} units", units > WIDEST_ON_CPU, PPO),
-        Rule("captured updates", config.accelerate == "graph", ""),
+        ("images", spaces.obs_kind != "vector", IMAGES),
+        ("rollouts on the device", config.vectorization == "device" and lane == "rollout", ""),
+        ("captured updates of many steps", captures and facts.captured == "update", ""),
+        (f"{members} networks side by side", members > MOST_MEMBERS_ON_CPU, MBPO),
+        (f"captured updates of {rows} rows and {units} units", sampled and rows * units >= LEAST_CAPTURED, SAC),
+        (f"layers of {units} units", units > WIDEST_ON_CPU, PPO),
+        ("captured updates", config.accelerate == "graph", ""),
     ]
 
 

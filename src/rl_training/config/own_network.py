@@ -115,7 +115,7 @@ def resolve_network(params: AnyParams, named: Sequence[str]) -> AnyParams:
     """The hyper-parameters with the user's network imported, if they have one."""
     if params.network is None:
         return params
-    return _with_network(params, params.network.resolve(named))
+    return params.model_copy(update={"network": params.network.resolve(named)})  # type: ignore[no-any-return]
 
 
 def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
@@ -126,12 +126,7 @@ def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
         raise UserError(f"network is given, but {where} was trained without one of your own; leave it out.")
     given = UserNetwork.read(network)
     assert given is not None
-    return _with_network(params, given.resolve((given.name,)))
-
-
-def _with_network(params: AnyParams, network: UserNetwork) -> AnyParams:
-    copied: AnyParams = params.model_copy(update={"network": network})
-    return copied
+    return resolve_network(params.model_copy(update={"network": given}), (given.name,))  # type: ignore[no-any-return]
 
 
 def network_of(algorithm: nn.Module) -> Any:

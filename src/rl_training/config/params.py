@@ -239,8 +239,9 @@ AnyParams = TypeVar("AnyParams", bound=Params)
 
 def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyParams:
     """`algo_kwargs` as parameters of an algorithm, its `<name>_schedule` keys gathered under `schedules`."""
-    numeric = [name for name, info in model.model_fields.items() if _is_number(info.annotation)]
-    plain, schedules = {}, {}
+    numeric = _numbers_of(model)
+    plain: dict[str, Any] = {}
+    schedules: dict[str, Schedule] = {}
     for key, value in algo_kwargs.items():
         name = key.removesuffix(SCHEDULE) if isinstance(key, str) else key
         if name == key or key in model.model_fields:
@@ -251,13 +252,12 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
             raise UserError(f"algo_kwargs: {key!r} schedules no number; {did_you_mean(name, numeric)}")
         elif value is not None:  # removes a preset's schedule
             schedules[name] = _read_schedule(value, key)
-            for end in (schedules[name].start, schedules[name].end):
-                if end is not None:
-                    _check_bounds(model, name, end, key)
     if "schedules" in plain:
         raise UserError("algo_kwargs: unknown key 'schedules'; a schedule is given as <name>_schedule.")
-    known = [name + SCHEDULE for name in numeric]
-    params = validate(model, plain, "algo_kwargs", also_known=known)
+    params = validate(model, plain, "algo_kwargs", also_known=[name + SCHEDULE for name in numeric])
+    for name, schedule in schedules.items():
+        for end in {schedule.start, schedule.end} - {None}:
+            validate(model, {**plain, name: end}, f"algo_kwargs.{name}{SCHEDULE}")
     for other, name in model.synonyms.items():
         one, two = getattr(params, other), getattr(params, name)
         if one != two:
@@ -280,20 +280,17 @@ def _read_schedule(value: Any, key: str) -> Schedule:
 
 def parameter_names(model: type[Params]) -> list[str]:
     """Names that `algo_kwargs` may contain, including schedules."""
-    fields = {name: info for name, info in model.model_fields.items() if name != "schedules"}
-    return [*fields, *(f"{name}{SCHEDULE}" for name, info in fields.items() if _is_number(info.annotation))]
+    plain = [name for name in model.model_fields if name != "schedules"]
+    return [*plain, *(name + SCHEDULE for name in _numbers_of(model))]
+
+
+def _numbers_of(model: type[Params]) -> list[str]:
+    """Names of the fields that may have a schedule."""
+    return [name for name, info in model.model_fields.items() if _is_number(info.annotation)]
 
 
 def _is_number(annotation: Any) -> bool:
     return annotation is float or any(_is_number(part) for part in get_args(annotation))
-
-
-def _check_bounds(model: type[Params], name: str, value: float, key: str) -> None:
-    try:
-        model.__pydantic_validator__.validate_assignment(model.model_construct(), name, value)
-    except ValueError as error:
-        reason = str(error).splitlines()[2].strip().split(" [")[0].removeprefix("Input ")
-        raise UserError(f"algo_kwargs.{key}: {name} would be {value}; it {reason}.") from None
 
 
 def dump_params(params: Params) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, PrivateAttr, model_validator
@@ -20,24 +20,20 @@ MOST_PROCESSES = 1024
 WORKER_BACKENDS = ("local_async", "ray")  # the run is bit-identical
 LARGEST_TEXT = 200_000  # characters of a config
 Presets = files("rl_training").joinpath("assets/configs")
+Amount = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class RayResources(StrictModel):
     """The resources that each worker reserves on a Ray cluster."""
 
-    cpus: float = Field(1.0, ge=0, le=1e6, description="CPUs that each worker reserves.")
-    gpus: float = Field(0.0, ge=0, le=1e6, description="GPUs that each worker reserves, for its environments only.")
-    resources: dict[str, float] = Field(
-        default_factory=dict, description="Custom resources that each worker reserves, such as {rtx: 1}."
-    )
+    cpus: Amount = Field(1.0, description="CPUs that each worker reserves.")
+    gpus: Amount = Field(0.0, description="GPUs that each worker reserves, for its environments only.")
+    resources: dict[str, Amount] = Field({}, description="Custom resources that each worker reserves, like {rtx: 1}.")
 
     @model_validator(mode="after")
-    def _check_amounts(self) -> RayResources:
-        for name, amount in self.resources.items():
-            if name in ("CPU", "GPU"):
-                raise ValueError(f"resources.{name} is {amount:g}; set {name.lower()}s of ray instead")
-            if not 0 <= amount <= 1e6:
-                raise ValueError(f"resources.{name} is {amount:g}; it must be from 0 to 1e6")
+    def _check_names(self) -> RayResources:
+        for name in {"CPU", "GPU"} & self.resources.keys():
+            raise ValueError(f"resources.{name} is {self.resources[name]:g}; set {name.lower()}s of ray instead")
         return self
 
     def needs(self) -> dict[str, float]:
@@ -56,14 +52,12 @@ class TrainConfig(StrictModel):
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of all random numbers of the run.")
     total_timesteps: int = Field(ge=1, description="Budget in real environment transitions, summed over environments.")
     output_dir: str = Field("runs", min_length=1, description="Folder in which the run's folder is created.")
-    execution_backend: str = Field(
-        "local_sync",
-        description="Where environments are stepped: local_sync in this process, local_async in worker processes, "
-        "ray in workers on a Ray cluster.",
-    )
-    num_workers: int | Literal["auto"] = Field(
-        "auto",
-        description="Number of workers of local_async and ray, which share the environments; auto: all cores but one.",
+    execution_backend: Literal["local_sync", "local_async", "ray"] = Field(
+        "local_sync", description="Where environments are stepped: local_sync in this process, local_async in worker "
+        "processes, ray in workers on a Ray cluster.",
+    )  # fmt: skip
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        "auto", description="Workers of local_async and ray, which share the environments; auto: all cores but one."
     )
     worker_order: Literal["fixed", "first"] = Field(
         "fixed", description="Which answers a turn uses: fixed, one from every worker; first, those that arrive first."
@@ -79,29 +73,23 @@ class TrainConfig(StrictModel):
     eval_max_steps: int | None = Field(
         None, ge=1, description="Maximum steps of an evaluation episode; null: the environment's limit, or 10,000."
     )
-    eval_deterministic: bool = Field(
-        True, description="Evaluate with the most likely actions; false: with sampled actions, as is usual on Atari."
-    )
+    eval_deterministic: bool = Field(True, description="Evaluate with the most likely actions; false: sampled actions.")
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
-    checkpoint_interval: int = Field(
-        0, ge=0, description="Environment steps between checkpoints; 0: every 60 seconds and at the end."
-    )
+    checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: every 60 s and at the end.")
     checkpoint_keep: int = Field(3, ge=0, description="How many step_<n> checkpoints to keep.")
     replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint includes the replay buffer.")
-    threads: int | Literal["auto"] = Field("auto", description="Number of torch threads, or auto.")
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field("auto", description="Torch threads.")
     vectorization: Literal["auto", "native", "sync", "async", "device"] = Field(
-        "auto",
-        description="How environments are stepped: native by their own vector code, sync one after another, async in "
-        "processes, device as functions of tensors.",
-    )
+        "auto", description="How environments are stepped: native by their own vector code, sync one after another, "
+        "async in processes, device as functions of tensors.",
+    )  # fmt: skip
     worker_timeout: float = Field(
         300.0, gt=0, le=1e6, description="Maximum seconds for a step, start or reset of an environment's process."
     )
     accelerate: Literal["auto", "none", "graph", "compile"] = Field(
-        "auto",
-        description="How gradient steps run: none as plain code, graph as CUDA graphs, compile with torch.compile "
-        "(on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
-    )
+        "auto", description="How gradient steps run: none as plain code, graph as CUDA graphs, compile with "
+        "torch.compile (on a GPU inside graphs); auto is graph on a GPU, none on a CPU.",
+    )  # fmt: skip
     matmul_precision: Literal["highest", "high"] = Field(
         "highest", description="Precision of matrix products on a GPU: highest (float32), or high (TF32, faster)."
     )
@@ -112,11 +100,11 @@ class TrainConfig(StrictModel):
         ("tensorboard",), description="Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow."
     )
     name: str | None = Field(None, description="Name of the run's folder; null: algorithm, environment and time.")
-    tags: tuple[str, ...] = Field((), description="Tags stored with the run.")
-    benchmark: dict[str, Any] = Field(default_factory=dict, description="Notes for benchmark scripts; not used.")
-    algo_kwargs: dict[str, Any] = Field(default_factory=dict, description="Hyper-parameters of the algorithm.")
+    tags: tuple[str, ...] = Field((), description="Words stored with the run, and shown by wandb and mlflow.")
+    benchmark: dict[str, Any] = Field({}, description="Notes stored with the run, for your own scripts.")
+    algo_kwargs: dict[str, Any] = Field({}, description="Hyper-parameters of the algorithm.")
     env_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the environment, and max_episode_steps and wrappers."
+        {}, description="Arguments of the environment, and max_episode_steps and wrappers."
     )
     _named: tuple[str, ...] | None = PrivateAttr(None)
     _given: tuple[str, ...] | None = PrivateAttr(None)
@@ -164,16 +152,12 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_choices(self) -> TrainConfig:
-        if self.execution_backend not in ("local_sync", *WORKER_BACKENDS):
-            known = "it must be local_sync, local_async or ray"
-            raise ValueError(f"execution_backend is {self.execution_backend!r}; {known}")
-        most = min(self.num_envs, MOST_PROCESSES)
-        if self.num_workers != "auto" and not 1 <= self.num_workers <= most:
-            raise ValueError(f"num_workers is {self.num_workers}; it must be auto or from 1 to num_envs ({most})")
-        uneven = self.num_workers != "auto" and self.num_envs % self.num_workers
-        if uneven and self.worker_order == "first" and self.has_workers:
+        most, workers = min(self.num_envs, MOST_PROCESSES), 1 if self.num_workers == "auto" else self.num_workers
+        if workers > most:
+            raise ValueError(f"num_workers is {workers}; it must be auto or from 1 to num_envs ({most})")
+        if self.num_envs % workers and self.worker_order == "first" and self.has_workers:
             wanted = f"with worker_order 'first' it must divide num_envs ({self.num_envs})"
-            raise ValueError(f"num_workers is {self.num_workers}; {wanted}")
+            raise ValueError(f"num_workers is {workers}; {wanted}")
         if self.has_workers and self.vectorization in ("async", "device"):
             backend = self.execution_backend
             raise ValueError(f"vectorization is {self.vectorization!r}; with {backend} it must be auto, native or sync")
@@ -181,8 +165,6 @@ class TrainConfig(StrictModel):
             raise ValueError(f"device is {self.device!r}; it must be auto, cpu, cuda or cuda:<index>")
         if self.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", self.name):
             raise ValueError(f"name is {self.name!r}; it must be a word of letters, digits, '.', '_' and '-'")
-        if isinstance(self.threads, int) and not 1 <= self.threads <= 1024:
-            raise ValueError(f"threads is {self.threads}; it must be auto or from 1 to 1024")
         if self.vectorization == "async" and self.num_envs > MOST_PROCESSES:
             raise ValueError(f"num_envs is {self.num_envs}; async runs a process for each, at most {MOST_PROCESSES}")
         for name in ("benchmark", "env_kwargs"):  # the algorithm checks its own
@@ -217,17 +199,11 @@ def read_yaml(source: str | Path) -> dict[str, Any]:
         data = parse_yaml(path.read_text(encoding="utf-8") if path.is_file() else _preset_text(str(source)))
     except UserError:
         raise
-    except UnicodeDecodeError:
-        raise UserError(f"{source} is not a text file; a config is YAML.") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" (line {mark.line + 1})" if mark is not None else ""
-        reason = getattr(error, "problem", None) or "unreadable"
-        raise UserError(f"{source} is not valid YAML{place}: {reason}.") from None
-    except RecursionError:
-        raise UserError(f"{source} is nested too deeply; a config is a flat YAML mapping.") from None
     except Exception as error:  # a value that does not match its tag can fail in any way
-        raise UserError(f"{source} cannot be read: {first_line(error)}.") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f" (line {mark.line + 1})" if mark is not None else ""
+        deep = "it is nested too deeply" if isinstance(error, RecursionError) else None
+        raise UserError(f"{source} cannot be read as YAML{place}: {problem or deep or first_line(error)}.") from None
     if not isinstance(data, dict):
         raise UserError(f"{source} contains a {type(data).__name__}; a config is a mapping of names to values.")
     return data
@@ -263,13 +239,9 @@ def _count_values(node: Any, counted: dict[int, int]) -> int:
 
 def list_presets() -> list[str]:
     """Names of the packaged presets, such as `ppo/cartpole`."""
-    return sorted(
-        f"{folder.name}/{file.name.removesuffix('.yaml')}"
-        for folder in Presets.iterdir()
-        if folder.is_dir()
-        for file in folder.iterdir()
-        if file.name.endswith(".yaml")
-    )
+    folders = [folder for folder in Presets.iterdir() if folder.is_dir()]
+    found = [(folder.name, file.name) for folder in folders for file in folder.iterdir()]
+    return sorted(f"{folder}/{name.removesuffix('.yaml')}" for folder, name in found if name.endswith(".yaml"))
 
 
 def read_reached() -> dict[str, dict[str, float]]:

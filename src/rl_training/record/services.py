@@ -50,7 +50,7 @@ class _Wandb:
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._run = wandb.init(
             project="rl-training", name=folder.name, id=folder.name, resume="allow", dir=str(folder), mode=mode,
-            config=dict(config), settings=wandb.Settings(silent=True),
+            config=dict(config), tags=config.get("tags"), settings=wandb.Settings(silent=True),
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
 
@@ -78,7 +78,8 @@ class _MLflow:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
-        self._run = self._client.create_run(number, run_name=folder.name, tags={"folder": folder.name}).info.run_id
+        tags = {"folder": folder.name, "tags": ", ".join(config.get("tags", ()))}
+        self._run = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
         for name, value in config.items():
             self._client.log_param(self._run, name, str(value)[:500])
 

@@ -14,20 +14,7 @@ from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.sequence_store import SequenceStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.models.dreamer import (
-    RSSM,
-    SIZES,
-    CategoricalActor,
-    ContinueHead,
-    Critic,
-    Decoder,
-    Encoder,
-    GaussianActor,
-    PartsDecoder,
-    PartsEncoder,
-    RewardHead,
-    WorldModel,
-)
+from rl_training.models import dreamer
 from rl_training.run.workflows import train_function
 
 RATES = ("world_model_learning_rate", "actor_learning_rate", "critic_learning_rate")
@@ -64,7 +51,7 @@ class DreamerParams(SequenceParams):
     @property
     def facts(self) -> Facts:
         """As the base class, plus what is captured, and the widest layer of the MLPs or of the RSSM."""
-        size = SIZES[self.size]
+        size = dreamer.SIZES[self.size]
         widest = max(size.deter, size.hidden, *(self.hidden_sizes or (size.units,)))
         return super().facts._replace(captured="update" if self.capture else "", widest=widest)
 
@@ -75,30 +62,31 @@ def build(params: DreamerParams, spaces: EnvSpaces) -> Dreamer:
         raise UserError(f"dreamer does not support the action masks of {spaces.env_id}; ppo and dqn do.")
     if params.network is not None:
         raise UserError(f"dreamer has a world model in place of a network; leave network {params.network.name} out.")
-    size = SIZES[params.size]
+    size = dreamer.SIZES[params.size]
     layers: dict[str, Any] = {
         "hidden_sizes": params.hidden_sizes or (size.units,) * size.layers, "activation": params.activation,
     }  # fmt: skip
     shape: dict[str, Any] = {"obs_shape": spaces.obs_shape, "depth": size.depth}
-    kinds: tuple[Any, Any] = Encoder, Decoder
+    kinds: tuple[Any, Any] = dreamer.Encoder, dreamer.Decoder
     if spaces.obs_kind == "mixed":
         vector = [(len(spaces.vector_columns),)] if len(spaces.vector_columns) else []
         shape = {"shapes": [*(part.shape for part in spaces.image_parts), *vector], "depth": size.depth}
-        kinds = PartsEncoder, PartsDecoder
+        kinds = dreamer.PartsEncoder, dreamer.PartsDecoder
     encoder = kinds[0](**shape, **layers)
-    rssm = RSSM(embed_dim=encoder.embed_dim, action_dim=spaces.action_dim, size=size, activation=params.activation)
+    activation = params.activation
+    rssm = dreamer.RSSM(embed_dim=encoder.embed_dim, action_dim=spaces.action_dim, size=size, activation=activation)
     layers["feature_dim"] = rssm.feature_dim
-    world_model = WorldModel(
+    world_model = dreamer.WorldModel(
         encoder=encoder, rssm=rssm, decoder=kinds[1](**shape, **layers),
-        reward_head=RewardHead(num_bins=params.num_bins, **layers), continue_head=ContinueHead(**layers),
-        observation_input=make_input(spaces),
+        reward_head=dreamer.RewardHead(num_bins=params.num_bins, **layers),
+        continue_head=dreamer.ContinueHead(**layers), observation_input=make_input(spaces),
     )  # fmt: skip
-    kind = GaussianActor if spaces.action_kind == "continuous" else CategoricalActor
+    kind = dreamer.GaussianActor if spaces.action_kind == "continuous" else dreamer.CategoricalActor
     # The schedule of the common rate does not apply to a rate with its own schedule.
     own_rates = {name: s.start for name, s in params.schedules.items() if name in RATES}
     return Dreamer(
         world_model=world_model, actor=kind(action_dim=spaces.action_dim, **layers),
-        critic=Critic(num_bins=params.num_bins, **layers), **{**params.arguments_of(Dreamer), **own_rates},
+        critic=dreamer.Critic(num_bins=params.num_bins, **layers), **{**params.arguments_of(Dreamer), **own_rates},
     )  # fmt: skip
 
 
