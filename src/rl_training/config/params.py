@@ -141,7 +141,9 @@ class Params(StrictModel):
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
     hidden_sizes: Widths = Field((64, 64), description="Widths of the hidden layers.")
     activation: Activation = Field("tanh", description="Activation of the hidden layers.")
-    network: OwnNetwork = Field(None, description="Your own nn.Module before the hidden layers, or its module:name.")
+    network: OwnNetwork = Field(
+        None, description="Your own torch.nn.Module before the hidden layers, or module:name of what makes one."
+    )
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null: no clipping.")

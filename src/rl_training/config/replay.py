@@ -172,7 +172,7 @@ class TemperatureParams(StrictModel):
     )
 
     alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
-    target_entropy: float | None = Field(None, description="Target entropy of alpha auto; null: minus the action size.")
+    target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
     @property
     def tunes_temperature(self) -> bool:
@@ -186,7 +186,9 @@ class ModelParams(TemperatureParams):
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
     fixed: ClassVar[tuple[Reason, ...]] = (Reason(("synthetic_batch_ratio",), DIVIDED_ONCE),)
 
-    policy_learning_rate: float = Field(3e-4, ge=0, le=10, description="The same as learning_rate.")
+    policy_learning_rate: float = Field(
+        3e-4, ge=0, le=10, description="Learning rate of actor, critics and temperature; the same as learning_rate."
+    )
     tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
     model_learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the model's Adam.")
     model_weight_decay: float = Field(
@@ -203,7 +205,9 @@ class ModelParams(TemperatureParams):
     )
     rollout_batch_size: int = Field(10_000, ge=1, le=10**7, description="Real states from which rollouts start.")
     rollout_horizon: float = Field(1.0, ge=1, le=1_000, description="Steps per rollout, rounded down.")
-    rollout_refresh_interval: int = Field(1_000, ge=1, description="Policy updates between rounds of rollouts.")
+    rollout_refresh_interval: int = Field(
+        1_000, ge=1, description="Policy updates between rounds of rollouts, checked once per training turn."
+    )
     synthetic_buffer_capacity: int = Field(
         100_000, ge=1, le=10**9, description="Imagined transitions kept, at least one round; the oldest are dropped."
     )

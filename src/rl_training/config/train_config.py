@@ -75,10 +75,10 @@ class TrainConfig(StrictModel):
     )
     eval_deterministic: bool = Field(True, description="Evaluate with the most likely actions; false: sampled actions.")
     log_interval: int = Field(1, ge=1, description="Updates between rows of metrics.jsonl.")
-    checkpoint_interval: int = Field(0, ge=0, description="Steps between checkpoints; 0: every 60 s and at the end.")
+    checkpoint_interval: int = Field(0, ge=0, description="Environment steps between checkpoints; 0: every minute.")
     checkpoint_keep: int = Field(3, ge=0, description="How many step_<n> checkpoints to keep.")
     replay_in_checkpoint: bool = Field(True, description="Whether the latest checkpoint includes the replay buffer.")
-    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field("auto", description="Torch threads.")
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field("auto", description="Threads for torch.")
     vectorization: Literal["auto", "native", "sync", "async", "device"] = Field(
         "auto", description="How environments are stepped: native by their own vector code, sync one after another, "
         "async in processes, device as functions of tensors.",
@@ -103,9 +103,7 @@ class TrainConfig(StrictModel):
     tags: tuple[str, ...] = Field((), description="Words stored with the run, and shown by wandb and mlflow.")
     benchmark: dict[str, Any] = Field({}, description="Notes stored with the run, for your own scripts.")
     algo_kwargs: dict[str, Any] = Field({}, description="Hyper-parameters of the algorithm.")
-    env_kwargs: dict[str, Any] = Field(
-        {}, description="Arguments of the environment, and max_episode_steps and wrappers."
-    )
+    env_kwargs: dict[str, Any] = Field({}, description="Arguments of the environment, max_episode_steps and wrappers.")
     _named: tuple[str, ...] | None = PrivateAttr(None)
     _given: tuple[str, ...] | None = PrivateAttr(None)
 

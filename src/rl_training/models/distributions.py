@@ -5,6 +5,7 @@ Lighter than `torch.distributions`, whose argument checks cost more than a small
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -39,10 +40,15 @@ class Distribution(Protocol):
     def kl(self, other: Any) -> Tensor:
         """KL(self || other) [B]."""
 
-    def detach(self) -> Distribution: ...
+    def detach(self) -> Any:
+        """The same numbers without a gradient."""
+        copied = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(copied, name, [part.detach() for part in value] if isinstance(value, list) else value.detach())
+        return copied
 
 
-class Categorical:
+class Categorical(Distribution):
     """One choice out of A: logits [B, A], actions [B]."""
 
     _entropy: Tensor | None = None  # cached, because a loss and its gradient both need it
@@ -83,14 +89,8 @@ class Categorical:
         """KL(self || other) [B]."""
         return categorical_kl(self.log_probs, other.log_probs)
 
-    def detach(self) -> Categorical:
-        """The same numbers without a gradient."""
-        copy = Categorical.__new__(Categorical)
-        copy.log_probs = self.log_probs.detach()
-        return copy
 
-
-class MultiCategorical:
+class MultiCategorical(Distribution):
     """K independent choices: logits [B, sum(sizes)], actions [B, K]."""
 
     def __init__(self, logits: Tensor, sizes: Sequence[int], masks: Tensor | None = None) -> None:
@@ -120,14 +120,8 @@ class MultiCategorical:
         """KL(self || other) [B], summed over the choices."""
         return torch.stack([p.kl(q) for p, q in zip(self.parts, other.parts, strict=True)]).sum(0)
 
-    def detach(self) -> MultiCategorical:
-        """The same numbers without a gradient."""
-        copy = MultiCategorical.__new__(MultiCategorical)
-        copy.parts = [part.detach() for part in self.parts]
-        return copy
 
-
-class DiagonalGaussian:
+class DiagonalGaussian(Distribution):
     """Independent Gaussians: mean [B, D], log deviation [D] or [B, D]; the environment clips, the density does not."""
 
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
@@ -154,7 +148,3 @@ class DiagonalGaussian:
     def kl(self, other: DiagonalGaussian) -> Tensor:
         """KL(self || other) [B]."""
         return gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)
-
-    def detach(self) -> DiagonalGaussian:
-        """The same numbers without a gradient."""
-        return DiagonalGaussian(self.mean.detach(), self.log_std.detach())

@@ -106,7 +106,7 @@ class FQFParams(QRDQNParams):
 
     num_quantiles: int = Field(32, ge=2, le=10_000, description="Fractions proposed per state.")
     embedding_dim: int = Field(64, ge=1, le=10_000, description="Number of cosines that embed a fraction.")
-    fraction_learning_rate: float = Field(2.5e-9, ge=0, le=10, description="Learning rate of the fraction layer.")
+    fraction_learning_rate: float = Field(2.5e-9, ge=0, le=10, description="Rate of the fraction layer's RMSProp.")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the fractions' entropy, which keeps them apart.")
 
 

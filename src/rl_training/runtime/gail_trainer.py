@@ -35,8 +35,10 @@ class GAILParams(PPOParams, ExpertParams):
     update_epochs: int = Field(4, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int = Field(256, ge=2, description="Rows per gradient step.")
     discriminator_learning_rate: float = Field(5e-4, ge=0, le=10, description="Learning rate of the discriminator.")
-    discriminator_updates: int = Field(2, ge=0, le=10_000, description="Discriminator steps per rollout; 0: a control.")
-    discriminator_batch_size: int = Field(512, ge=1, le=10**6, description="Expert's, and as many policy's, per step.")
+    discriminator_updates: int = Field(2, ge=0, le=10_000, description="Discriminator steps per rollout; 0: none.")
+    discriminator_batch_size: int = Field(
+        512, ge=1, le=10**6, description="Steps of the expert, and as many of the policy, per discriminator step."
+    )
     discriminator_hidden_sizes: Widths = Field((64, 64), description="Widths of the discriminator's hidden layers.")
     normalize_inputs: bool = Field(True, description="Normalize vectors for the discriminator.")
     reward_form: Literal["softplus", "log_d", "logit"] = Field(

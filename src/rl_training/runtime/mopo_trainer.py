@@ -16,7 +16,9 @@ class MOPOParams(ModelParams, DatasetParams, OffPolicyParams):
     dataset_kind: DatasetKind | None = Field(  # type: ignore[assignment]
         None, description="Where the recorded data comes from; there is no default."
     )
-    model_updates: int = Field(10_000, ge=1, description="Maximum gradient steps of the fit; most are shorter.")
+    model_updates: int = Field(
+        10_000, ge=1, description="Maximum gradient steps of the fit; the held-out error usually stops it earlier."
+    )
     rollout_horizon: float = Field(5.0, ge=1, le=1_000, description="Steps per rollout, rounded down.")
     penalty_coef: float = Field(
         1.0, ge=0, description="Reward penalty per unit of the model's largest predicted deviation; 0: MBPO offline."

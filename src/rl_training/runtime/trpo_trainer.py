@@ -26,14 +26,14 @@ class TRPOParams(RolloutParams):
     value_learning_rate: float = Field(1e-3, gt=0, le=10, description="Of the critic; the policy has no learning rate.")
     value_updates: int = Field(80, ge=1, description="Gradient steps of the critic per rollout.")
     value_minibatch_size: int = Field(128, ge=1, description="Rows per step of the critic.")
-    max_grad_norm: float | None = Field(None, gt=0, description="Maximum norm of the critic's gradient; null: none.")
+    max_grad_norm: float | None = Field(None, gt=0, description="Maximum norm of the critic's gradient; null: any.")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="Trace decay of the advantages.")
     normalize_advantages: bool = Field(True, description="Normalize advantages to mean 0 and deviation 1.")
     max_kl: float = Field(0.01, gt=0, description="Size of the trust region: the maximum KL divergence of an update.")
     cg_iterations: int = Field(15, ge=1, le=10_000, description="Conjugate-gradient steps.")
     cg_damping: float = Field(0.1, gt=0, description="Added to the diagonal of the Fisher matrix.")
     line_search_steps: int = Field(10, ge=1, le=10_000, description="Maximum number of backtracking steps.")
-    line_search_shrink: float = Field(0.8, gt=0, lt=1, description="Factor by which each backtracking step shrinks it.")
+    line_search_shrink: float = Field(0.8, gt=0, lt=1, description="Factor of the update's size per backtracking step.")
 
     @model_validator(mode="before")
     @classmethod
