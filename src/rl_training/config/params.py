@@ -136,6 +136,7 @@ class Params(StrictModel):
         Reason(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
     )
     fixed: ClassVar[tuple[Reason, ...]] = ()  # numbers that cannot be scheduled; a subclass adds its own
+    at_most: ClassVar[tuple[tuple[str, str], ...]] = ()  # a field, and the one that it must not exceed; likewise
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")
@@ -172,6 +173,14 @@ class Params(StrictModel):
     def _early_stopping_is_evaluated(self) -> Params:
         if self.early_stopping is not None and self.eval_interval == 0:
             raise ValueError("eval_interval is 0; early_stopping looks at evaluations, so it must be at least 1")
+        return self
+
+    @model_validator(mode="after")
+    def _fits(self) -> Params:
+        for name, limit in self._declared("at_most"):
+            value, most = getattr(self, name), getattr(self, limit)
+            if value is not None and value > most:
+                raise ValueError(f"{name} is {value}; it must be at most {limit} ({most})")
         return self
 
     @property
@@ -213,8 +222,12 @@ class Params(StrictModel):
         """The settings that have no effect with these values, in any environment or in these spaces, and why."""
         return self._reasons("unused", spaces)
 
+    def _declared(self, table: str) -> list[Any]:
+        """What this class and its bases declare in a table, the most specific first."""
+        return [entry for part in type(self).__mro__ for entry in part.__dict__.get(table, ())]
+
     def _reasons(self, table: str, spaces: Any = None) -> dict[str, str]:
-        found = [reason for part in type(self).__mro__ for reason in part.__dict__.get(table, ())]
+        found: list[Reason] = self._declared(table)
         holds = [r for r in found if r.when(self) and (r.where is None or (spaces is not None and r.where(spaces)))]
         reasons = {name: reason.why.format(p=self) for reason in reversed(holds) for name in reason.names}
         return {name: why for name, why in reasons.items() if name in type(self).model_fields}

@@ -87,6 +87,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
         Reason(("prioritized_beta_start", "prioritized_beta_end"), "it is a part of prioritized_beta's own schedule"),
         Reason(("random_action_hold",), "it is read before learning starts only"),
     )
+    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("batch_size", "buffer_capacity"),)
 
     random_action_hold: float = Field(
         8.0, ge=1, le=10**6, description="Mean number of steps that a random action is held, unless there are masks."
@@ -101,11 +102,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
     prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that each row can be sampled.")
 
     @model_validator(mode="after")
-    def _rows_fit(self) -> ReplayParams:
-        if self.batch_size > self.buffer_capacity:
-            raise ValueError(
-                f"batch_size is {self.batch_size}; it must be at most buffer_capacity ({self.buffer_capacity})"
-            )
+    def _rows_are_plain(self) -> ReplayParams:
         if self.one_step_with and (self.n_step != 1 or self.prioritized):
             values = f"n_step is {self.n_step} and prioritized {self.prioritized}"
             raise ValueError(f"{values}; with {self.one_step_with} they must be 1 and false")
@@ -185,6 +182,7 @@ class ModelParams(TemperatureParams):
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
     fixed: ClassVar[tuple[Reason, ...]] = (Reason(("synthetic_batch_ratio",), DIVIDED_ONCE),)
+    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("num_elites", "num_ensembles"),)
 
     policy_learning_rate: float = Field(
         3e-4, ge=0, le=10, description="Learning rate of actor, critics and temperature; the same as learning_rate."
@@ -213,14 +211,6 @@ class ModelParams(TemperatureParams):
     )
     synthetic_batch_ratio: float = Field(0.95, ge=0, le=1, description="Share of every policy batch that is imagined.")
 
-    @model_validator(mode="after")
-    def _model_fits(self) -> ModelParams:
-        if self.num_elites is not None and self.num_elites > self.num_ensembles:
-            raise ValueError(
-                f"num_elites is {self.num_elites}; it must be at most num_ensembles ({self.num_ensembles})"
-            )
-        return self
-
     @property
     def facts(self) -> Facts:
         """As the base class, plus the members of the model and the horizon that the store reads."""
@@ -243,16 +233,11 @@ class ModelParams(TemperatureParams):
 class SequenceParams(BufferParams, Params):
     """Hyper-parameters of algorithms that learn from sequences."""
 
+    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("sequence_length", "buffer_capacity"),)
+
     batch_size: int = Field(16, ge=1, le=10**5, description="Windows per update.")
     sequence_length: int = Field(64, ge=1, le=10**5, description="Consecutive steps per window.")
     train_ratio: float = Field(32.0, gt=0, le=10**6, description="Replayed steps per environment step.")
-
-    @model_validator(mode="after")
-    def _window_fits(self) -> SequenceParams:
-        if self.sequence_length > self.buffer_capacity:
-            length = f"sequence_length is {self.sequence_length}"
-            raise ValueError(f"{length}; it must be at most buffer_capacity ({self.buffer_capacity})")
-        return self
 
     @property
     def facts(self) -> Facts:
@@ -273,33 +258,6 @@ class DatasetParams(StrictModel):
     dataset_id: str | None = Field(None, description="Name of a Minari dataset.")
     dataset_size: int | None = Field(None, ge=1, description="Transitions to generate, or to use from a larger set.")
     dataset_seed: int = Field(0, ge=0, description="Seed of the generated data.")
-
-
-class PriorDataParams(ReplayParams, DatasetParams):
-    """Hyper-parameters of replay with prior data."""
-
-    one_step_with: ClassVar[str] = "prior data"
-
-    offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
-    offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")
-
-    @property
-    def facts(self) -> Facts:
-        """As the base class, plus the prior data."""
-        return super().facts._replace(pretrain_updates=self.offline_pretrain_updates, reads_recordings=True)
-
-
-class DatasetLaneParams(Params, DatasetParams):
-    """Hyper-parameters of learning from recorded data alone."""
-
-    batch_size: int = Field(256, ge=1, le=10**6, description="Rows per update.")
-    heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is held out.")
-    heldout_interval: int = Field(100, ge=1, description="Updates between evaluations on the held-out data.")
-
-    @property
-    def facts(self) -> Facts:
-        """As the base class, plus the rows of a batch."""
-        return super().facts._replace(rows=self.batch_size, reads_recordings=True)
 
 
 NEEDED = {"npz": "expert_dataset_path", "minari": "expert_dataset_id", "checkpoint": "expert_checkpoint"}

@@ -458,9 +458,7 @@ class GaussianActor(nn.Module):
         """Clipped, as by the environment."""
         return raw.clamp(-1.0, 1.0)
 
-    def as_action(self, raw: Tensor) -> Tensor:
-        """Clipped."""
-        return raw.clamp(-1.0, 1.0)
+    as_action = as_input
 
     def input_of(self, actions: Tensor) -> Tensor:
         """Replayed actions, unchanged."""

@@ -9,15 +9,15 @@ from pydantic import Field
 
 from rl_training.algorithms.bc import BC
 from rl_training.config.networks import LINEAR_HEADS, build_on_policy
-from rl_training.config.params import Reason
-from rl_training.config.replay import DatasetLaneParams
+from rl_training.config.params import Facts, Params, Reason
+from rl_training.config.replay import DatasetParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.dataset_store import DatasetStore
 from rl_training.run.workflows import train_function
 
 
-class BCParams(DatasetLaneParams):
+class BCParams(Params, DatasetParams):
     """Hyper-parameters of BC."""
 
     unused: ClassVar[tuple[Reason, ...]] = (
@@ -29,6 +29,14 @@ class BCParams(DatasetLaneParams):
 
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the optimizer.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    batch_size: int = Field(256, ge=1, le=10**6, description="Rows per update.")
+    heldout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the episodes that is held out.")
+    heldout_interval: int = Field(100, ge=1, description="Updates between evaluations on the held-out data.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the rows of a batch."""
+        return super().facts._replace(rows=self.batch_size, reads_recordings=True)
 
 
 SPECS = [

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rl_training.algorithms.rlpd import RLPD
 from rl_training.config.params import Facts, Reason
-from rl_training.config.replay import (
-    DIVIDED_ONCE,
-    ActorCriticParams,
-    PriorDataParams,
-    TemperatureParams,
-    continuous_spec,
-)
+from rl_training.config.replay import DIVIDED_ONCE, ActorCriticParams, DatasetParams, TemperatureParams, continuous_spec
 from rl_training.data.prior_store import PriorReplayStore
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.run.workflows import train_function
 
 
-class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):
+class RLPDParams(TemperatureParams, ActorCriticParams, DatasetParams):
     """Hyper-parameters of RLPD."""
 
+    one_step_with: ClassVar[str] = "prior data"
     fixed: ClassVar[tuple[Reason, ...]] = (
         Reason(("initial_alpha",), "it is where the tuned temperature starts"),
         Reason(("offline_batch_ratio",), DIVIDED_ONCE),
     )
+    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("critic_subset_size", "num_critics"),)
 
+    offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
+    offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")
     target_entropy: float | None = Field(None, description="Of alpha auto; null: minus half the action dimensions.")
     initial_alpha: float = Field(1.0, gt=0, description="Initial temperature of alpha auto.")
     backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
@@ -39,17 +37,11 @@ class RLPDParams(TemperatureParams, ActorCriticParams, PriorDataParams):
         None, ge=1, description="Critic steps per actor and temperature step; null: one actor step per training turn."
     )
 
-    @model_validator(mode="after")
-    def _subset_fits(self) -> RLPDParams:
-        if self.critic_subset_size > self.num_critics:
-            size = f"critic_subset_size is {self.critic_subset_size}"
-            raise ValueError(f"{size}; it must be at most num_critics ({self.num_critics})")
-        return self
-
     @property
     def facts(self) -> Facts:
-        """As the base class, plus the critics."""
-        return super().facts._replace(members=self.num_critics)
+        """As the base classes, plus the critics and the prior data."""
+        updates = self.offline_pretrain_updates
+        return super().facts._replace(members=self.num_critics, pretrain_updates=updates, reads_recordings=True)
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
         """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""
