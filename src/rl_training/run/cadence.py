@@ -39,6 +39,7 @@ class Cadence:
     def __init__(self, config: TrainConfig, params: Params, state: RunState) -> None:
         self.config, self.state = config, state
         self.schedules: dict[str, Schedule] = {**params.built_in_schedules(), **params.schedules}
+        self.store_numbers = params.facts.store_numbers  # of which the store has its own value
         limits = config.total_timesteps, params.max_updates, config.max_seconds
         self.budgets = [math.inf if limit is None else limit for limit in limits]  # of steps, updates and seconds
         self.eval_interval = evaluation_interval(config, params)

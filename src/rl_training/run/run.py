@@ -124,11 +124,10 @@ class Run:
         """Set every scheduled number to its value at this step, in every part that reads it."""
         self.phase = "turn"
         algorithm, store = self.session.algorithm, self.session.store
-        store_numbers = self.session.params.facts.store_numbers
         for name, value in self.cadence.scheduled_values().items():
             if algorithm.scheduled(name):
                 algorithm.set_number(name, value)
-            if name in store_numbers:  # a replay buffer, for example, has the learner's discount too
+            if name in self.cadence.store_numbers:  # a replay buffer, for example, has the learner's discount too
                 setattr(store, name, value)
 
     def count_steps(self, steps: int, episodes: Iterable[Episode]) -> None:
