@@ -109,6 +109,10 @@ class Reason(NamedTuple):
     where: Callable[[Any], bool] | None = None  # of the spaces
 
 
+Reasons = tuple[Reason, ...]
+Limits = tuple[tuple[str, str], ...]  # a setting, and the one that it must not exceed
+
+
 class Facts(NamedTuple):
     """What the rest of the package asks about the settings of any algorithm, whatever they are called there."""
 
@@ -132,11 +136,11 @@ class Params(StrictModel):
     """Hyper-parameters that every algorithm accepts."""
 
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
-    unused: ClassVar[tuple[Reason, ...]] = (  # settings without effect; a subclass adds its own
+    unused: ClassVar[Reasons] = (  # settings without effect; a subclass adds its own
         Reason(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
     )
-    fixed: ClassVar[tuple[Reason, ...]] = ()  # numbers that cannot be scheduled; a subclass adds its own
-    at_most: ClassVar[tuple[tuple[str, str], ...]] = ()  # a field, and the one that it must not exceed; likewise
+    fixed: ClassVar[Reasons] = ()  # numbers that cannot be scheduled; a subclass adds its own
+    at_most: ClassVar[Limits] = ()  # likewise
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     gamma: float = Field(0.99, ge=0, le=1, description="Discount per environment step.")

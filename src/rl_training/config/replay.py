@@ -13,7 +13,7 @@ from torch import nn
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.networks import build_on_ensemble, build_on_model
-from rl_training.config.params import Activation, Facts, Params, Reason, Schedule, Widths
+from rl_training.config.params import Activation, Facts, Limits, Params, Reason, Reasons, Schedule, Widths
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import ReplayStore
 from rl_training.data.store import Store, StoreContext
@@ -74,7 +74,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
     """Hyper-parameters of algorithms that replay single transitions."""
 
     one_step_with: ClassVar[str] = ""  # the part that needs plain rows, without n-step returns and priorities
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(
             ("prioritized_alpha", "prioritized_beta_start", "prioritized_beta_end", "prioritized_eps"),
             "prioritized is false", lambda p: not p.prioritized,
@@ -82,12 +82,12 @@ class ReplayParams(BufferParams, OffPolicyParams):
         Reason(("random_action_hold",), "learning_starts is 0", lambda p: not p.learning_starts),
         Reason(("random_action_hold",), "actions are not held with masks", where=lambda s: s.has_action_mask),
     )  # fmt: skip
-    fixed: ClassVar[tuple[Reason, ...]] = (
+    fixed: ClassVar[Reasons] = (
         Reason(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it"),
         Reason(("prioritized_beta_start", "prioritized_beta_end"), "it is a part of prioritized_beta's own schedule"),
         Reason(("random_action_hold",), "it is read before learning starts only"),
     )
-    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("batch_size", "buffer_capacity"),)
+    at_most: ClassVar[Limits] = (("batch_size", "buffer_capacity"),)
 
     random_action_hold: float = Field(
         8.0, ge=1, le=10**6, description="Mean number of steps that a random action is held, unless there are masks."
@@ -131,7 +131,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
 class ActorCriticParams(ReplayParams):
     """Slowly moving targets, and separate learning rates for the actor and the critics."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(
             ("learning_rate",), "critic_learning_rate and actor_learning_rate are given and replace it",
             lambda p: None not in (p.critic_learning_rate, p.actor_learning_rate) and not p.tunes_temperature,
@@ -158,13 +158,13 @@ class DeterministicActorParams(ActorCriticParams):
 class TemperatureParams(StrictModel):
     """SAC's temperature, for every algorithm based on SAC; a part of `Params`."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(
             ("target_entropy", "initial_alpha"), "alpha is {p.alpha}, and only alpha 'auto' uses it",
             lambda p: p.alpha != "auto",
         ),
     )  # fmt: skip
-    fixed: ClassVar[tuple[Reason, ...]] = (
+    fixed: ClassVar[Reasons] = (
         Reason(("alpha",), "it is 'auto', which tunes it, so give alpha as a number too", lambda p: p.alpha == "auto"),
     )
 
@@ -181,8 +181,8 @@ class ModelParams(TemperatureParams):
     """Hyper-parameters of SAC on rollouts through a learned model; a part of `Params`."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
-    fixed: ClassVar[tuple[Reason, ...]] = (Reason(("synthetic_batch_ratio",), DIVIDED_ONCE),)
-    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("num_elites", "num_ensembles"),)
+    fixed: ClassVar[Reasons] = (Reason(("synthetic_batch_ratio",), DIVIDED_ONCE),)
+    at_most: ClassVar[Limits] = (("num_elites", "num_ensembles"),)
 
     policy_learning_rate: float = Field(
         3e-4, ge=0, le=10, description="Learning rate of actor, critics and temperature; the same as learning_rate."
@@ -233,7 +233,7 @@ class ModelParams(TemperatureParams):
 class SequenceParams(BufferParams, Params):
     """Hyper-parameters of algorithms that learn from sequences."""
 
-    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("sequence_length", "buffer_capacity"),)
+    at_most: ClassVar[Limits] = (("sequence_length", "buffer_capacity"),)
 
     batch_size: int = Field(16, ge=1, le=10**5, description="Windows per update.")
     sequence_length: int = Field(64, ge=1, le=10**5, description="Consecutive steps per window.")

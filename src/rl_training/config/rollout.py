@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.networks import LINEAR_HEADS, build_on_policy
-from rl_training.config.params import Facts, Params, Reason
+from rl_training.config.params import Facts, Params, Reasons
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import RolloutStore
 
@@ -22,7 +22,7 @@ NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": 
 class RolloutParams(Params):
     """Hyper-parameters of algorithms that learn from rollouts."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (LINEAR_HEADS,)
+    unused: ClassVar[Reasons] = (LINEAR_HEADS,)
     repeats: ClassVar[tuple[str, ...]] = ()  # settings that multiply the gradient steps of a rollout
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")

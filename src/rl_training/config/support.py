@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rl_training.config.params import Facts, Reason
+from rl_training.config.params import Facts, Reason, Reasons
 from rl_training.data.support import EDGE, discounted_returns
 from rl_training.envs.factory import make_env
 from rl_training.envs.random_play import play_at_random
@@ -25,9 +25,7 @@ ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may 
 class SupportParams(StrictModel):
     """Hyper-parameters of a categorical head; a part of `Params`."""
 
-    fixed: ClassVar[tuple[Reason, ...]] = (
-        Reason(("v_min", "v_max"), "the atoms are placed when the learner is built"),
-    )
+    fixed: ClassVar[Reasons] = (Reason(("v_min", "v_max"), "the atoms are placed when the learner is built"),)
 
     v_min: float | None = Field(None, description="Smallest return of the distribution; null: measured, then widened.")
     v_max: float | None = Field(None, description="Largest return of the distribution; null: measured, then widened.")

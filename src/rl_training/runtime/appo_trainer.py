@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
-from rl_training.config.params import Reason
+from rl_training.config.params import Reason, Reasons
 from rl_training.config.rollout import NORMALIZED, ClippedParams, VTraceParams, rollout_spec
 from rl_training.run.workflows import train_function
 
@@ -15,15 +15,13 @@ from rl_training.run.workflows import train_function
 class APPOParams(VTraceParams, ClippedParams):
     """Hyper-parameters of APPO."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(
             ("pg_rho_clip", "kl_coef", "kl_target", "target_update_interval"),
             "target_policy is false, and nothing else reads it", lambda p: not p.target_policy,
         ),
     )  # fmt: skip
-    fixed: ClassVar[tuple[Reason, ...]] = (
-        Reason(("kl_coef",), "it is where a weight starts that then adapts to kl_target"),
-    )
+    fixed: ClassVar[Reasons] = (Reason(("kl_coef",), "it is where a weight starts that then adapts to kl_target"),)
 
     num_steps: int = Field(32, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     learning_rate: float = Field(5e-4, ge=0, le=10, description="Learning rate of the optimizer.")

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.bc import BC
 from rl_training.config.networks import LINEAR_HEADS, build_on_policy
-from rl_training.config.params import Facts, Params, Reason
+from rl_training.config.params import Facts, Params, Reason, Reasons
 from rl_training.config.replay import DatasetParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
@@ -20,12 +20,10 @@ from rl_training.run.workflows import train_function
 class BCParams(Params, DatasetParams):
     """Hyper-parameters of BC."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(("gamma",), "it learns from recorded actions and discounts nothing"), LINEAR_HEADS,
     )  # fmt: skip
-    fixed: ClassVar[tuple[Reason, ...]] = (
-        Reason(("heldout_fraction",), "the data is divided once, when the run is built"),
-    )
+    fixed: ClassVar[Reasons] = (Reason(("heldout_fraction",), "the data is divided once, when the run is built"),)
 
     learning_rate: float = Field(1e-3, ge=0, le=10, description="Learning rate of the optimizer.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")

@@ -16,7 +16,7 @@ from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.config.networks import make_network
-from rl_training.config.params import Reason, Schedule, Widths
+from rl_training.config.params import Reason, Reasons, Schedule, Widths
 from rl_training.config.replay import ReplayParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.support import SupportParams
@@ -33,7 +33,7 @@ OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_l
 class DQNParams(ReplayParams):
     """Hyper-parameters of the DQN family."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(OF_EPSILON, "noisy is true, and noisy layers explore instead", lambda p: p.noisy),
         Reason(
             ("hidden_sizes",), "head_hidden_sizes has the widths of the layers after the convolutions of an image",
@@ -45,7 +45,7 @@ class DQNParams(ReplayParams):
             where=lambda spaces: spaces.obs_kind != "image",
         ),
     )  # fmt: skip
-    fixed: ClassVar[tuple[Reason, ...]] = (Reason(OF_EPSILON, "it is a part of epsilon's own schedule"),)
+    fixed: ClassVar[Reasons] = (Reason(OF_EPSILON, "it is a part of epsilon's own schedule"),)
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     max_grad_norm: float | None = Field(10.0, gt=0, description="Maximum gradient norm; null: no clipping.")

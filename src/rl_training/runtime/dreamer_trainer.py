@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.config.networks import make_input
-from rl_training.config.params import Activation, Facts, Reason, Widths
+from rl_training.config.params import Activation, Facts, Reason, Reasons, Widths
 from rl_training.config.replay import SequenceParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.sequence_store import SequenceStore
@@ -23,7 +23,7 @@ RATES = ("world_model_learning_rate", "actor_learning_rate", "critic_learning_ra
 class DreamerParams(SequenceParams):
     """Hyper-parameters of Dreamer."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(
             ("learning_rate",), f"{', '.join(RATES)} are given and replace it",
             lambda p: all(name in p.schedules or getattr(p, name) is not None for name in RATES),

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from rl_training.algorithms.gail import GAIL
 from rl_training.algorithms.ppo import PPO
 from rl_training.config.networks import any_kind, build_on_policy, make_input, make_network
-from rl_training.config.params import Reason, Widths
+from rl_training.config.params import Reason, Reasons, Widths
 from rl_training.config.replay import ExpertParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
@@ -23,7 +23,7 @@ from rl_training.runtime.ppo_trainer import PPOParams
 class GAILParams(PPOParams, ExpertParams):
     """Hyper-parameters of GAIL."""
 
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(
             ("discriminator_learning_rate", "discriminator_batch_size", "gradient_penalty"),
             "discriminator_updates is 0", lambda p: not p.discriminator_updates,

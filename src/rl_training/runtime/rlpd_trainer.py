@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.rlpd import RLPD
-from rl_training.config.params import Facts, Reason
+from rl_training.config.params import Facts, Limits, Reason, Reasons
 from rl_training.config.replay import DIVIDED_ONCE, ActorCriticParams, DatasetParams, TemperatureParams, continuous_spec
 from rl_training.data.prior_store import PriorReplayStore
 from rl_training.models.mlp_sac import MLPSACModel
@@ -18,11 +18,11 @@ class RLPDParams(TemperatureParams, ActorCriticParams, DatasetParams):
     """Hyper-parameters of RLPD."""
 
     one_step_with: ClassVar[str] = "prior data"
-    fixed: ClassVar[tuple[Reason, ...]] = (
+    fixed: ClassVar[Reasons] = (
         Reason(("initial_alpha",), "it is where the tuned temperature starts"),
         Reason(("offline_batch_ratio",), DIVIDED_ONCE),
     )
-    at_most: ClassVar[tuple[tuple[str, str], ...]] = (("critic_subset_size", "num_critics"),)
+    at_most: ClassVar[Limits] = (("critic_subset_size", "num_critics"),)
 
     offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
     offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
-from rl_training.config.params import Reason
+from rl_training.config.params import Reason, Reasons
 from rl_training.config.rollout import NORMALIZED_OBSERVATIONS, RolloutParams, rollout_spec
 from rl_training.run.workflows import train_function
 
@@ -18,7 +18,7 @@ class TRPOParams(RolloutParams):
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "value_learning_rate"}
     repeats: ClassVar[tuple[str, ...]] = ("value_updates",)
-    unused: ClassVar[tuple[Reason, ...]] = (
+    unused: ClassVar[Reasons] = (
         Reason(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it"),
     )
 
