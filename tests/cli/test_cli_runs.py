@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from resume_cases import StopAt, rows_of, tiny
 from rl_training.cli import parallel
 from rl_training.cli.main import app
-from rl_training.cli.runs import format_age, summarize_runs
+from rl_training.cli.report import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
 from rl_training.run.folder import locked
 from rl_training.run.workflows import resume_training, train

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from rl_training.cli.exits import is_first_rank
 from rl_training.errors import counted, printable
@@ -53,6 +54,20 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
+
+
+def print_table(
+    console: Console, head: Sequence[str], rows: Sequence[Sequence[Any]], *, words: Sequence[int] = (0,),
+    title: str | None = None,
+) -> None:  # fmt: skip
+    """A table of text; the columns at `words` are aligned left, and the numbers in the others right."""
+    table = Table(title=title and escape(title), **TABLE_STYLE)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i in words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else escape(str(cell)) for cell in row))
+    console.print()
+    console.print(table)
 
 
 def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
@@ -169,17 +184,12 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
 
     finished = [result.metrics for _, result in runs if result.metrics["stop_reason"] in COMPLETE]
     evaluated = any("eval_return_mean" in metrics for metrics in finished)
-    table = Table(title=escape(title), **TABLE_STYLE)
-    for name in ("seed", "return", "steps", "steps/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("run", overflow="fold")
+    rows = []
     for seed, result in runs:
-        metrics = result.metrics
-        rate = metrics["global_step"] / max(metrics["train_seconds"], 1e-9)
-        shown = format_return(metrics, evaluated=evaluated)
-        table.add_row(str(seed), shown, f"{metrics['global_step']:,}", f"{rate:,.0f}", quote(result.run_dir))
-    console.print()
-    console.print(table)
+        steps, run = result.metrics["global_step"], Text.from_markup(quote(result.run_dir))
+        rate = steps / max(result.metrics["train_seconds"], 1e-9)
+        rows.append([seed, format_return(result.metrics, evaluated=evaluated), f"{steps:,}", f"{rate:,.0f}", run])
+    print_table(console, ["seed", "return", "steps", "steps/s", "run"], rows, words=(4,), title=title)
     measure = "eval_return_mean" if evaluated else "episode_return_mean"
     returns = [float(metrics[measure]) for metrics in finished if measure in metrics]
     if returns:

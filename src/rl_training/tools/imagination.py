@@ -114,26 +114,29 @@ def draw_imagination(
     env: UserEnv | None = None,
 ) -> list[Path]:  # fmt: skip
     """Pictures of one window, imagined against real: a strip and a GIF of frames, or curves of a vector."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--imagine needs the extra 'results' (pip install 'rl-training[results]').") from None
+    from matplotlib.figure import Figure
+
     algorithm, spaces, played = play_windows(path, warm_up + horizon, 1, seed=seed, env=env)
     predicted = open_loop(algorithm, played.obs, played.actions, warm_up)[0].numpy()
-    real, still = played.obs[0].numpy(), Path(folder) / "imagined.png"
-    rows: list[Array] = []
+    real, still, figure = played.obs[0].numpy(), Path(folder) / "imagined.png", Figure(layout="constrained")
+    frames: list[Any] = []
     if spaces.obs_kind == "vector":
-        figure = draw_curves(Figure(layout="constrained"), real, predicted, warm_up)
+        draw_curves(figure, real, predicted, warm_up)
     else:
-        frames = [as_colors(images / spaces.image_scale) for images in (real, predicted)]
-        rows = [*frames, np.abs(frames[0] - frames[1])]
-        figure = draw_strip(Figure(layout="constrained"), rows, warm_up)
+        real, predicted = (as_colors(images / spaces.image_scale) for images in (real, predicted))
+        rows = np.stack([real, predicted, np.abs(real - predicted)])
+        draw_strip(figure, rows, warm_up)
+        frames = moving_frames(rows, warm_up)
     with output_written(still, "the picture"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         refuse_link(folder)
         with replacing(still) as file:
             figure.savefig(file, format="png", dpi=120)
-        return [still, write_gif(rows, warm_up, still.with_suffix(".gif"))] if rows else [still]
+        if not frames:
+            return [still]
+        with replacing(still.with_suffix(".gif")) as file:
+            frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+        return [still, still.with_suffix(".gif")]
 
 
 def as_colors(images: Array) -> Array:
@@ -141,44 +144,44 @@ def as_colors(images: Array) -> Array:
     from matplotlib import colormaps
 
     channels = images.shape[1]
-    if channels == 1:
-        return np.repeat(images[:, 0, :, :, None], 3, axis=-1)
-    palette = np.eye(3) if channels == 3 else np.array(colormaps["tab10"](np.arange(channels) % 10))[:, :3]
+    palettes = {1: np.ones((1, 3)), 3: np.eye(3)}
+    palette = palettes.get(channels, np.array(colormaps["tab10"](np.arange(channels) % 10))[:, :3])
     return np.clip(np.einsum("tchw,ck->thwk", images, palette), 0.0, 1.0)
 
 
-def draw_strip(figure: Any, rows: list[Array], warm_up: int) -> Any:
-    """Frames in columns; rows are real, imagined and their difference."""
-    shown = np.unique(np.linspace(0, len(rows[0]) - 1, COLUMNS).astype(int))
-    figure.set_size_inches(0.8 * len(shown), 3.0)
-    grid = figure.subplots(len(rows), len(shown), squeeze=False)
-    for name, frames, line in zip(("real", "imagined", "difference"), rows, grid, strict=True):
-        line[0].set_ylabel(name)
-        for t, axes in zip(shown, line, strict=True):
-            axes.imshow(frames[t], interpolation="nearest", vmin=0.0, vmax=1.0)
-            axes.set_xticks([], [])
-            axes.set_yticks([], [])
-    for t, axes in zip(shown, grid[0], strict=True):
-        axes.set_title("seen" if t < warm_up else f"+{t - warm_up + 1}", fontsize=8)
-    return figure
+def draw_strip(figure: Any, rows: Array, warm_up: int) -> None:
+    """Frames [3, L, H, W, 3] in columns; the rows are real, imagined and their difference."""
+    shown = np.unique(np.linspace(0, rows.shape[1] - 1, COLUMNS).astype(int))
+    figure.set_size_inches(0.8 * len(shown), 2.9)
+    framed = np.pad(rows[:, shown], ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1.0)
+    axes, (height, width) = figure.subplots(), framed.shape[2:4]
+    axes.imshow(tiled(framed), interpolation="nearest")
+    axes.set_yticks(height * (np.arange(3) + 0.5), ("real", "imagined", "difference"), rotation=90, va="center")
+    times = ["seen" if t < warm_up else f"+{t - warm_up + 1}" for t in shown]
+    axes.set_xticks(width * (np.arange(len(shown)) + 0.5), times, fontsize=8)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
 
 
-def write_gif(rows: list[Array], warm_up: int, target: Path) -> Path:
+def tiled(frames: Array) -> Array:
+    """One picture [R H, C W, 3] of frames [R, C, H, W, 3] in rows and columns."""
+    rows, columns, height, width = frames.shape[:4]
+    return frames.swapaxes(1, 2).reshape(rows * height, columns * width, 3)
+
+
+def moving_frames(rows: Array, warm_up: int) -> list[Any]:
     """Real, imagined and difference side by side; a bar on top marks frames whose observations the model gets."""
     from PIL import Image
 
-    pictures = []
-    for t in range(len(rows[0])):
-        factor = max(1, FRAME_SIDE // rows[0].shape[1])
-        line = np.concatenate([row[t] for row in rows], axis=1).repeat(factor, 0).repeat(factor, 1)
+    pictures, factor = [], max(1, FRAME_SIDE // rows.shape[2])
+    for t in range(rows.shape[1]):
+        line = tiled(rows[None, :, t]).repeat(factor, 0).repeat(factor, 1)
         bar = np.full((6, line.shape[1], 3), 1.0 if t < warm_up else 0.2)
         pictures.append(Image.fromarray((np.concatenate([bar, line]) * 255).astype(np.uint8)))
-    with replacing(target) as file:
-        pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=FRAME_MS, loop=0)
-    return target
+    return pictures
 
 
-def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> Any:
+def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> None:
     """One plot per dimension of a vector [L, D]."""
     count = min(real.shape[1], PLOTTED)
     figure.set_size_inches(7.0, 1.5 * count)
@@ -189,4 +192,3 @@ def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> Any
         axes.set_ylabel(f"obs[{dimension}]")
     figure.axes[0].legend(loc="upper right", fontsize=8)
     figure.axes[-1].set_xlabel(f"step (the gray line: {warm_up} observations seen, actions alone from there on)")
-    return figure
