@@ -47,7 +47,7 @@ def draw_chart(
 
     most = int(size[0] / LETTER) - 8  # letters of a name
     names = [name if len(name) <= most else f"{name[: most - 1]}…" for name in (printable(s.name) for s in series)]
-    columns = max(1, int(size[0] / LETTER / (8 + max(map(len, names)))))
+    columns = max(1, int(size[0] / LETTER / (8 + max(map(len, names), default=0))))
     rows = -(-len(names) // columns) if len(names) > 1 else 0
     with warnings.catch_warnings(), matplotlib.rc_context(STYLE | {"svg.hashsalt": f"{title}, {y_label}, {size}"}):
         warnings.simplefilter("ignore")  # of letters that matplotlib's font lacks; a browser has other fonts
