@@ -1,4 +1,4 @@
-"""Compare open-loop predictions of a world model with real episodes, as errors and as pictures."""
+"""Pictures of open-loop predictions of a world model next to a real episode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint
 from rl_training.run.recording import play_policy
 from rl_training.safe_files import output_written, refuse_link, replacing
 
-PLAYED = 10  # windows' worth of steps that may be played to find one window
+PLAYED = 11  # windows' worth of steps that are played to find one window
 COLUMNS = 15  # frames of a strip
 PLOTTED = 6  # dimensions of a vector
 FRAME_SIDE, FRAME_MS = 192, 120  # of the moving picture
@@ -33,16 +33,6 @@ class Windows(NamedTuple):
     obs: Tensor
     actions: Tensor
     rewards: Tensor
-
-
-class OpenLoopErrors(NamedTuple):
-    """Root mean squared errors [H] at 1..H steps after the last observation, and of repeating that observation.
-
-    Dimensions of a vector are divided by their standard deviation; pixels are in [0, 1].
-    """
-
-    model: Array
-    standing_still: Array
 
 
 @torch.no_grad()
@@ -60,36 +50,20 @@ def open_loop(algorithm: Any, obs: Tensor, actions: Tensor, warm_up: int) -> Ten
     return model.predict(torch.stack(features)).transpose(0, 1)
 
 
-def open_loop_errors(
-    path: PathLike, *, warm_up: int = 10, horizon: int = 50, windows: int = 50, seed: int | None = None,
-    env: UserEnv | None = None,
-) -> OpenLoopErrors:  # fmt: skip
-    """Errors of a checkpoint's world model by horizon, over windows that its own (sampled) policy played."""
-    algorithm, spaces, played = play_windows(path, warm_up + horizon, windows, seed=seed, env=env)
-    predicted = open_loop(algorithm, played.obs, played.actions, warm_up).numpy()
-    real = played.obs.float().numpy()
-    axes = tuple(range(2, real.ndim))
-    scale = np.float32(spaces.image_scale) if spaces.obs_kind == "image" else real.std(axis=(0, 1)) + 1e-6
-    moved, stood = predicted[:, warm_up:] - real[:, warm_up:], real[:, warm_up - 1, None] - real[:, warm_up:]
-    return OpenLoopErrors(*(np.sqrt(np.square(e / scale).mean(axis=(0, *axes))) for e in (moved, stood)))
-
-
-def play_windows(
-    path: PathLike, length: int, count: int, *, seed: int | None = None, env: UserEnv | None = None
+def play_window(
+    path: PathLike, length: int, *, seed: int | None = None, env: UserEnv | None = None
 ) -> tuple[Algorithm, EnvSpaces, Windows]:
-    """The learner in a checkpoint, and `count` windows of `length` steps inside episodes of its policy."""
+    """The learner in a checkpoint, and the first window of `length` observations in the episodes of its policy."""
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
     if not hasattr(algorithm, "world_model"):
         raise UserError(f"{path} is a checkpoint of {config.algo}, which has no world model to imagine with.")
     if spaces.obs_kind == "mixed":
         raise UserError(f"{config.env_id} has images among other parts; only an image or a vector alone can be shown.")
-    steps = (count + PLAYED) * length
-    dataset = play_policy(algorithm, spaces, config, steps, seed=seed, deterministic=False, env=env)
-    starts = window_starts(dataset, length)
+    dataset = play_policy(algorithm, spaces, config, PLAYED * length, seed=seed, deterministic=False, env=env)
+    starts = window_starts(dataset, length)[:1]
     if len(starts) == 0:
         raise UserError(f"no episode of {config.env_id} lasted {length} steps with this policy; nothing can be shown.")
-    dataset = dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
-    return algorithm, spaces, cut_windows(dataset, starts[:count], length)
+    return algorithm, spaces, cut_windows(dataset.map(obs=spaces.encode, actions=spaces.unmap_actions), starts, length)
 
 
 def window_starts(dataset: TransitionDataset, length: int) -> Array:
@@ -116,7 +90,7 @@ def draw_imagination(
     """Pictures of one window, imagined against real: a strip and a GIF of frames, or curves of a vector."""
     from matplotlib.figure import Figure
 
-    algorithm, spaces, played = play_windows(path, warm_up + horizon, 1, seed=seed, env=env)
+    algorithm, spaces, played = play_window(path, warm_up + horizon, seed=seed, env=env)
     predicted = open_loop(algorithm, played.obs, played.actions, warm_up)[0].numpy()
     real, still, figure = played.obs[0].numpy(), Path(folder) / "imagined.png", Figure(layout="constrained")
     frames: list[Any] = []
