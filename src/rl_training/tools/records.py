@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -15,8 +14,7 @@ import numpy as np
 from rl_training.config.train_config import read_yaml
 from rl_training.errors import UserError
 from rl_training.record.metrics_file import is_number, read_metrics
-from rl_training.run.status import find_run_folders, find_status
-from rl_training.safe_files import read_regular
+from rl_training.run.status import find_run_folders, find_status, read_json
 from rl_training.tools.statistics import Array
 
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
@@ -108,12 +106,9 @@ def read_run(folder: Path) -> RunRecord:
     for name in ("algo", "env_id"):
         if not isinstance(config.get(name), str):
             raise UserError(f"{folder / 'config.yaml'}: {name} is {config.get(name)!r}; it must be a name.")
-    try:
-        manifest = as_mapping(json.loads(read_regular(folder / "manifest.json")))
-    except (OSError, ValueError, RecursionError):
-        manifest = {}
     metrics = folder / "metrics.jsonl"
-    return RunRecord(folder, config, manifest, read_metrics(metrics) if os.path.lexists(metrics) else [])
+    rows = read_metrics(metrics) if os.path.lexists(metrics) else []
+    return RunRecord(folder, config, read_json(folder / "manifest.json"), rows)
 
 
 def check_number(values: dict[str, Any], name: str, file: str = "metrics.jsonl") -> float:

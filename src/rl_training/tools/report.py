@@ -68,7 +68,6 @@ def build_report(groups: Groups, episodes: Sequence[Episode] = (), *, shared_ste
         environments=environments,
         runs=describe_runs(named),
         settings=[describe_settings(name, group) for name, group in groups.items()],
-        time=describe_time(named),
         warnings=describe_warnings(runs),
         episodes=episodes,
         versions=describe_versions(runs),
@@ -171,18 +170,23 @@ def starts(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def describe_runs(named: Sequence[tuple[str, RunRecord]]) -> tuple[Sequence[str], Rows]:
-    """Head and rows of the evaluation table: a row per run."""
+    """Head and rows of the table of runs: returns, steps and time; `bench` shows more of the time."""
     rows: Rows = []
     for name, run in named:
-        (steps, values), trained = run.curve(EVALUATED), run.curve(TRAINED)[1]
-        last = last_row(run, EVALUATED)
+        (steps, values), trained, training = run.curve(EVALUATED), run.curve(TRAINED)[1], training_seconds(run)
+        last, speed = last_row(run, EVALUATED), last_row(run, "steps_per_second")
         spread = f" ± {last['eval_return_std']:.4g}" if is_number(last.get("eval_return_std")) else ""
+        waiting = speed.get("learner_waiting")
+        waits = f" ({waiting:.0%} waiting for workers)" if is_number(waiting) else ""
         rows.append((
             name, f"{values[-1]:.4g}{spread}" if len(values) else "-", last.get("eval_episodes", "-"),
             f"{values.max():.4g} at {steps[values.argmax()]:,.0f}" if len(values) else "-",
             f"{trained[-1]:.4g}" if len(trained) else "-", f"{run.last_step:,}{run.unspent}",
+            f"{wall_seconds(run):.1f} s", "-" if training is None else f"{training:.1f} s{waits}",
+            f"{speed['steps_per_second']:,.0f}" if speed else "-",
         ))  # fmt: skip
-    return ("run", "last evaluation", "episodes", "best evaluation", "in training", "steps"), rows
+    head = ["run", "last evaluation", "episodes", "best evaluation", "in training", "steps", "time"]
+    return [*head, "of it training", "steps/s"], rows
 
 
 def describe_settings(name: str, group: Sequence[RunRecord]) -> tuple[str, Rows, str]:
@@ -206,18 +210,6 @@ def default_settings(algo: str) -> dict[str, str]:
     models = TrainConfig.model_construct(), spec.params.model_construct()  # without the fields that have no default
     found = {name: value for model in models for name, value in model.model_dump(mode="json").items()}
     return {name: describe_value(value) for name, value in (found | dict(spec.defaults)).items()}
-
-
-def describe_time(named: Sequence[tuple[str, RunRecord]]) -> tuple[Sequence[str], Rows]:
-    """Head and rows of the time of training and of everything else, one row per run; `bench` shows more."""
-    rows: Rows = []
-    for name, run in named:
-        total, training, last = wall_seconds(run), training_seconds(run), last_row(run, "steps_per_second")
-        waiting = last.get("learner_waiting")
-        waits = f" ({waiting:.0%} waiting for workers)" if is_number(waiting) else ""
-        parts = ("-", "-") if training is None else (f"{training:.1f} s{waits}", f"{total - training:.1f} s")
-        rows.append((name, f"{total:.1f} s", *parts, f"{last['steps_per_second']:,.0f}" if last else "-"))
-    return ("run", "in all", "training", "evaluation, checkpoints, start", "steps/s"), rows
 
 
 def training_seconds(run: RunRecord) -> float | None:
@@ -290,8 +282,7 @@ def without_screen() -> Iterator[None]:
 
 def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> Episode:
     """An animated episode of the best run of a group, or a sentence that says why there is none."""
-    scored = [(values.max(), run) for run in runs if len(values := run.curve(EVALUATED)[1])]
-    run = max(scored, key=lambda pair: pair[0])[1] if scored else runs[0]
+    run = max(runs, key=lambda run: run.curve(EVALUATED)[1].max(initial=-np.inf))
     found = [run.folder / "checkpoints" / file for file in ("best.ckpt", "latest.ckpt")]
     checkpoint = next((path for path in found if path.is_file()), None)
     if checkpoint is None:
