@@ -16,7 +16,7 @@ from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
 from rl_training.run.learner import load_algorithm, read_checkpoint
 from rl_training.run.workflows import train
-from rl_training.tools.imagination import cut_windows, draw_imagination, open_loop, window_starts
+from rl_training.tools.imagination import cut_windows, draw_imagination, open_loop, play_window
 
 torch.set_num_threads(1)
 
@@ -48,19 +48,23 @@ def image_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tiny("dreamer", folder, env_id=f"{__name__}:LongImage"), console=False).checkpoint_path
 
 
-def test_windows_stay_inside_episodes_and_pair_each_observation_with_what_led_to_it() -> None:
+def test_windows_pair_each_observation_with_what_led_to_it() -> None:
     numbers = np.arange(12)  # steps 0..6 are one episode, 7..11 the beginning of the next
     dataset = TransitionDataset(
         obs=np.stack([numbers, numbers], -1), actions=numbers % 2, rewards=10 + numbers,
         next_obs=np.stack([numbers + 1, numbers + 1], -1), terminated=numbers == 6, truncated=np.zeros(12),
     )  # fmt: skip
-    starts = window_starts(dataset, 4)
-    assert starts.tolist() == [0, 4, 7]
-    found = cut_windows(dataset, starts, 4)
+    found = cut_windows(dataset, np.array([0, 4, 7]), 4)
     assert found.obs[:, :, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [7, 8, 9, 10]]
     assert found.actions.tolist() == [[0, 0, 1, 0], [0, 0, 1, 0], [0, 1, 0, 1]]
     assert found.rewards.tolist() == [[0, 10, 11, 12], [0, 14, 15, 16], [0, 17, 18, 19]]
-    assert len(window_starts(dataset, 9)) == 0
+
+
+def test_a_window_is_inside_one_episode(checkpoint: Path) -> None:
+    _, _, found = play_window(checkpoint, 81)  # 80 steps, the whole episode
+    assert (found.obs.shape, found.rewards.shape) == ((1, 81, 2), (1, 81))
+    with pytest.raises(UserError, match="lasted 82 steps"):
+        play_window(checkpoint, 82)
 
 
 def test_predictions_follow_the_observations_while_they_are_seen_and_the_actions_after(checkpoint: Path) -> None:

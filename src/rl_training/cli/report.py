@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,71 +29,53 @@ ByOption = Annotated[
 SharedOption = Annotated[
     bool, option("Use all runs, unfinished ones too, up to the step that all reached.", "--shared-steps")
 ]
+RUN_COLUMNS = ("run", "state", "algorithm", "environment", "steps", "last", "best", "age")
 COLORS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the range of returns
-
-
-class RunSummary(NamedTuple):
-    """What `runs` says about a run; None means not known yet."""
-
-    name: str
-    state: str
-    algo: str
-    env: str
-    steps: int
-    budget: float
-    last: float | None
-    best: float | None
-    changed: float  # when, as a time stamp
 
 
 def list_runs(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
 ) -> None:
     """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
-    found, damaged = summarize_runs(Path(folder))
-    if not found and not damaged:
+    rows, damaged = summarize_runs(Path(folder))
+    if not rows and not damaged:
         raise UserError(f"{folder} contains no runs; give another folder, or train: rl-training train ppo/cartpole.")
-    rows = []
-    for run in found:
-        steps = f"{run.steps:,}" if run.steps >= run.budget else f"{run.steps:,} ({run.steps / run.budget:.0%})"
-        returns = ["-" if value is None else f"{value:.1f}" for value in (run.last, run.best)]
-        state = Styled(run.state, COLORS[run.state])
-        rows.append([run.name, state, run.algo, run.env, steps, *returns, format_age(run.changed)])
-    console, head = make_console(), ["run", "state", "algorithm", "environment", "steps", "last", "best", "age"]
+    console = make_console()
     if rows:
-        print_table(console, head, rows, words=range(4))
+        print_table(console, RUN_COLUMNS, rows, words=range(4))
     print_notes(console, damaged)
 
 
-def summarize_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
-    """The runs in a folder, the newest first, and a sentence about each that cannot be read."""
+def summarize_runs(folder: Path) -> tuple[list[list[Any]], list[str]]:
+    """The row of each run in a folder, the newest first, and a sentence about each run that cannot be read."""
     from rl_training.run.status import find_run_folders
 
-    found, damaged = [], []
+    found, damaged = list[tuple[float, list[Any]]](), []
     for run in find_run_folders(folder, "manifest.json"):
-        name = run.name if run == folder else str(run.relative_to(folder))
+        name, metrics = run.name if run == folder else str(run.relative_to(folder)), run / "metrics.jsonl"
         try:
-            found.append(summarize_run(run, name))
+            changed = (metrics if metrics.is_file() else run).stat().st_mtime
+            found.append((changed, [name, *summarize_run(run), format_age(changed)]))
         except (UserError, OSError) as error:
             damaged.append(f"{name} cannot be read: {error}")
-    return sorted(found, key=lambda run: -run.changed), damaged
+    return [row for _, row in sorted(found, key=lambda pair: -pair[0])], damaged
 
 
-def summarize_run(folder: Path, name: str) -> RunSummary:
-    """Read the files of a run; a UserError names the value that a run would not have."""
+def summarize_run(folder: Path) -> list[Any]:
+    """State, algorithm, environment, steps, last and best return; a UserError names a value that no run would have."""
     from rl_training.tools.records import EVALUATED, TRAINED, check_number, read_run
 
-    run, metrics = read_run(folder), folder / "metrics.jsonl"
+    run = read_run(folder)
     newest = run.rows[-1] if run.rows else {"step": 0}
+    steps, budget = int(check_number(newest, "step")), check_number(run.config, "total_timesteps", "config.yaml")
+    share = "" if steps >= budget else f" ({steps / budget:.0%})"
     returns = [check_number(row, EVALUATED) for row in run.rows if EVALUATED in row]
     trained = check_number(newest, TRAINED) if TRAINED in newest else None
-    return RunSummary(
-        name, run.status, run.algo, run.env_id, int(check_number(newest, "step")),
-        check_number(run.config, "total_timesteps", "config.yaml"), returns[-1] if returns else trained,
-        max(filter(math.isfinite, returns), default=None), (metrics if metrics.is_file() else folder).stat().st_mtime,
-    )  # fmt: skip
+    last, best = returns[-1] if returns else trained, max(filter(math.isfinite, returns), default=None)
+    shown = ["-" if value is None else f"{value:.1f}" for value in (last, best)]
+    return [Styled(run.status, COLORS[run.status]), run.algo, run.env_id, f"{steps:,}{share}", *shown]
 
 
 def format_age(changed: float) -> str:

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 160  # a table in a file or pipe has no width limit
 FEW_SEEDS = 5  # with fewer, an interval is doubtful
-# Two-sided 95 % points of Student's t by degrees of freedom
+# Two-sided 95 % points of Student's t by degrees of freedom: no package that we need can compute them, SciPy could
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -126,15 +127,14 @@ def repeat_names(env: str | None, modules: Iterable[str] | None, networks: Itera
 
 def larger_budget(metrics: dict[str, Any]) -> str:
     """The option of `resume` that doubles the budget that stopped the run; nothing after a signal."""
-    match metrics["stop_reason"]:
-        case "SIGINT" | "SIGTERM":
-            return ""
-        case "max_seconds":
-            return f"--set max_seconds={math.ceil(2 * metrics['train_seconds'])}"
-        case "max_updates":
-            return f"--set max_updates={2 * metrics['updates']}"
-        case _:
-            return f"--total-timesteps {2 * metrics['global_step']}"
+    reason = metrics["stop_reason"]
+    if reason in ("SIGINT", "SIGTERM"):
+        return ""
+    if reason == "max_seconds":
+        return f"--set max_seconds={math.ceil(2 * metrics['train_seconds'])}"
+    if reason == "max_updates":
+        return f"--set max_updates={2 * metrics['updates']}"
+    return f"--total-timesteps {2 * metrics['global_step']}"
 
 
 def quote(path: Path) -> str:
@@ -146,13 +146,11 @@ def quote(path: Path) -> str:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     """The mean and the half-width of its 95 % interval (Student's t); one value has no interval."""
-    mean = sum(values) / len(values)
-    freedom = len(values) - 1
+    mean, freedom = fmean(values), len(values) - 1
     if freedom < 1:
         return mean, None
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / freedom)
     factor = T_95[freedom - 1] if freedom <= len(T_95) else 1.96 + 2.5 / freedom
-    return mean, factor * deviation / math.sqrt(len(values))
+    return mean, factor * stdev(values) / math.sqrt(len(values))
 
 
 def describe_interval(values: Sequence[float], what: str = "return") -> str:
@@ -197,8 +195,8 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
         kind = "" if evaluated else " of training episodes"
         over = f"mean over {counted(len(returns), 'seed')}{kind} [bold]{mean:.1f}[/bold]{describe_interval(returns)}"
         console.print(over, soft_wrap=True)
-    reasons = [(seed, str(result.metrics["stop_reason"])) for seed, result in runs]
-    if stopped := [(seed, reason) for seed, reason in reasons if reason not in COMPLETE]:
-        named = ", ".join(f"seed {seed} ({REASONS.get(reason, reason)})" for seed, reason in stopped)
+    reasons = {seed: str(result.metrics["stop_reason"]) for seed, result in runs}
+    stopped = [f"seed {seed} ({REASONS.get(why, why)})" for seed, why in reasons.items() if why not in COMPLETE]
+    if stopped:
         left_out = " and left out" if returns else ""  # of the mean
-        console.print(f"unfinished{left_out}: {escape(named)}", style="yellow", soft_wrap=True)
+        console.print(f"unfinished{left_out}: {escape(', '.join(stopped))}", style="yellow", soft_wrap=True)

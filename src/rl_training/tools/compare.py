@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,15 +46,13 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 
 def group_runs(runs: Sequence[RunRecord], by: str | None = None) -> Groups:
     """Group runs by the settings in `by`, or else by algorithm; runs of one algorithm by the settings that differ."""
+    names = [] if by is None else [name.strip().removeprefix("algo_kwargs.") for name in by.split(",")]
+    known = {name for run in runs for name in run.settings}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--by {unknown[0]}: no run has that setting; {did_you_mean(unknown[0], known)}")
     if by is None:
-        several = {run.algo for run in runs}
-        names = ["algo"] if len(several) > 1 else [name for name in differing(runs) if name != "env_id"]
-    else:
-        names = [name.strip().removeprefix("algo_kwargs.") for name in by.split(",")]
-        known = {name for run in runs for name in run.settings}
-        for name in names:
-            if name not in known:
-                raise UserError(f"--by {name}: no run has that setting; {did_you_mean(name, known)}")
+        several = len({run.algo for run in runs}) > 1
+        names = ["algo"] if several else [name for name in differing(runs) if name != "env_id"]
     groups: Groups = {}
     for run in runs:
         shown = [(name, describe_value(run.settings.get(name))) for name in names]
@@ -86,8 +83,7 @@ def check_environments(groups: Groups, references: References) -> list[str]:
     return envs
 
 
-@dataclass(frozen=True)
-class GroupScores:
+class GroupScores(NamedTuple):
     """The scores of one group of runs."""
 
     name: str
@@ -101,8 +97,7 @@ class GroupScores:
     profile: Estimate
 
 
-@dataclass(frozen=True)
-class PairScores:
+class PairScores(NamedTuple):
     """One group against another: the difference of interquartile means, and the probability of improvement."""
 
     name: str
@@ -130,8 +125,7 @@ def compare_pair(name: str, other: str, finals: Sequence[Array], others: Sequenc
     return PairScores(name, other, estimate(difference, finals, others), improvement, runs)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Groups of runs compared, the best first."""
 
     envs: list[str]
@@ -162,7 +156,10 @@ def compare_groups(
     curve_of, drawn_by = choose_curve(runs, trained=trained)
     grids = [steps_of_all(task, curve_of) for task in by_environment(runs, envs)]
     shared = [grid for grid in grids if grid is not None]
-    finals = {name: [final_values(task, scored_by) for task in by_environment(groups[name], envs)] for name in groups}
+    finals = {
+        name: [np.array([run.curve(scored_by)[1][-1] for run in task]) for task in by_environment(group, envs)]
+        for name, group in groups.items()
+    }
     everything = np.concatenate([task for tasks in finals.values() for task in tasks])
     thresholds = np.linspace(everything.min(), everything.max(), POINTS)
 
@@ -187,11 +184,6 @@ def compare_groups(
 def by_environment(runs: Sequence[RunRecord], envs: Sequence[str]) -> list[list[RunRecord]]:
     """The runs on each environment."""
     return [[run for run in runs if run.env_id == env] for env in envs]
-
-
-def final_values(runs: Sequence[RunRecord], metric: str) -> Array:
-    """The last value of a metric of each run."""
-    return np.array([run.curve(metric)[1][-1] for run in runs])
 
 
 def steps_of_all(runs: Sequence[RunRecord], metric: str) -> Array | None:
@@ -236,11 +228,10 @@ def doubts(groups: Groups) -> list[str]:
         seeds = [(run.env_id, run.config.get("seed")) for run in group]
         if len(set(seeds)) < len(seeds):
             notes.append(f"{name}: some runs have the same seed; repeats of a run make its interval too narrow.")
-    if all(run.algo in name.split(", ") for name, group in groups.items() for run in group):  # whose settings differ
-        others = [name for group in groups.values() for name in differing(group)]
-        others += [name for name in differing(runs) if name == "total_timesteps"]
-    else:
-        others = differing(runs)
+    by_algorithm = all(run.algo in name.split(", ") for name, group in groups.items() for run in group)
+    compared = list(groups.values()) if by_algorithm else [runs]
+    others = [name for some in compared for name in differing(some)]
+    others += [name for name in differing(runs) if name == "total_timesteps"]
     hidden = [name for name in dict.fromkeys(others) if f"{name}=" not in next(iter(groups)) and name != "env_id"]
     if hidden:
         notes.append(f"the runs also differ in {', '.join(hidden[:5])}; a difference may come from that.")

@@ -60,19 +60,12 @@ def play_window(
     if spaces.obs_kind == "mixed":
         raise UserError(f"{config.env_id} has images among other parts; only an image or a vector alone can be shown.")
     dataset = play_policy(algorithm, spaces, config, PLAYED * length, seed=seed, deterministic=False, env=env)
-    starts = window_starts(dataset, length)[:1]
-    if len(starts) == 0:
-        raise UserError(f"no episode of {config.env_id} lasted {length} steps with this policy; nothing can be shown.")
-    return algorithm, spaces, cut_windows(dataset.map(obs=spaces.encode, actions=spaces.unmap_actions), starts, length)
-
-
-def window_starts(dataset: TransitionDataset, length: int) -> Array:
-    """First rows of windows of `length` observations that are inside one episode and do not overlap."""
     ends = dataset.episode_ends + 1
-    starts = [  # n steps of an episode hold n + 1 observations
-        np.arange(first, last - length + 2, length) for first, last in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-    return np.concatenate(starts)
+    starts = [first for first, last in zip([0, *ends[:-1]], ends, strict=True) if last - first >= length - 1]
+    if not starts:
+        raise UserError(f"no episode of {config.env_id} lasted {length} steps with this policy; nothing can be shown.")
+    dataset = dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
+    return algorithm, spaces, cut_windows(dataset, np.array(starts[:1]), length)  # n steps hold n + 1 observations
 
 
 def cut_windows(dataset: TransitionDataset, starts: Array, length: int) -> Windows:

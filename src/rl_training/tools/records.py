@@ -29,19 +29,11 @@ class RunRecord:
     """The contents of a run's folder; nothing in it is executed."""
 
     folder: Path
+    algo: str
+    env_id: str
     config: dict[str, Any]
     manifest: dict[str, Any]
     rows: list[dict[str, Any]]
-
-    @property
-    def algo(self) -> str:
-        """Registry name of the algorithm."""
-        return str(self.config["algo"])
-
-    @property
-    def env_id(self) -> str:
-        """The environment."""
-        return str(self.config["env_id"])
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -108,7 +100,7 @@ def read_run(folder: Path) -> RunRecord:
             raise UserError(f"{folder / 'config.yaml'}: {name} is {config.get(name)!r}; it must be a name.")
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if os.path.lexists(metrics) else []
-    return RunRecord(folder, config, read_json(folder / "manifest.json"), rows)
+    return RunRecord(folder, config["algo"], config["env_id"], config, read_json(folder / "manifest.json"), rows)
 
 
 def check_number(values: dict[str, Any], name: str, file: str = "metrics.jsonl") -> float:

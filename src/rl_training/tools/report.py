@@ -25,7 +25,6 @@ from rl_training.errors import UserError, counted, first_line
 from rl_training.record.logger import format_duration
 from rl_training.record.metrics_file import is_number
 from rl_training.tools.compare import (
-    Comparison,
     compare_groups,
     describe_estimate,
     describe_groups,
@@ -58,14 +57,14 @@ def build_report(groups: Groups, episodes: Sequence[Episode] = (), *, shared_ste
         for name, group in groups.items()
         for run in group
     ]
-    environments = [describe_environment(env, groups, shared_steps) for env in envs]
     seconds = format_duration(sum(wall_seconds(run) for run in runs))
     return render(
         "report.html",
         title=f"{', '.join(groups)} on {', '.join(envs)}",
         amount=f"{counted(len(runs), 'run')}, {sum(run.last_step for run in runs):,} steps, {seconds}",
-        summary=[line for env in environments for line in env["summary"]],
-        environments=environments,
+        environments=[describe_environment(env, groups, shared_steps) for env in envs],
+        describe_estimate=describe_estimate,
+        metric_name=metric_name,
         runs=describe_runs(named),
         settings=[describe_settings(name, group) for name, group in groups.items()],
         warnings=describe_warnings(runs),
@@ -107,30 +106,16 @@ def describe_environment(env: str, groups: Groups, shared_steps: bool) -> dict[s
         "name": env, "measure": measure, "several": any(len(group) > 1 for group in selected.values()),
         "missing": [name for name in selected if name not in {line.name for line in lines}],
         "curves": draw_twice(lines, f"Learning curves on {env}", "steps", measure) if lines else [],
-        "problem": "", "summary": [],
     }  # fmt: skip
     try:
-        return facts | describe_comparison(env, compare_groups(own, shared_steps=shared_steps))
+        result = compare_groups(own, shared_steps=shared_steps)
     except UserError as error:
-        return facts | {"problem": str(error)}
-
-
-def describe_comparison(env: str, result: Comparison) -> dict[str, Any]:
-    """The tables, verdicts and performance profiles of a comparison."""
+        return facts | {"result": None, "problem": str(error)}
     lines = [Series(g.name, result.thresholds, *g.profile) for g in sorted(result.groups, key=lambda g: g.name)]
-    has_profiles = result.pairs and result.thresholds[0] < result.thresholds[-1]
     labels = f"Performance profiles on {env}", "final return", "share of runs above"
-    return {
-        "summary": [
-            f"{env}: {', '.join(f'{g.name} {describe_estimate(g.iqm)}' for g in result.groups)}",
-            *(f"{env}: {p.name} against {p.other}: {p.verdict}" for p in result.pairs),
-        ],
-        "score": metric_name(result.scored_by),
-        "groups": describe_groups(result),
-        "pairs": describe_pairs(result),
-        "profiles": draw_twice(lines, *labels) if has_profiles else [],
-        "notes": result.notes,
-    }
+    has_profiles = result.pairs and result.thresholds[0] < result.thresholds[-1]
+    tables = {"groups": describe_groups(result), "pairs": describe_pairs(result)}
+    return facts | tables | {"result": result, "profiles": draw_twice(lines, *labels) if has_profiles else []}
 
 
 def draw_twice(lines: Sequence[Series], *labels: str) -> list[str]:
@@ -257,12 +242,11 @@ def typed_command(start: dict[str, Any]) -> str:
 
 def show_episodes(groups: Groups, env: Any = None) -> list[Episode]:
     """An episode of each group on each environment, for the first few of these pairs."""
-    pairs = [(name, env_id) for name, group in groups.items() for env_id in dict.fromkeys(run.env_id for run in group)]
+    pairs: dict[str, list[RunRecord]] = {}
+    for name, run in ((name, run) for name, group in groups.items() for run in group):
+        pairs.setdefault(f"{name} on {run.env_id}", []).append(run)
     with without_screen():
-        return [
-            show_episode(f"{name} on {env_id}", [run for run in groups[name] if run.env_id == env_id], env)
-            for name, env_id in pairs[:MOST_EPISODES]
-        ]
+        return [show_episode(name, runs, env) for name, runs in islice(pairs.items(), MOST_EPISODES)]
 
 
 @contextmanager
@@ -316,12 +300,12 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
         warnings.simplefilter("ignore", UserWarning)  # of an environment that cannot render: the report says so
         played = make_env(recipe, evaluation=True, render_mode="rgb_array")
     frames: list[Any] = []
-    steps, total, stride, ended = 0, 0.0, 1, False
+    rewards, stride, ended = list[float](), 1, False
     with closed_after([played], spaces.env_id):
         act = ActingSession(algorithm, 1, config.seed).in_environments(spaces)
         seed = episode_seed(config.seed, EVALUATION_STREAM, 0)
         for step in islice(play([played], act, lambda _: seed, spaces.env_id, 1), MOST_STEPS):
-            if steps % stride == 0:
+            if len(rewards) % stride == 0:
                 pixels = np.asarray(played.render())
                 if pixels.ndim != 3:
                     raise UserError(f"{config.env_id} does not render to rgb_array.")
@@ -330,8 +314,10 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
                 frames.append(picture.quantize(64))
             if len(frames) > MOST_FRAMES:
                 frames, stride = frames[::2], 2 * stride
-            steps, total, ended = steps + 1, total + step.reward, bool(step.terminated or step.truncated)
+            rewards.append(step.reward)
+            ended = step.terminated or step.truncated
     buffer, rate = io.BytesIO(), played.metadata.get("render_fps") or 30
     pause = max(20, round(1000 * stride / rate))
     frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=pause, loop=0)
-    return buffer.getvalue(), f"{'' if ended else 'the first '}{counted(steps, 'step')}, return {total:.4g}"
+    length = ("" if ended else "the first ") + counted(len(rewards), "step")
+    return buffer.getvalue(), f"{length}, return {sum(rewards):.4g}"
