@@ -85,7 +85,8 @@ def find_runs(given: Iterable[str]) -> list[RunRecord]:
     for text in given:
         found = find_run_folders(Path(text), "metrics.jsonl")
         if not found:
-            raise UserError(f"{text} is not a run folder and contains none; give folders of runs with a config.yaml.")
+            wanted = "give folders with a config.yaml and a metrics.jsonl"
+            raise UserError(f"{text} is not a run folder and contains none; {wanted}.")
         folders |= {p.resolve(): p for p in found}
     return [read_run(path) for path in folders.values()]
 
