@@ -202,7 +202,9 @@ def curves_at(steps: Array, runs: Sequence[RunRecord], metric: str) -> Array:
 
 def steps_to(threshold: float | None, runs: Sequence[RunRecord], metric: str) -> list[float]:
     """The first step at which a metric is at the threshold, of each run that reached it."""
-    curves = [] if threshold is None else [run.curve(metric) for run in runs]
+    if threshold is None:
+        return []
+    curves = [run.curve(metric) for run in runs]
     return [float(steps[values >= threshold][0]) for steps, values in curves if (values >= threshold).any()]
 
 

@@ -17,7 +17,7 @@ LETTER, ROW = 0.085, 0.2  # inches of a letter and of a line of the legend
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#c05c95", "#8c7a00", "#7f7f7f")  # contrast 3 on white and on the dark page
 DASHES = ("-", (0, (3.5, 2)), (0, (1, 1.5)), (0, (4.5, 1.5, 1, 1.5)), (0, (6, 2)), (0, (2, 1)))
 INK = "#1c1e22"  # of text and axes; a color that is nowhere else, so that an SVG can take that of its page instead
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 10, "legend.frameon": False, "axes.titlesize": 11,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.12,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),

@@ -104,7 +104,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def check_number(values: dict[str, Any], name: str, file: str = "metrics.jsonl") -> float:
     """The number of that name, which may be NaN or infinite; a UserError says what it is instead."""
-    value = values.get(name)
+    value: Any = values.get(name)
     if is_number(value) or (isinstance(value, float) and not math.isfinite(value)):
         return float(value)
     shown = "too large" if isinstance(value, int) and not isinstance(value, bool) else f"{value!r:.60}"

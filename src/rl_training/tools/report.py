@@ -192,9 +192,9 @@ def describe_settings(name: str, group: Sequence[RunRecord]) -> tuple[str, Rows,
 def default_settings(algo: str) -> dict[str, str]:
     """The settings that `train --algo` would use, as `describe_value` writes them."""
     spec = get_algorithm_spec(algo)
-    models = TrainConfig.model_construct(), spec.params.model_construct()  # without the fields that have no default
-    found = {name: value for model in models for name, value in model.model_dump(mode="json").items()}
-    return {name: describe_value(value) for name, value in (found | dict(spec.defaults)).items()}
+    models: tuple[Any, ...] = TrainConfig, spec.params
+    dumps = [model.model_construct().model_dump(mode="json") for model in models]  # without fields that have no default
+    return {name: describe_value(value) for name, value in {**dumps[0], **dumps[1], **spec.defaults}.items()}
 
 
 def training_seconds(run: RunRecord) -> float | None:
