@@ -19,6 +19,8 @@ import numpy as np
 from compare_defaults import load_settings, read_records, render_table
 from run_gates import GATES, RESULTS, ROOT, Gate, Record, Verdict, join, judge, load_gates, read_curve, worst_allowed
 
+from rl_training.tools.drawing import Series, draw_chart, format_number
+
 PAGE, IMAGES = ROOT / "docs" / "results.md", ROOT / "docs" / "images"
 README_GATE = "impala_cartpole"  # drawn once more on its own, for the README
 GRID_POINTS = 200
@@ -204,7 +206,7 @@ def draw_gate(axes: Any, gate: Gate, records: Sequence[Record]) -> None:
     name = gate.preset if not gate.control else gate.name.replace("_", " ")
     axes.set_title(f"{name} ({gate.env})", fontsize=10)
     axes.set_xlabel("environment steps")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
+    axes.xaxis.set_major_formatter(lambda value, _: format_number(value))
     axes.set_ylabel("return, last 100 episodes")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="lower right")
@@ -242,20 +244,10 @@ def is_drawn(path: Path, expected: str) -> bool:
 
 def draw_run(run_dir: Path) -> Path:
     """The learning curve of one run folder, as `curve.png` in it."""
-    from matplotlib.figure import Figure
-
-    curve = read_curve(run_dir / "metrics.jsonl")
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
-    if curve["train"]:
-        axes.plot(*np.transpose(curve["train"]), label="training, last 100 episodes")
-    if curve["eval"]:
-        axes.plot(*np.transpose(curve["eval"]), "o-", markersize=4, label="evaluation, deterministic")
-    axes.set(title=run_dir.name, xlabel="environment steps", ylabel="return")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
-    axes.grid(alpha=0.25)
-    axes.legend()
-    figure.savefig(run_dir / "curve.png", dpi=110)
+    curve, names = read_curve(run_dir / "metrics.jsonl"), {"train": "training, last 100 episodes", "eval": "evaluation"}
+    lines = [Series(name, *np.transpose(curve[kind])) for kind, name in names.items() if curve[kind]]
+    drawn = draw_chart(lines, run_dir.name, "environment steps", "return", kind="png")
+    (run_dir / "curve.png").write_bytes(drawn)
     return run_dir / "curve.png"
 
 

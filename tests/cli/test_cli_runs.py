@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from resume_cases import StopAt, rows_of, tiny
 from rl_training.cli import parallel
 from rl_training.cli.main import app
-from rl_training.cli.runs import format_age, summarize_runs
+from rl_training.cli.report import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
 from rl_training.run.folder import locked
 from rl_training.run.workflows import resume_training, train
@@ -182,14 +182,15 @@ def test_a_signal_stops_every_run_and_starts_no_other() -> None:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert out.count("stopped at step") == 2
-    assert {(run.state, run.steps > 0) for run in summarize_runs(Path("runs"))[0]} == {("stopped", True)}
+    rows = summarize_runs(Path("runs"))[0]
+    assert {(row[1].plain, int(row[4].split()[0].replace(",", "")) > 0) for row in rows} == {("stopped", True)}
 
 
 # ---- what became of runs ---------------------------------------------------------------------------------------------
 
 
 def states() -> dict[str, str]:
-    return {run.name: run.state for run in summarize_runs(Path("runs"))[0]}
+    return {row[0]: row[1].plain for row in summarize_runs(Path("runs"))[0]}
 
 
 def test_runs_are_listed_with_what_became_of_them() -> None:
@@ -204,10 +205,9 @@ def test_runs_are_listed_with_what_became_of_them() -> None:
     row = next(line.split() for line in result.stdout.splitlines() if "good" in line)
     best = done.metrics["eval_return_mean"]
     assert {"good", "done", "a2c", "CartPole-v1", "128"} <= set(row)
-    (good,) = (run for run in summarize_runs(folder)[0] if run.name == "good")
-    assert good.last == best
-    assert good.best is not None
-    assert good.best >= best
+    ((last, highest),) = ((row[5], row[6]) for row in summarize_runs(folder)[0] if row[0] == "good")
+    assert last == f"{best:.1f}"
+    assert float(highest) >= float(last)
     with locked(stopped.run_dir):
         assert states()["half"] == "running"
     resume_training(stopped.checkpoint_path, console=False)

@@ -1,4 +1,4 @@
-"""Open-loop predictions of a world model: windows inside episodes, errors by horizon, pictures, `--imagine`."""
+"""Open-loop predictions of a world model: windows inside episodes, pictures, `--imagine`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ from typer.testing import CliRunner
 import env_zoo
 from resume_cases import tiny
 from rl_training.data import TransitionDataset
-from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.run.learner import load_algorithm, read_checkpoint
 from rl_training.run.workflows import train
-from rl_training.tools import imagination
-from rl_training.tools.imagination import (
-    Windows,
-    cut_windows,
-    draw_imagination,
-    open_loop,
-    open_loop_errors,
-    window_starts,
-)
+from rl_training.tools.imagination import cut_windows, draw_imagination, open_loop, play_window
 
 torch.set_num_threads(1)
 
@@ -58,19 +48,23 @@ def image_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tiny("dreamer", folder, env_id=f"{__name__}:LongImage"), console=False).checkpoint_path
 
 
-def test_windows_stay_inside_episodes_and_pair_each_observation_with_what_led_to_it() -> None:
+def test_windows_pair_each_observation_with_what_led_to_it() -> None:
     numbers = np.arange(12)  # steps 0..6 are one episode, 7..11 the beginning of the next
     dataset = TransitionDataset(
         obs=np.stack([numbers, numbers], -1), actions=numbers % 2, rewards=10 + numbers,
         next_obs=np.stack([numbers + 1, numbers + 1], -1), terminated=numbers == 6, truncated=np.zeros(12),
     )  # fmt: skip
-    starts = window_starts(dataset, 4)
-    assert starts.tolist() == [0, 4, 7]
-    found = cut_windows(dataset, starts, 4)
+    found = cut_windows(dataset, np.array([0, 4, 7]), 4)
     assert found.obs[:, :, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [7, 8, 9, 10]]
     assert found.actions.tolist() == [[0, 0, 1, 0], [0, 0, 1, 0], [0, 1, 0, 1]]
     assert found.rewards.tolist() == [[0, 10, 11, 12], [0, 14, 15, 16], [0, 17, 18, 19]]
-    assert len(window_starts(dataset, 9)) == 0
+
+
+def test_a_window_is_inside_one_episode(checkpoint: Path) -> None:
+    _, _, found = play_window(checkpoint, 81)  # 80 steps, the whole episode
+    assert (found.obs.shape, found.rewards.shape) == ((1, 81, 2), (1, 81))
+    with pytest.raises(UserError, match="lasted 82 steps"):
+        play_window(checkpoint, 82)
 
 
 def test_predictions_follow_the_observations_while_they_are_seen_and_the_actions_after(checkpoint: Path) -> None:
@@ -87,18 +81,9 @@ def test_predictions_follow_the_observations_while_they_are_seen_and_the_actions
     assert not torch.equal(changed[:, 6:], predicted[:, 6:])
 
 
-def test_errors_are_one_per_horizon_and_repeat(checkpoint: Path) -> None:
-    errors = open_loop_errors(checkpoint, warm_up=5, horizon=12, windows=6)
-    assert errors.model.shape == errors.standing_still.shape == (12,)
-    assert np.isfinite(errors.model).all()
-    assert errors.standing_still[0] < errors.standing_still[-1]
-    np.testing.assert_array_equal(errors.model, open_loop_errors(checkpoint, warm_up=5, horizon=12, windows=6).model)
-
-
 def test_a_vector_is_drawn_as_curves_and_images_as_a_strip_and_a_gif(
     checkpoint: Path, image_checkpoint: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     curves = draw_imagination(checkpoint, tmp_path / "a", warm_up=3, horizon=8)
     frames = draw_imagination(image_checkpoint, tmp_path / "b", warm_up=3, horizon=8)
     assert [path.name for path in curves] == ["imagined.png"]
@@ -108,14 +93,13 @@ def test_a_vector_is_drawn_as_curves_and_images_as_a_strip_and_a_gif(
 
 def test_what_cannot_be_imagined_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which has no world model to imagine with"):
-        open_loop_errors(train(tiny("ppo", tmp_path), console=False).checkpoint_path)
+        draw_imagination(train(tiny("ppo", tmp_path), console=False).checkpoint_path, tmp_path)
     with pytest.raises(UserError, match=r"no episode of .* lasted 90 steps with this policy"):
-        open_loop_errors(checkpoint, warm_up=10, horizon=80, windows=1)
+        draw_imagination(checkpoint, tmp_path, warm_up=10, horizon=80)
 
 
 @pytest.mark.slow
 def test_the_command_says_where_the_picture_is(image_checkpoint: Path) -> None:
-    pytest.importorskip("matplotlib")
     from rl_training.cli.main import app
 
     words = ["eval", "--checkpoint", str(image_checkpoint), "--num-episodes", "1", "--imagine"]
@@ -123,19 +107,3 @@ def test_the_command_says_where_the_picture_is(image_checkpoint: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "imagined.gif" in result.output.replace("\n", "")
     assert (image_checkpoint.parent / "imagined.gif").is_file()
-
-
-def test_errors_of_a_vector_are_in_deviations_of_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two dimensions with deviations 1 and 100, each predicted one deviation off at the first step and two after."""
-    rng = np.random.default_rng(0)
-    real = (rng.choice([-1.0, 1.0], (40, 5, 2)) * np.array([1.0, 100.0])).astype(np.float32)
-    off = np.array([0.0, 0.0, 0.0, 1.0, 2.0])[None, :, None] * real.std((0, 1))
-    played = Windows(torch.from_numpy(real), torch.zeros(40, 5), torch.zeros(40, 5))
-    spaces = probe_spaces(read_recipe("CartPole-v1", {}))
-    monkeypatch.setattr(imagination, "play_windows", lambda *_, **__: (None, spaces, played))
-    monkeypatch.setattr(imagination, "open_loop", lambda *_: torch.from_numpy(real + off.astype(np.float32)))
-    errors = open_loop_errors("unused", warm_up=3, horizon=2)
-    np.testing.assert_allclose(errors.model, [1.0, 2.0], rtol=1e-4)
-    scaled = real / real.std((0, 1))
-    still = [np.sqrt(np.square(scaled[:, 2] - scaled[:, t]).mean()) for t in (3, 4)]
-    np.testing.assert_allclose(errors.standing_still, still, rtol=1e-4)

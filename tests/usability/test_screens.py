@@ -24,7 +24,7 @@ import gymnasium as gym
 import pytest
 from typer.testing import CliRunner
 
-from rl_training.cli import runs
+from rl_training.cli import report
 from rl_training.cli.main import app
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import memory
@@ -88,7 +88,7 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bench, "benchmark", measured_once)
     monkeypatch.setattr(memory, "available_memory", lambda: 8_000_000_000)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(runs, "format_age", lambda changed: "2 d")
+    monkeypatch.setattr(report, "format_age", lambda changed: "2 d")
     for name in ("my_envs", "broken_envs"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name, spec in list(gym.registry.items()):  # near names are of Gymnasium's own, whatever other tests registered

@@ -55,7 +55,7 @@ def export(
     made = export_policy(path, file_format, output, names)
     facts, parity = made.facts, made.facts["parity"]
     if card:
-        from rl_training.tools.card import render_card
+        from rl_training.tools.report import render_card
 
         mean, half = mean_interval(scores["eval_returns"])
         interval = (mean - (half or 0.0), mean + (half or 0.0))

@@ -25,7 +25,6 @@ from rl_training.cli import (
     predict,
     report,
     resume,
-    runs,
     train,
     tune,
 )
@@ -94,7 +93,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("resume")(resume.resume)
 app.command("predict")(predict.predict)
-app.command("runs")(runs.list_runs)
+app.command("runs")(report.list_runs)
 app.command("compare")(report.compare)
 app.command("report")(report.report)
 app.command("plot")(report.plot)

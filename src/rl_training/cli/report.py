@@ -1,21 +1,21 @@
-"""`rl-training compare`, `report` and `plot`: compare and show finished runs."""
+"""`rl-training runs`, `compare`, `report` and `plot`: list, compare and show runs."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text as Styled
 
 from rl_training.cli.options import ImportOption, OwnEnvOption, Text, Texts, name_environment, option
-from rl_training.cli.screen import make_console, quote
+from rl_training.cli.screen import make_console, print_table, quote
 from rl_training.errors import UserError
 from rl_training.safe_files import output_written, replacing
 
@@ -29,7 +29,60 @@ ByOption = Annotated[
 SharedOption = Annotated[
     bool, option("Use all runs, unfinished ones too, up to the step that all reached.", "--shared-steps")
 ]
+RUN_COLUMNS = ("run", "state", "algorithm", "environment", "steps", "last", "best", "age")
+COLORS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red"}
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 SHOWN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the shared steps, and of the range of returns
+
+
+def list_runs(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of runs.")] = "runs",
+) -> None:
+    """List runs: state, algorithm, environment, steps, last and best return, age of the newest row."""
+    rows, damaged = summarize_runs(Path(folder))
+    if not rows and not damaged:
+        raise UserError(f"{folder} contains no runs; give another folder, or train: rl-training train ppo/cartpole.")
+    console = make_console()
+    if rows:
+        print_table(console, RUN_COLUMNS, rows, words=range(4))
+    print_notes(console, damaged)
+
+
+def summarize_runs(folder: Path) -> tuple[list[list[Any]], list[str]]:
+    """The row of each run in a folder, the newest first, and a sentence about each run that cannot be read."""
+    from rl_training.run.status import find_run_folders
+
+    found, damaged = list[tuple[float, list[Any]]](), []
+    for run in find_run_folders(folder, "manifest.json"):
+        name, metrics = run.name if run == folder else str(run.relative_to(folder)), run / "metrics.jsonl"
+        try:
+            changed = (metrics if metrics.is_file() else run).stat().st_mtime
+            found.append((changed, [name, *summarize_run(run), format_age(changed)]))
+        except (UserError, OSError) as error:
+            damaged.append(f"{name} cannot be read: {error}")
+    return [row for _, row in sorted(found, key=lambda pair: -pair[0])], damaged
+
+
+def summarize_run(folder: Path) -> list[Any]:
+    """State, algorithm, environment, steps, last and best return; a UserError names a value that no run would have."""
+    from rl_training.tools.records import EVALUATED, TRAINED, check_number, read_run
+
+    run = read_run(folder)
+    newest = run.rows[-1] if run.rows else {"step": 0}
+    steps, budget = int(check_number(newest, "step")), check_number(run.config, "total_timesteps", "config.yaml")
+    share = "" if steps >= budget else f" ({steps / budget:.0%})"
+    returns = [check_number(row, EVALUATED) for row in run.rows if EVALUATED in row]
+    trained = check_number(newest, TRAINED) if TRAINED in newest else None
+    last, best = returns[-1] if returns else trained, max(filter(math.isfinite, returns), default=None)
+    shown = ["-" if value is None else f"{value:.1f}" for value in (last, best)]
+    return [Styled(run.status, COLORS[run.status]), run.algo, run.env_id, f"{steps:,}{share}", *shown]
+
+
+def format_age(changed: float) -> str:
+    """The time since then, such as 5 min."""
+    seconds = max(0.0, time.time() - changed)
+    size, unit = next((one for one in UNITS if seconds >= one[0]), UNITS[-1])
+    return f"{seconds // size:.0f} {unit}"
 
 
 def compare(
@@ -45,11 +98,9 @@ def compare(
     """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference."""
     bar = None if threshold is None else read_number("--threshold", threshold)
     scale = dict(read_reference(text) for text in references or ())
-    from rl_training.tools.compare import compare_groups, group_runs
-    from rl_training.tools.records import find_runs
+    from rl_training.tools.compare import compare_groups, read_groups
 
-    groups = group_runs(find_runs(runs), by)
-    result = compare_groups(groups, scale, bar, shared_steps=shared_steps, trained=training)
+    result = compare_groups(read_groups(runs, by), scale, bar, shared_steps=shared_steps, trained=training)
     print_comparison(make_console(), result, bar)
 
 
@@ -64,41 +115,40 @@ def report(
 ) -> None:
     """Write one HTML file about runs: curves, scores, settings, time, warnings, an episode, commands."""
     named = name_environment(env, modules)
-    from rl_training.tools.compare import group_runs
-    from rl_training.tools.records import find_runs
+    from rl_training.tools.compare import read_groups
     from rl_training.tools.report import build_report, show_episodes
 
-    groups = group_runs(find_runs(runs), by)
+    groups = read_groups(runs, by)
     page = partial(build_report, groups, shared_steps=shared_steps)
-    write_output(output, page())  # a renderer that crashes must not end this process
+    write_output(output, page().encode())  # first, because a renderer may crash this process
     if not no_episode:
-        write_output(output, page(show_episodes(groups, named)))
+        write_output(output, page(show_episodes(groups, named)).encode())
     make_console().print(f"report: {quote(Path(output))}", soft_wrap=True)
 
 
 def plot(
     runs: RunsArgument,
-    output: Annotated[str, option("The file to write, .svg or .png.", "--output", metavar="F")] = "curves.svg",
+    output: Annotated[str, option("The file to write: .svg, .png or .pdf.", "--output", metavar="F")] = "curves.svg",
     by: ByOption = None,
     shared_steps: SharedOption = False,
 ) -> None:
     """Draw learning curves with intervals over seeds."""
-    if Path(output).suffix not in (".svg", ".png"):
-        raise UserError(f"--output is {output!r}; it must end in .svg or .png.")
-    from rl_training.tools.compare import group_runs
-    from rl_training.tools.records import find_runs
+    kind = Path(output).suffix.removeprefix(".")
+    if kind not in ("svg", "png", "pdf"):
+        raise UserError(f"--output is {output!r}; it must end in .svg, .png or .pdf.")
+    from rl_training.tools.compare import read_groups
     from rl_training.tools.report import plot_curves
 
-    drawn, notes = plot_curves(group_runs(find_runs(runs), by), Path(output).suffix, shared_steps=shared_steps)
+    drawn, notes = plot_curves(read_groups(runs, by), kind, shared_steps=shared_steps)
     write_output(output, drawn)
     print_notes(console := make_console(), notes)
     console.print(f"plot: {quote(Path(output))}", soft_wrap=True)
 
 
-def write_output(target: str, content: str | bytes) -> None:
+def write_output(target: str, content: bytes) -> None:
     """Write the file; a UserError says why it cannot be written."""
     with output_written(target, "--output"), replacing(target) as file:
-        file.write(content if isinstance(content, bytes) else content.encode())
+        file.write(content)
 
 
 def read_number(name: str, text: str) -> float:
@@ -146,13 +196,3 @@ def print_notes(console: Console, notes: Iterable[str]) -> None:
     """One line for each note."""
     for note in notes:
         console.print(f"note: {escape(note)}", style="yellow", soft_wrap=True)
-
-
-def print_table(console: Console, head: list[str], rows: list[list[Any]]) -> None:
-    """A table with names in the first column."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold")
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    console.print(table)

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from rl_training.cli.exits import is_first_rank
 from rl_training.errors import counted, printable
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 160  # a table in a file or pipe has no width limit
 FEW_SEEDS = 5  # with fewer, an interval is doubtful
-# Two-sided 95 % points of Student's t by degrees of freedom
+# Two-sided 95 % points of Student's t by degrees of freedom: no package that we need can compute them, SciPy could
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -53,6 +55,20 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
+
+
+def print_table(
+    console: Console, head: Sequence[str], rows: Sequence[Sequence[Any]], *, words: Sequence[int] = (0,),
+    title: str | None = None,
+) -> None:  # fmt: skip
+    """A table of text; the columns at `words` are aligned left, and the numbers in the others right."""
+    table = Table(title=title and escape(title), **TABLE_STYLE)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i in words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else escape(str(cell)) for cell in row))
+    console.print()
+    console.print(table)
 
 
 def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
@@ -111,15 +127,14 @@ def repeat_names(env: str | None, modules: Iterable[str] | None, networks: Itera
 
 def larger_budget(metrics: dict[str, Any]) -> str:
     """The option of `resume` that doubles the budget that stopped the run; nothing after a signal."""
-    match metrics["stop_reason"]:
-        case "SIGINT" | "SIGTERM":
-            return ""
-        case "max_seconds":
-            return f"--set max_seconds={math.ceil(2 * metrics['train_seconds'])}"
-        case "max_updates":
-            return f"--set max_updates={2 * metrics['updates']}"
-        case _:
-            return f"--total-timesteps {2 * metrics['global_step']}"
+    reason = metrics["stop_reason"]
+    if reason in ("SIGINT", "SIGTERM"):
+        return ""
+    if reason == "max_seconds":
+        return f"--set max_seconds={math.ceil(2 * metrics['train_seconds'])}"
+    if reason == "max_updates":
+        return f"--set max_updates={2 * metrics['updates']}"
+    return f"--total-timesteps {2 * metrics['global_step']}"
 
 
 def quote(path: Path) -> str:
@@ -131,13 +146,11 @@ def quote(path: Path) -> str:
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     """The mean and the half-width of its 95 % interval (Student's t); one value has no interval."""
-    mean = sum(values) / len(values)
-    freedom = len(values) - 1
+    mean, freedom = fmean(values), len(values) - 1
     if freedom < 1:
         return mean, None
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / freedom)
     factor = T_95[freedom - 1] if freedom <= len(T_95) else 1.96 + 2.5 / freedom
-    return mean, factor * deviation / math.sqrt(len(values))
+    return mean, factor * stdev(values) / math.sqrt(len(values))
 
 
 def describe_interval(values: Sequence[float], what: str = "return") -> str:
@@ -169,17 +182,12 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
 
     finished = [result.metrics for _, result in runs if result.metrics["stop_reason"] in COMPLETE]
     evaluated = any("eval_return_mean" in metrics for metrics in finished)
-    table = Table(title=escape(title), **TABLE_STYLE)
-    for name in ("seed", "return", "steps", "steps/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("run", overflow="fold")
+    rows = []
     for seed, result in runs:
-        metrics = result.metrics
-        rate = metrics["global_step"] / max(metrics["train_seconds"], 1e-9)
-        shown = format_return(metrics, evaluated=evaluated)
-        table.add_row(str(seed), shown, f"{metrics['global_step']:,}", f"{rate:,.0f}", quote(result.run_dir))
-    console.print()
-    console.print(table)
+        steps, run = result.metrics["global_step"], Text.from_markup(quote(result.run_dir))
+        rate = steps / max(result.metrics["train_seconds"], 1e-9)
+        rows.append([seed, format_return(result.metrics, evaluated=evaluated), f"{steps:,}", f"{rate:,.0f}", run])
+    print_table(console, ["seed", "return", "steps", "steps/s", "run"], rows, words=(4,), title=title)
     measure = "eval_return_mean" if evaluated else "episode_return_mean"
     returns = [float(metrics[measure]) for metrics in finished if measure in metrics]
     if returns:
@@ -187,8 +195,8 @@ def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -
         kind = "" if evaluated else " of training episodes"
         over = f"mean over {counted(len(returns), 'seed')}{kind} [bold]{mean:.1f}[/bold]{describe_interval(returns)}"
         console.print(over, soft_wrap=True)
-    reasons = [(seed, str(result.metrics["stop_reason"])) for seed, result in runs]
-    if stopped := [(seed, reason) for seed, reason in reasons if reason not in COMPLETE]:
-        named = ", ".join(f"seed {seed} ({REASONS.get(reason, reason)})" for seed, reason in stopped)
+    reasons = {seed: str(result.metrics["stop_reason"]) for seed, result in runs}
+    stopped = [f"seed {seed} ({REASONS.get(why, why)})" for seed, why in reasons.items() if why not in COMPLETE]
+    if stopped:
         left_out = " and left out" if returns else ""  # of the mean
-        console.print(f"unfinished{left_out}: {escape(named)}", style="yellow", soft_wrap=True)
+        console.print(f"unfinished{left_out}: {escape(', '.join(stopped))}", style="yellow", soft_wrap=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class EventFile:
     """A TensorBoard event file of scalars.
 
-    TensorBoard's own writer has a thread that ends at the first failed write, where an `Appender` waits for the disk.
-    It also takes 0.1 s to import, and its checksum 100 µs for a row of 12 metrics.
+    TensorBoard's own `EventFileWriter` has a thread that ends at the first failed write, where an `Appender` waits
+    for the disk. Its `RecordWriter` alone takes 0.13 s to import, and 85 µs for a row of 12 metrics instead of 5 µs.
     """
 
     _numbers = itertools.count()

@@ -38,12 +38,12 @@ def find_status(run_dir: Path, *, is_complete: bool) -> str:
 
 def read_end(run_dir: Path) -> dict[str, Any]:
     """The `stop_reason` or `failure` of a run that has ended; empty if it runs or was killed."""
-    return _read_json(run_dir / END_FILE)
+    return read_json(run_dir / END_FILE)
 
 
 def is_running(run_dir: Path) -> bool:
     """Whether the process named in the lock file still holds the lock; a process on another host is assumed to."""
-    holder = _read_json(run_dir / ".lock")
+    holder = read_json(run_dir / ".lock")
     if not holder or holder.get("host") != socket.gethostname():
         return bool(holder)
     try:
@@ -64,7 +64,8 @@ def is_running(run_dir: Path) -> bool:
         os.close(descriptor)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty if it cannot be read or is none."""
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads(read_regular(path))
         if isinstance(found, dict):

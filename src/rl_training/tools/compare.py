@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rl_training.errors import UserError, counted, did_you_mean
 from rl_training.record.metrics_file import is_number
 from rl_training.tools.drawing import Series
-from rl_training.tools.records import EVALUATED, Groups, RunRecord, choose_curve, choose_measure, select_runs
+from rl_training.tools.records import EVALUATED, Groups, RunRecord, choose_curve, choose_measure, find_runs, select_runs
 from rl_training.tools.statistics import (
     Array,
     Estimate,
@@ -34,6 +33,11 @@ FEW_RUNS = 5  # with fewer, a bootstrap interval is too narrow
 References = Mapping[str, tuple[float, float]]  # environment -> the returns that count as 0 and 1
 
 
+def read_groups(folders: Iterable[str], by: str | None = None) -> Groups:
+    """The runs in these folders, grouped."""
+    return group_runs(find_runs(folders), by)
+
+
 def differing(runs: Sequence[RunRecord]) -> list[str]:
     """Names of settings that are not the same in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in NEVER_COMPARED)
@@ -42,15 +46,13 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 
 def group_runs(runs: Sequence[RunRecord], by: str | None = None) -> Groups:
     """Group runs by the settings in `by`, or else by algorithm; runs of one algorithm by the settings that differ."""
+    names = [] if by is None else [name.strip().removeprefix("algo_kwargs.") for name in by.split(",")]
+    known = {name for run in runs for name in run.settings}
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--by {unknown[0]}: no run has that setting; {did_you_mean(unknown[0], known)}")
     if by is None:
-        several = {run.algo for run in runs}
-        names = ["algo"] if len(several) > 1 else [name for name in differing(runs) if name != "env_id"]
-    else:
-        names = [name.strip().removeprefix("algo_kwargs.") for name in by.split(",")]
-        known = {name for run in runs for name in run.settings}
-        for name in names:
-            if name not in known:
-                raise UserError(f"--by {name}: no run has that setting; {did_you_mean(name, known)}")
+        several = len({run.algo for run in runs}) > 1
+        names = ["algo"] if several else [name for name in differing(runs) if name != "env_id"]
     groups: Groups = {}
     for run in runs:
         shown = [(name, describe_value(run.settings.get(name))) for name in names]
@@ -81,8 +83,7 @@ def check_environments(groups: Groups, references: References) -> list[str]:
     return envs
 
 
-@dataclass(frozen=True)
-class GroupScores:
+class GroupScores(NamedTuple):
     """The scores of one group of runs."""
 
     name: str
@@ -96,8 +97,7 @@ class GroupScores:
     profile: Estimate
 
 
-@dataclass(frozen=True)
-class PairScores:
+class PairScores(NamedTuple):
     """One group against another: the difference of interquartile means, and the probability of improvement."""
 
     name: str
@@ -125,64 +125,17 @@ def compare_pair(name: str, other: str, finals: Sequence[Array], others: Sequenc
     return PairScores(name, other, estimate(difference, finals, others), improvement, runs)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Groups of runs compared, the best first."""
 
     envs: list[str]
     groups: list[GroupScores]
     pairs: list[PairScores]
     scored_by: str
-    curve_of: str | None
+    curve_of: str  # nothing where there are no curves
     steps: Array | None  # that all runs have; shares of them where environments differ
     thresholds: Array  # of the performance profile
     notes: list[str]  # runs that were left out, and doubts
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What is read from a run: the metrics of its score and its curve, scaled by the references of its environment."""
-
-    envs: list[str]
-    references: References
-    scored_by: str
-    curve_of: str | None
-    grids: list[Array] | None = None  # the steps that all runs share, per environment
-
-    def curve(self, run: RunRecord, metric: str) -> tuple[Array, Array]:
-        """Steps and scaled values of a metric of a run."""
-        (steps, values), (low, high) = run.curve(metric), self.references.get(run.env_id, (0.0, 1.0))
-        return steps, (values - low) / (high - low)
-
-    def by_task(self, runs: Sequence[RunRecord]) -> list[list[RunRecord]]:
-        """The runs on each environment."""
-        return [[run for run in runs if run.env_id == env] for env in self.envs]
-
-    def with_shared_steps(self, runs: Sequence[RunRecord]) -> Measure:
-        """With the steps at which the curves of all runs are compared, if every environment has such steps."""
-        if self.curve_of is None:
-            return self
-        ranges = [steps_of_all([run.curve(self.curve_of)[0] for run in task]) for task in self.by_task(runs)]
-        shared = [steps for steps in ranges if steps is not None]
-        return replace(self, grids=shared if len(shared) == len(ranges) else None)
-
-    def finals(self, runs: Sequence[RunRecord]) -> list[Array]:
-        """The final values, an array per environment."""
-        return [np.array([self.curve(run, self.scored_by)[1][-1] for run in task]) for task in self.by_task(runs)]
-
-    def curves(self, runs: Sequence[RunRecord]) -> list[Array] | None:
-        """The curves at the shared steps, [step, run] per environment."""
-        if self.grids is None or self.curve_of is None:
-            return None
-        tasks = zip(self.by_task(runs), self.grids, strict=True)
-        return [np.stack([np.interp(g, *self.curve(run, self.curve_of)) for run in t], axis=-1) for t, g in tasks]
-
-    def steps_to(self, threshold: float | None, runs: Sequence[RunRecord]) -> list[float]:
-        """The first step at the threshold, of each run that reached it."""
-        if threshold is None:
-            return []
-        curves = (self.curve(run, self.curve_of or self.scored_by) for run in runs)
-        return [float(steps[values >= threshold][0]) for steps, values in curves if (values >= threshold).any()]
 
 
 def compare_groups(
@@ -197,53 +150,76 @@ def compare_groups(
     groups, left_out = select_runs(groups, shared_steps=shared_steps)
     groups, scored_by, measured = choose_measure(groups, trained=trained)
     envs = check_environments(groups, references)
+    if references:
+        groups = {name: [run.scaled(*references[run.env_id]) for run in group] for name, group in groups.items()}
     runs = [run for group in groups.values() for run in group]
     curve_of, drawn_by = choose_curve(runs, trained=trained)
-    measure = Measure(envs, references, scored_by, curve_of).with_shared_steps(runs)
-    finals = {name: measure.finals(group) for name, group in groups.items()}
+    grids = [steps_of_all(task, curve_of) for task in by_environment(runs, envs)]
+    shared = [grid for grid in grids if grid is not None]
+    finals = {
+        name: [np.array([run.curve(scored_by)[1][-1] for run in task]) for task in by_environment(group, envs)]
+        for name, group in groups.items()
+    }
     everything = np.concatenate([task for tasks in finals.values() for task in tasks])
     thresholds = np.linspace(everything.min(), everything.max(), POINTS)
 
-    def score(name: str) -> GroupScores:
-        group, final, curves = groups[name], finals[name], measure.curves(groups[name])
+    def score(name: str, group: list[RunRecord]) -> GroupScores:
+        final, tasks, curve, area = finals[name], by_environment(group, envs), None, None
+        if len(shared) == len(envs):
+            drawn = [curves_at(grid, task, curve_of) for grid, task in zip(shared, tasks, strict=True)]
+            curve, area = estimate(interquartile_mean, drawn), float(np.concatenate(drawn, axis=-1).mean())
         return GroupScores(
             name, len(group), estimate(interquartile_mean, final), float(np.concatenate(final).mean()),
-            float(np.mean([measure.curve(run, scored_by)[1].max() for run in group])),
-            None if curves is None else float(np.concatenate(curves, axis=-1).mean()),
-            measure.steps_to(threshold, group), None if curves is None else estimate(interquartile_mean, curves),
-            estimate(performance_profile(thresholds), final),
+            float(np.mean([run.curve(scored_by)[1].max() for run in group])), area,
+            steps_to(threshold, group, curve_of or scored_by), curve, estimate(performance_profile(thresholds), final),
         )  # fmt: skip
 
-    scores = sorted((score(name) for name in groups), key=lambda group: -float(group.iqm.value))
+    scores = sorted((score(*group) for group in groups.items()), key=lambda group: -float(group.iqm.value))
     pairs = [compare_pair(x.name, y.name, finals[x.name], finals[y.name]) for x, y in combinations(scores, 2)]
-    grids = measure.grids
-    steps = None if grids is None else grids[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
+    steps = None if len(shared) < len(envs) else shared[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
     notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
-    return Comparison(envs, scores, pairs, scored_by, curve_of if grids else None, steps, thresholds, notes)
+    return Comparison(envs, scores, pairs, scored_by, curve_of if shared else "", steps, thresholds, notes)
 
 
-def steps_of_all(all_steps: Sequence[Array]) -> Array | None:
-    """Steps spread over the range that all runs share; None if there is no such range."""
+def by_environment(runs: Sequence[RunRecord], envs: Sequence[str]) -> list[list[RunRecord]]:
+    """The runs on each environment."""
+    return [[run for run in runs if run.env_id == env] for env in envs]
+
+
+def steps_of_all(runs: Sequence[RunRecord], metric: str) -> Array | None:
+    """Steps spread over the range in which all runs have this metric; None if there is no such range."""
+    all_steps = [run.curve(metric)[0] for run in runs]
+    if not all(map(len, all_steps)):
+        return None
     first, last = max(steps[0] for steps in all_steps), min(steps[-1] for steps in all_steps)
     return np.linspace(first, last, POINTS) if first < last else None
 
 
-def learning_curves(groups: Groups) -> tuple[str | None, list[Series], list[str]]:
+def curves_at(steps: Array, runs: Sequence[RunRecord], metric: str) -> Array:
+    """A metric of each run at these steps, [step, run]."""
+    return np.stack([np.interp(steps, *run.curve(metric)) for run in runs], axis=-1)
+
+
+def steps_to(threshold: float | None, runs: Sequence[RunRecord], metric: str) -> list[float]:
+    """The first step at which a metric is at the threshold, of each run that reached it."""
+    if threshold is None:
+        return []
+    curves = [run.curve(metric) for run in runs]
+    return [float(steps[values >= threshold][0]) for steps, values in curves if (values >= threshold).any()]
+
+
+def learning_curves(groups: Groups) -> tuple[str, list[Series], list[str]]:
     """What was measured, a line per group with enough points over the steps that its runs share, and why it was chosen.
 
     All runs are on one environment.
     """
     drawn = {name: group for name, group in groups.items() if choose_curve(group)[0]}
     metric, notes = choose_curve([run for group in drawn.values() for run in group])
-    if metric is None or not drawn:
-        return None, [], []
     lines = []
     for name, group in drawn.items():
-        curves = [run.curve(metric) for run in group]
-        steps = steps_of_all([curve[0] for curve in curves])
+        steps = steps_of_all(group, metric)
         if steps is not None:
-            found = estimate(interquartile_mean, [np.stack([np.interp(steps, *curve) for curve in curves], axis=-1)])
-            lines.append(Series(name, steps, *found))
+            lines.append(Series(name, steps, *estimate(interquartile_mean, [curves_at(steps, group, metric)])))
     return metric, lines, notes
 
 
@@ -254,11 +230,10 @@ def doubts(groups: Groups) -> list[str]:
         seeds = [(run.env_id, run.config.get("seed")) for run in group]
         if len(set(seeds)) < len(seeds):
             notes.append(f"{name}: some runs have the same seed; repeats of a run make its interval too narrow.")
-    if all(run.algo in name.split(", ") for name, group in groups.items() for run in group):  # whose settings differ
-        others = [name for group in groups.values() for name in differing(group)]
-        others += [name for name in differing(runs) if name == "total_timesteps"]
-    else:
-        others = differing(runs)
+    by_algorithm = all(run.algo in name.split(", ") for name, group in groups.items() for run in group)
+    compared = list(groups.values()) if by_algorithm else [runs]
+    others = [name for some in compared for name in differing(some)]
+    others += [name for name in differing(runs) if name == "total_timesteps"]
     hidden = [name for name in dict.fromkeys(others) if f"{name}=" not in next(iter(groups)) and name != "env_id"]
     if hidden:
         notes.append(f"the runs also differ in {', '.join(hidden[:5])}; a difference may come from that.")
@@ -270,7 +245,7 @@ def doubts(groups: Groups) -> list[str]:
     return notes
 
 
-def metric_name(metric: str | None) -> str:
+def metric_name(metric: str) -> str:
     """A return in words."""
     return "return of evaluations" if metric == EVALUATED else "return of training episodes"
 

@@ -1,24 +1,31 @@
-"""Charts as SVG text: lines with bands, distinguished by color and dash, for light and dark themes."""
+"""Charts by matplotlib: lines with bands, each with its color and dash, readable on light and on dark pages."""
 
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+import warnings
+from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from rl_training.errors import UserError
+from rl_training.errors import printable
 from rl_training.tools.statistics import Array
 
-LIGHT = ("#0072b2", "#c14a00", "#00795a", "#a8488a", "#7a6a00", "#5b5b5b")
-DARK = ("#5ab4ea", "#ff9c5b", "#3fd0a4", "#e59bcb", "#e0cf50", "#bdbdbd")
-DASHES = ("none", "7 4", "2 3", "9 3 2 3", "12 4", "4 2")
-LETTER = 7.0  # width of a character of the 12 px text, on the safe side
-LINE = 20  # height of a line of the legend
-SVG = "http://www.w3.org/2000/svg"
+WIDE, NARROW = (7.5, 3.6), (3.7, 3.0)  # inches of a chart for a screen and for a phone
+LETTER, ROW = 0.085, 0.2  # inches of a letter and of a line of the legend
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#c05c95", "#8c7a00", "#7f7f7f")  # contrast 3 on white and on the dark page
+DASHES = ("-", (0, (3.5, 2)), (0, (1, 1.5)), (0, (4.5, 1.5, 1, 1.5)), (0, (6, 2)), (0, (2, 1)))
+INK = "#1c1e22"  # of text and axes; a color that is nowhere else, so that an SVG can take that of its page instead
+STYLE: Any = {
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 10, "legend.frameon": False, "axes.titlesize": 11,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.12,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}  # fmt: skip
+THEME = (
+    "<style>svg{color:#1c1e21;background:#fff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e4e6e9;background:#15181c}}</style>"
+)
 
 
 class Series(NamedTuple):
@@ -31,112 +38,47 @@ class Series(NamedTuple):
     high: Array | None = None
 
 
-def chart_style() -> str:
-    """CSS of all charts."""
+def draw_chart(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, kind: str, size: tuple[float, float] = WIDE
+) -> bytes:
+    """The chart as a file of that kind: svg, png or pdf. The same lines give the same SVG."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    def colors(names: Sequence[str], text: str, grid: str, back: str) -> str:
-        lines = "".join(f"--line{i}:{color};" for i, color in enumerate(names))
-        return f".chart{{--text:{text};--grid:{grid};--back:{back};{lines}}}"
-
-    series = "".join(
-        f".chart .s{i}{{stroke:var(--line{i});stroke-dasharray:{dash}}}.chart .b{i}{{fill:var(--line{i})}}"
-        for i, dash in enumerate(DASHES)
-    )
-    return (
-        f"{colors(LIGHT, '#333', '#ddd', '#fff')}"
-        f"@media(prefers-color-scheme:dark){{{colors(DARK, '#ddd', '#3a3f46', '#15181c')}}}"
-        ".chart text{font:12px system-ui,sans-serif;fill:var(--text)}.chart .grid{stroke:var(--grid)}"
-        f".chart .line{{fill:none;stroke-width:2;stroke-linejoin:round}}.chart .band{{opacity:.18}}{series}"
-    )
+    most = int(size[0] / LETTER) - 8  # letters of a name
+    names = [name if len(name) <= most else f"{name[: most - 1]}…" for name in (printable(s.name) for s in series)]
+    columns = max(1, int(size[0] / LETTER / (8 + max(map(len, names), default=0))))
+    rows = -(-len(names) // columns) if len(names) > 1 else 0
+    with warnings.catch_warnings(), matplotlib.rc_context(STYLE | {"svg.hashsalt": f"{title}, {y_label}, {size}"}):
+        warnings.simplefilter("ignore")  # of letters that matplotlib's font lacks; a browser has other fonts
+        figure = Figure(figsize=(size[0], size[1] + ROW * rows), layout="constrained")
+        axes = figure.subplots()
+        lines = []
+        for i, one in enumerate(series):
+            color, dash = COLORS[i % len(COLORS)], DASHES[(i + i // len(COLORS)) % len(DASHES)]
+            lines += axes.plot(one.x, one.y, color=color, linestyle=dash)
+            if one.low is not None and one.high is not None:
+                axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.18, linewidth=0)
+        axes.set(title=printable(title), xlabel=x_label, ylabel=y_label)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: format_number(value))
+        if rows:
+            figure.legend(lines, names, loc="outside lower left", ncols=columns)
+        undated: Any = {"Date": None, "Creator": None} if kind == "svg" else None
+        figure.savefig(file := io.BytesIO(), format=kind, dpi=150, transparent=kind == "svg", metadata=undated)
+    return file.getvalue()
 
 
 def draw_svg(
-    series: Sequence[Series], title: str, x_label: str, y_label: str, *, width: int = 720, height: int = 340,
-    standalone: bool = False,
-) -> str:  # fmt: skip
-    """The chart as an `<svg>` element, or a whole file if `standalone`; its description gives each line's ends."""
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, size: tuple[float, float] = WIDE
+) -> str:
+    """The chart as an `<svg>` element in the colors of a light or dark page; its description gives each line's ends."""
+    text = draw_chart(series, title, x_label, y_label, kind="svg", size=size).decode()
     told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
-    name = "".join(letter if letter.isalnum() else "-" for letter in title)
-    legend = place_legend([line.name for line in series], width) if len(series) > 1 else []
-    top = 30 + (legend[-1][1] + LINE if legend else 0)
-    first, last = _ends([line.x for line in series])
-    x_ticks, y_ticks = ticks(first, last, 4 if width < 500 else 7), ticks(*_heights(series), 5)
-    x_ticks = x_ticks[(x_ticks >= first) & (x_ticks <= last)]
-    left = 14 + LETTER * max(len(format_number(tick)) for tick in y_ticks)
-    box = (left, top, width - 16, top + height - 70)
-
-    def place(x: Array, y: Array) -> str:
-        across = box[0] + (x - first) / (last - first or 1.0) * (box[2] - box[0])
-        down = box[3] - (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (box[3] - box[1])
-        return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(across, down, strict=True))
-
-    parts = [
-        _text(2, top - 14, f"{title}: {y_label}" if standalone else y_label),
-        _text(box[2], box[3] + 36, x_label, "end"),
-    ]
-    for tick in y_ticks:
-        ends = place(np.array([first, last]), np.array([tick, tick]))
-        parts += [f'<polyline class="grid" points="{ends}"/>']
-        parts += [_text(box[0] - 6, float(ends.split()[0].split(",")[1]) + 4, format_number(tick), "end")]
-    for tick in x_ticks:
-        at = float(place(np.array([tick]), np.array([y_ticks[0]])).split(",")[0])
-        parts.append(_text(at, box[3] + 18, format_number(tick), "middle" if at < box[2] - 12 else "end"))
-    parts += _draw_lines(series, place)
-    for i, (x, y, label) in enumerate(legend):
-        parts.append(f'<line class="line s{i % len(DASHES)}" x1="{x}" y1="{y + 9}" x2="{x + 26}" y2="{y + 9}"/>')
-        parts.append(_text(x + 32, y + 13, label))
-    total, ids = top + height - 26, f"{name}{width}"
-    own = f'<style>{chart_style()}</style><rect fill="var(--back)" width="100%" height="100%"/>' if standalone else ""
-    return (
-        f'<svg xmlns="{SVG}" class="chart w{width}" viewBox="0 0 {width} {total:.0f}" width="{width}" role="img" '
-        f'aria-labelledby="{ids}t {ids}d"><title id="{ids}t">{escape(title)}</title>'
-        f'<desc id="{ids}d">{escape(f"{y_label} over {x_label}: {told}.")}</desc>{own}{"".join(parts)}</svg>'
-    )
-
-
-def _draw_lines(series: Sequence[Series], place: Callable[[Array, Array], str]) -> Iterator[str]:
-    for i, line in enumerate(series):
-        color = i % len(DASHES)
-        if line.low is not None and line.high is not None and np.isfinite(line.low).all():
-            around = place(np.concatenate([line.x, line.x[::-1]]), np.concatenate([line.high, line.low[::-1]]))
-            yield f'<polygon class="band b{color}" points="{around}"/>'
-        yield f'<polyline class="line s{color}" points="{place(line.x, line.y)}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def place_legend(names: Sequence[str], width: int) -> list[tuple[float, int, str]]:
-    """The position of each name in a legend, as many per line as fit; a name longer than a line is cut."""
-    placed: list[tuple[float, int, str]] = []
-    x, y, most = 2.0, 0, int((width - 40) / LETTER)
-    for name in names:
-        shown = name if len(name) <= most else f"{name[: most - 1]}…"
-        if placed and x + 32 + LETTER * len(shown) > width:
-            x, y = 2.0, y + LINE
-        placed.append((x, y, shown))
-        x += 32 + LETTER * len(shown) + 16
-    return placed
-
-
-def _ends(arrays: Sequence[Array]) -> tuple[float, float]:
-    joined = np.concatenate(arrays)
-    return float(joined.min()), float(joined.max())
-
-
-def _heights(series: Sequence[Series]) -> tuple[float, float]:
-    drawn = [part for line in series for part in (line.y, line.low, line.high) if part is not None]
-    return _ends([part[np.isfinite(part)] for part in drawn])
-
-
-def ticks(low: float, high: float, most: int) -> Array:
-    """Round numbers that enclose the range: at most about that many steps of 1, 2 or 5 times a power of ten."""
-    span = high - low or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= most)
-    count = max(1, math.ceil(high / step - 1e-9) - math.floor(low / step + 1e-9))
-    return np.asarray(step * (math.floor(low / step + 1e-9) + np.arange(count + 1)), dtype=np.float64)
+    about = f"<title>{escape(title)}</title><desc>{escape(f'{y_label} over {x_label}: {told}.')}</desc>"
+    head, _, body = text[text.index("<svg") :].partition(">")
+    body = re.sub('<g id="[^"]*"', "<g", body)  # a page has several charts, whose groups have the same names
+    return f'{head} role="img">{about}{THEME}{body}'.replace(INK, "currentColor")
 
 
 def format_number(value: float) -> str:
@@ -145,25 +87,3 @@ def format_number(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
     return f"{round(value, 10):.4g}"
-
-
-def draw_png(series: Sequence[Series], title: str, x_label: str, y_label: str) -> bytes:
-    """The same lines and bands as a PNG file, by matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        needs = "a PNG needs the extra 'results' (pip install 'rl-training[results]')"
-        raise UserError(f"{needs}; an .svg needs nothing.") from None
-    axes = (figure := Figure(figsize=(7.2, 4.0), layout="constrained")).subplots()
-    for i, line in enumerate(series):
-        color, dash = LIGHT[i % len(LIGHT)], DASHES[i % len(DASHES)]
-        style = "-" if dash == "none" else (0, tuple(float(part) / 2 for part in dash.split()))
-        axes.plot(line.x, line.y, label=line.name, color=color, linestyle=style)
-        if line.low is not None and line.high is not None:
-            axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.18, linewidth=0)
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    axes.grid(alpha=0.3)
-    if len(series) > 1:
-        axes.legend()
-    figure.savefig(buffer := io.BytesIO(), dpi=150)
-    return buffer.getvalue()

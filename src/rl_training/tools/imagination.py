@@ -1,4 +1,4 @@
-"""Compare open-loop predictions of a world model with real episodes, as errors and as pictures."""
+"""Pictures of open-loop predictions of a world model next to a real episode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint
 from rl_training.run.recording import play_policy
 from rl_training.safe_files import output_written, refuse_link, replacing
 
-PLAYED = 10  # windows' worth of steps that may be played to find one window
+PLAYED = 11  # windows' worth of steps that are played to find one window
 COLUMNS = 15  # frames of a strip
 PLOTTED = 6  # dimensions of a vector
 FRAME_SIDE, FRAME_MS = 192, 120  # of the moving picture
@@ -33,16 +33,6 @@ class Windows(NamedTuple):
     obs: Tensor
     actions: Tensor
     rewards: Tensor
-
-
-class OpenLoopErrors(NamedTuple):
-    """Root mean squared errors [H] at 1..H steps after the last observation, and of repeating that observation.
-
-    Dimensions of a vector are divided by their standard deviation; pixels are in [0, 1].
-    """
-
-    model: Array
-    standing_still: Array
 
 
 @torch.no_grad()
@@ -60,45 +50,22 @@ def open_loop(algorithm: Any, obs: Tensor, actions: Tensor, warm_up: int) -> Ten
     return model.predict(torch.stack(features)).transpose(0, 1)
 
 
-def open_loop_errors(
-    path: PathLike, *, warm_up: int = 10, horizon: int = 50, windows: int = 50, seed: int | None = None,
-    env: UserEnv | None = None,
-) -> OpenLoopErrors:  # fmt: skip
-    """Errors of a checkpoint's world model by horizon, over windows that its own (sampled) policy played."""
-    algorithm, spaces, played = play_windows(path, warm_up + horizon, windows, seed=seed, env=env)
-    predicted = open_loop(algorithm, played.obs, played.actions, warm_up).numpy()
-    real = played.obs.float().numpy()
-    axes = tuple(range(2, real.ndim))
-    scale = np.float32(spaces.image_scale) if spaces.obs_kind == "image" else real.std(axis=(0, 1)) + 1e-6
-    moved, stood = predicted[:, warm_up:] - real[:, warm_up:], real[:, warm_up - 1, None] - real[:, warm_up:]
-    return OpenLoopErrors(*(np.sqrt(np.square(e / scale).mean(axis=(0, *axes))) for e in (moved, stood)))
-
-
-def play_windows(
-    path: PathLike, length: int, count: int, *, seed: int | None = None, env: UserEnv | None = None
+def play_window(
+    path: PathLike, length: int, *, seed: int | None = None, env: UserEnv | None = None
 ) -> tuple[Algorithm, EnvSpaces, Windows]:
-    """The learner in a checkpoint, and `count` windows of `length` steps inside episodes of its policy."""
+    """The learner in a checkpoint, and the first window of `length` observations in the episodes of its policy."""
     algorithm, spaces, config = load_algorithm(path, read_checkpoint(path))
     if not hasattr(algorithm, "world_model"):
         raise UserError(f"{path} is a checkpoint of {config.algo}, which has no world model to imagine with.")
     if spaces.obs_kind == "mixed":
         raise UserError(f"{config.env_id} has images among other parts; only an image or a vector alone can be shown.")
-    steps = (count + PLAYED) * length
-    dataset = play_policy(algorithm, spaces, config, steps, seed=seed, deterministic=False, env=env)
-    starts = window_starts(dataset, length)
-    if len(starts) == 0:
+    dataset = play_policy(algorithm, spaces, config, PLAYED * length, seed=seed, deterministic=False, env=env)
+    ends = dataset.episode_ends + 1
+    starts = [first for first, last in zip([0, *ends[:-1]], ends, strict=True) if last - first >= length - 1]
+    if not starts:
         raise UserError(f"no episode of {config.env_id} lasted {length} steps with this policy; nothing can be shown.")
     dataset = dataset.map(obs=spaces.encode, actions=spaces.unmap_actions)
-    return algorithm, spaces, cut_windows(dataset, starts[:count], length)
-
-
-def window_starts(dataset: TransitionDataset, length: int) -> Array:
-    """First rows of windows of `length` observations that are inside one episode and do not overlap."""
-    ends = dataset.episode_ends + 1
-    starts = [  # n steps of an episode hold n + 1 observations
-        np.arange(first, last - length + 2, length) for first, last in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-    return np.concatenate(starts)
+    return algorithm, spaces, cut_windows(dataset, np.array(starts[:1]), length)  # n steps hold n + 1 observations
 
 
 def cut_windows(dataset: TransitionDataset, starts: Array, length: int) -> Windows:
@@ -114,26 +81,29 @@ def draw_imagination(
     env: UserEnv | None = None,
 ) -> list[Path]:  # fmt: skip
     """Pictures of one window, imagined against real: a strip and a GIF of frames, or curves of a vector."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--imagine needs the extra 'results' (pip install 'rl-training[results]').") from None
-    algorithm, spaces, played = play_windows(path, warm_up + horizon, 1, seed=seed, env=env)
+    from matplotlib.figure import Figure
+
+    algorithm, spaces, played = play_window(path, warm_up + horizon, seed=seed, env=env)
     predicted = open_loop(algorithm, played.obs, played.actions, warm_up)[0].numpy()
-    real, still = played.obs[0].numpy(), Path(folder) / "imagined.png"
-    rows: list[Array] = []
+    real, still, figure = played.obs[0].numpy(), Path(folder) / "imagined.png", Figure(layout="constrained")
+    frames: list[Any] = []
     if spaces.obs_kind == "vector":
-        figure = draw_curves(Figure(layout="constrained"), real, predicted, warm_up)
+        draw_curves(figure, real, predicted, warm_up)
     else:
-        frames = [as_colors(images / spaces.image_scale) for images in (real, predicted)]
-        rows = [*frames, np.abs(frames[0] - frames[1])]
-        figure = draw_strip(Figure(layout="constrained"), rows, warm_up)
+        real, predicted = (as_colors(images / spaces.image_scale) for images in (real, predicted))
+        rows = np.stack([real, predicted, np.abs(real - predicted)])
+        draw_strip(figure, rows, warm_up)
+        frames = moving_frames(rows, warm_up)
     with output_written(still, "the picture"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         refuse_link(folder)
         with replacing(still) as file:
             figure.savefig(file, format="png", dpi=120)
-        return [still, write_gif(rows, warm_up, still.with_suffix(".gif"))] if rows else [still]
+        if not frames:
+            return [still]
+        with replacing(still.with_suffix(".gif")) as file:
+            frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+        return [still, still.with_suffix(".gif")]
 
 
 def as_colors(images: Array) -> Array:
@@ -141,44 +111,44 @@ def as_colors(images: Array) -> Array:
     from matplotlib import colormaps
 
     channels = images.shape[1]
-    if channels == 1:
-        return np.repeat(images[:, 0, :, :, None], 3, axis=-1)
-    palette = np.eye(3) if channels == 3 else np.array(colormaps["tab10"](np.arange(channels) % 10))[:, :3]
+    palettes = {1: np.ones((1, 3)), 3: np.eye(3)}
+    palette = palettes.get(channels, np.array(colormaps["tab10"](np.arange(channels) % 10))[:, :3])
     return np.clip(np.einsum("tchw,ck->thwk", images, palette), 0.0, 1.0)
 
 
-def draw_strip(figure: Any, rows: list[Array], warm_up: int) -> Any:
-    """Frames in columns; rows are real, imagined and their difference."""
-    shown = np.unique(np.linspace(0, len(rows[0]) - 1, COLUMNS).astype(int))
-    figure.set_size_inches(0.8 * len(shown), 3.0)
-    grid = figure.subplots(len(rows), len(shown), squeeze=False)
-    for name, frames, line in zip(("real", "imagined", "difference"), rows, grid, strict=True):
-        line[0].set_ylabel(name)
-        for t, axes in zip(shown, line, strict=True):
-            axes.imshow(frames[t], interpolation="nearest", vmin=0.0, vmax=1.0)
-            axes.set_xticks([], [])
-            axes.set_yticks([], [])
-    for t, axes in zip(shown, grid[0], strict=True):
-        axes.set_title("seen" if t < warm_up else f"+{t - warm_up + 1}", fontsize=8)
-    return figure
+def draw_strip(figure: Any, rows: Array, warm_up: int) -> None:
+    """Frames [3, L, H, W, 3] in columns; the rows are real, imagined and their difference."""
+    shown = np.unique(np.linspace(0, rows.shape[1] - 1, COLUMNS).astype(int))
+    figure.set_size_inches(0.8 * len(shown), 2.9)
+    framed = np.pad(rows[:, shown], ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1.0)
+    axes, (height, width) = figure.subplots(), framed.shape[2:4]
+    axes.imshow(tiled(framed), interpolation="nearest")
+    axes.set_yticks(height * (np.arange(3) + 0.5), ("real", "imagined", "difference"), rotation=90, va="center")
+    times = ["seen" if t < warm_up else f"+{t - warm_up + 1}" for t in shown]
+    axes.set_xticks(width * (np.arange(len(shown)) + 0.5), times, fontsize=8)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
 
 
-def write_gif(rows: list[Array], warm_up: int, target: Path) -> Path:
+def tiled(frames: Array) -> Array:
+    """One picture [R H, C W, 3] of frames [R, C, H, W, 3] in rows and columns."""
+    rows, columns, height, width = frames.shape[:4]
+    return frames.swapaxes(1, 2).reshape(rows * height, columns * width, 3)
+
+
+def moving_frames(rows: Array, warm_up: int) -> list[Any]:
     """Real, imagined and difference side by side; a bar on top marks frames whose observations the model gets."""
     from PIL import Image
 
-    pictures = []
-    for t in range(len(rows[0])):
-        factor = max(1, FRAME_SIDE // rows[0].shape[1])
-        line = np.concatenate([row[t] for row in rows], axis=1).repeat(factor, 0).repeat(factor, 1)
+    pictures, factor = [], max(1, FRAME_SIDE // rows.shape[2])
+    for t in range(rows.shape[1]):
+        line = tiled(rows[None, :, t]).repeat(factor, 0).repeat(factor, 1)
         bar = np.full((6, line.shape[1], 3), 1.0 if t < warm_up else 0.2)
         pictures.append(Image.fromarray((np.concatenate([bar, line]) * 255).astype(np.uint8)))
-    with replacing(target) as file:
-        pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=FRAME_MS, loop=0)
-    return target
+    return pictures
 
 
-def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> Any:
+def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> None:
     """One plot per dimension of a vector [L, D]."""
     count = min(real.shape[1], PLOTTED)
     figure.set_size_inches(7.0, 1.5 * count)
@@ -189,4 +159,3 @@ def draw_curves(figure: Any, real: Array, predicted: Array, warm_up: int) -> Any
         axes.set_ylabel(f"obs[{dimension}]")
     figure.axes[0].legend(loc="upper right", fontsize=8)
     figure.axes[-1].set_xlabel(f"step (the gray line: {warm_up} observations seen, actions alone from there on)")
-    return figure

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +14,7 @@ import numpy as np
 from rl_training.config.train_config import read_yaml
 from rl_training.errors import UserError
 from rl_training.record.metrics_file import is_number, read_metrics
-from rl_training.run.status import find_run_folders, find_status
-from rl_training.safe_files import read_regular
+from rl_training.run.status import find_run_folders, find_status, read_json
 from rl_training.tools.statistics import Array
 
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
@@ -29,19 +29,11 @@ class RunRecord:
     """The contents of a run's folder; nothing in it is executed."""
 
     folder: Path
+    algo: str
+    env_id: str
     config: dict[str, Any]
     manifest: dict[str, Any]
     rows: list[dict[str, Any]]
-
-    @property
-    def algo(self) -> str:
-        """Registry name of the algorithm."""
-        return str(self.config["algo"])
-
-    @property
-    def env_id(self) -> str:
-        """The environment."""
-        return str(self.config["env_id"])
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -70,6 +62,12 @@ class RunRecord:
         """The run without the rows after this step."""
         return replace(self, rows=[row for row in self.rows if row["step"] <= step])
 
+    def scaled(self, low: float, high: float) -> RunRecord:
+        """The run with returns of which `low` is 0 and `high` is 1."""
+        returns = EVALUATED, TRAINED
+        rows = [row | {m: (row[m] - low) / (high - low) for m in returns if is_number(row.get(m))} for row in self.rows]
+        return replace(self, rows=rows)
+
     def curve(self, metric: str) -> tuple[Array, Array]:
         """Steps and finite values of a metric, in the order of the steps."""
         pairs = {row["step"]: row[metric] for row in self.rows if is_number(row.get(metric)) and is_number(row["step"])}
@@ -87,9 +85,8 @@ def find_runs(given: Iterable[str]) -> list[RunRecord]:
     for text in given:
         found = find_run_folders(Path(text), "metrics.jsonl")
         if not found:
-            raise UserError(
-                f"{text} is not a run folder and contains none; give folders with a config.yaml and a metrics.jsonl."
-            )
+            wanted = "give folders with a config.yaml and a metrics.jsonl"
+            raise UserError(f"{text} is not a run folder and contains none; {wanted}.")
         folders |= {p.resolve(): p for p in found}
     return [read_run(path) for path in folders.values()]
 
@@ -100,11 +97,18 @@ def read_run(folder: Path) -> RunRecord:
     for name in ("algo", "env_id"):
         if not isinstance(config.get(name), str):
             raise UserError(f"{folder / 'config.yaml'}: {name} is {config.get(name)!r}; it must be a name.")
-    try:
-        manifest = as_mapping(json.loads(read_regular(folder / "manifest.json")))
-    except (OSError, ValueError, RecursionError):
-        manifest = {}
-    return RunRecord(folder, config, manifest, read_metrics(folder / "metrics.jsonl"))
+    metrics = folder / "metrics.jsonl"
+    rows = read_metrics(metrics) if os.path.lexists(metrics) else []
+    return RunRecord(folder, config["algo"], config["env_id"], config, read_json(folder / "manifest.json"), rows)
+
+
+def check_number(values: dict[str, Any], name: str, file: str = "metrics.jsonl") -> float:
+    """The number of that name, which may be NaN or infinite; a UserError says what it is instead."""
+    value: Any = values.get(name)
+    if is_number(value) or (isinstance(value, float) and not math.isfinite(value)):
+        return float(value)
+    shown = "too large" if isinstance(value, int) and not isinstance(value, bool) else f"{value!r:.60}"
+    raise UserError(f"{name} is {shown} in its {file}; it must be a number.")
 
 
 def select_runs(groups: Groups, *, shared_steps: bool = False) -> tuple[Groups, list[str]]:
@@ -155,12 +159,12 @@ def name_runs(runs: Sequence[RunRecord], states: Sequence[str] = ()) -> str:
     return ", ".join(told) + (f" and {len(runs) - MOST_NAMES} more" if len(runs) > MOST_NAMES else "")
 
 
-def choose_curve(runs: Sequence[RunRecord], *, trained: bool = False) -> tuple[str | None, list[str]]:
-    """The return that every run has often enough for a curve, and a sentence if a few runs decided it."""
+def choose_curve(runs: Sequence[RunRecord], *, trained: bool = False) -> tuple[str, list[str]]:
+    """The return that every run has often enough for a curve or nothing, and a sentence if a few runs decided it."""
     few = [run for run in runs if len(run.curve(EVALUATED)[0]) < FEW_EVALUATIONS]
     if not few and not trained:
         return EVALUATED, []
     if not all(len(run.curve(TRAINED)[0]) > 1 for run in runs):
-        return None, []
+        return "", []
     why = f"fewer than {FEW_EVALUATIONS} evaluations of {name_runs(few)}: curves show training episodes."
     return TRAINED, [why] if len(few) < len(runs) and not trained else []
