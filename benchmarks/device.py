@@ -324,7 +324,7 @@ def roll_out(horizon: int) -> float:
     algorithm, params = Learner("mbpo", "cuda", "none").algorithm, get_algorithm_spec("mbpo").params
     chosen = params(rollout_batch_size=STARTS, rollout_horizon=horizon, synthetic_buffer_capacity=STARTS * horizon)
     recipe, rng = read_recipe("HalfCheetah-v5", {}), np.random.default_rng(0)
-    rollouts = ModelRollouts(StoreContext(chosen, CHEETAH, 1, 0, "cuda", recipe, rng), rng)
+    rollouts = ModelRollouts(StoreContext(chosen, CHEETAH, 1, 0, "cuda", recipe, rng))
     states = torch.randn(STARTS, CHEETAH.obs_dim)
 
     def roll(count: int) -> None:

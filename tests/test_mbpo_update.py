@@ -17,8 +17,7 @@ from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
 from rl_training.config.params import read_params
-from rl_training.data.model_store import ModelReplayStore
-from rl_training.data.synthetic import SyntheticBuffer
+from rl_training.data.model_store import ModelReplayStore, SyntheticBuffer
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.terminations import KNOWN, known_termination, never
 from rl_training.errors import UserError

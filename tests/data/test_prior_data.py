@@ -16,7 +16,7 @@ from rl_training.config.recorded_data import DatasetKind, DatasetParams
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.minari_io import write_minari
-from rl_training.data.prior_store import PriorReplayStore, find_dataset
+from rl_training.data.recorded_store import PriorReplayStore, find_dataset
 from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe

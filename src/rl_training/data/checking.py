@@ -22,10 +22,19 @@ def check_dataset(
     The spaces are those of the Gymnasium environment that the data set should fit.
     """
     returns, lengths = dataset.episode_returns, dataset.episode_lengths
-    bad = {name: np.count_nonzero(~np.isfinite(array)) for name, array in dataset.arrays().items()}
-    not_finite = {name: int(count) for name, count in bad.items() if count}
-    breaks = _count_breaks(dataset)
-    spaces = [("obs", dataset.obs, observation_space), ("actions", dataset.actions, action_space)]
+    bad = {name: int(np.count_nonzero(~np.isfinite(array))) for name, array in dataset.arrays().items()}
+    not_finite = {name: count for name, count in bad.items() if count}
+    breaks, both = _count_breaks(dataset), int((dataset.terminated & dataset.truncated).sum())
+    problems = [f"{name} holds {count} values that are NaN or infinite." for name, count in not_finite.items()]
+    if both:
+        problems.append(f"{both} rows are marked terminated and truncated at once; terminated wins.")
+    if breaks:
+        problems.append(
+            f"{breaks} rows are followed by another observation than their next_obs without an end being marked "
+            "(shuffled rows, or truncations that were not recorded)."
+        )
+    problems += _space_problems("obs", dataset.obs, observation_space)
+    problems += _space_problems("actions", dataset.actions, action_space)
     return {
         "transitions": len(dataset),
         "episodes": len(returns),
@@ -35,18 +44,15 @@ def check_dataset(
         "episode_return": _summary(returns),
         "episode_length": _summary(lengths),
         "reward": _summary(dataset.rewards),
-        **{name: _describe(array) for name, array, _ in spaces},
+        "obs": _describe(dataset.obs),
+        "actions": _describe(dataset.actions),
         "coverage": _coverage(dataset.actions, action_space),
         "not_finite": not_finite,
         "breaks": breaks,
         "has_behavior_logprobs": dataset.behavior_logprobs is not None,
         "sha256": dataset.sha256,
         "metadata": dict(dataset.metadata),
-        "problems": [
-            *(f"{name} holds {count} values that are NaN or infinite." for name, count in not_finite.items()),
-            *_end_problems(int((dataset.terminated & dataset.truncated).sum()), breaks),
-            *(problem for part in spaces for problem in _space_problems(*part)),
-        ],
+        "problems": problems,
     }
 
 
@@ -64,39 +70,23 @@ def _describe(array: Array) -> dict[str, Any]:
 def _coverage(actions: Array, space: Any) -> dict[str, Any]:
     """How often each whole-number action occurs, or the share of ten equal bins that each dimension visits."""
     if actions.dtype.kind in "biu":
-        values, counts = np.unique(actions.reshape(-1) if actions.ndim == 1 else actions, axis=0, return_counts=True)
+        values, counts = np.unique(actions, axis=0, return_counts=True)
         if len(values) > 256:
             return {"distinct_actions": len(values)}
         return {"action_counts": [[value.tolist(), int(count)] for value, count in zip(values, counts, strict=True)]}
     flat = actions.reshape(len(actions), -1)
-    low, high = _bounds(space, flat)
+    low, high = (np.ravel(limit) for limit in (getattr(space, "low", ()), getattr(space, "high", ())))
+    if len(low) != flat.shape[1] or not np.isfinite([low, high]).all():
+        low, high = flat.min(axis=0), flat.max(axis=0)
     bins = np.clip((flat - low) / np.where(high > low, high - low, 1.0) * _BINS, 0, _BINS - 1).astype(np.int64)
     return {"visited_bins": [len(np.unique(column)) / _BINS for column in bins.T]}
-
-
-def _bounds(space: Any, flat: Array) -> tuple[Array, Array]:
-    low = getattr(space, "low", None)
-    if low is not None and np.size(low) == flat.shape[1] and np.isfinite(low).all() and np.isfinite(space.high).all():
-        return np.ravel(low), np.ravel(space.high)
-    return flat.min(axis=0), flat.max(axis=0)
 
 
 def _count_breaks(dataset: TransitionDataset) -> int:
     """Rows whose successor is not the next row's observation although no end is marked there."""
     going = np.flatnonzero(~(dataset.terminated | dataset.truncated)[:-1])
-    if not len(going):
-        return 0
-    return int((dataset.next_obs[going] != dataset.obs[going + 1]).reshape(len(going), -1).any(axis=1).sum())
-
-
-def _end_problems(both: int, breaks: int) -> list[str]:
-    found = [f"{both} rows are marked terminated and truncated at once; terminated wins."] if both else []
-    if breaks:
-        found.append(
-            f"{breaks} rows are followed by another observation than their next_obs without an end being marked "
-            "(shuffled rows, or truncations that were not recorded)."
-        )
-    return found
+    differs = dataset.next_obs[going] != dataset.obs[going + 1]
+    return int(differs.any(axis=tuple(range(1, differs.ndim))).sum())
 
 
 def _space_problems(name: str, array: Array, space: Any) -> list[str]:
@@ -108,19 +98,14 @@ def _space_problems(name: str, array: Array, space: Any) -> list[str]:
         return [f"{name} has rows of shape {shape}, but the environment's space is {space}."]
     if np.issubdtype(space.dtype, np.floating) and array.dtype.kind in "biu" and name == "actions":
         return [f"{name} are {array.dtype}, but the environment's space {space} wants real numbers, not choices."]
-    low, high = _limits(space)
-    if low is None or high is None:
+    if hasattr(space, "low"):
+        low, high = space.low, space.high
+    elif hasattr(space, "start"):
+        low, high = space.start, space.start + getattr(space, "nvec", getattr(space, "n", None)) - 1
+    else:
         return []
     if np.issubdtype(space.dtype, np.integer) and array.dtype.kind == "f" and name == "actions":
         return [f"{name} are {array.dtype}, but the environment's space {space} wants whole numbers."]
     flat = array.reshape(len(array), -1)
     outside = int(((flat < np.ravel(low)) | (flat > np.ravel(high))).any(axis=1).sum())
     return [f"{outside} rows of {name} lie outside the environment's space {space}."] if outside else []
-
-
-def _limits(space: Any) -> tuple[Any, Any]:
-    if hasattr(space, "low"):
-        return space.low, space.high
-    if hasattr(space, "nvec"):
-        return space.start, space.start + space.nvec - 1
-    return (space.start, space.start + space.n - 1) if hasattr(space, "start") else (None, None)

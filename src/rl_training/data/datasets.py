@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rl_training.data.checking import check_dataset
-from rl_training.data.memory import Array, as_tensors, available_memory, format_bytes
+from rl_training.data.memory import Array, available_memory, format_bytes
 from rl_training.data.replay import ReplayBuffer
+from rl_training.data.transfer import as_tensors
 from rl_training.errors import UserError
 from rl_training.safe_files import open_regular, replacing
 
@@ -76,15 +77,17 @@ class TransitionDataset:
         missing = [name for name in REQUIRED if name not in named]
         if missing:
             raise UserError(f"{source} holds no {', '.join(missing)}; a data set needs {', '.join(REQUIRED)}.")
-        for name in [name for name in (*REQUIRED, "behavior_logprobs") if name in named]:
-            dtype = named[name].dtype
-            if dtype.kind not in "biuf" or dtype.itemsize > 8 or named[name].ndim < 1:
-                raise UserError(f"{name} in {source} is {dtype} {named[name].shape}, not rows of numbers.")
-            named[name] = named[name].astype(dtype.newbyteorder("="), copy=False)  # the only order that torch reads
-        flat = {name: _flat(named[name], name, source) for name in ("rewards", "terminated", "truncated")}
-        logprobs = named.get("behavior_logprobs")
-        return cls(named["obs"], named["actions"], flat["rewards"], named["next_obs"], flat["terminated"],
-                   flat["truncated"], logprobs, metadata)  # fmt: skip
+        kept = {name: named[name] for name in (*REQUIRED, "behavior_logprobs") if name in named}
+        for name, array in kept.items():
+            dtype = array.dtype
+            if dtype.kind not in "biuf" or dtype.itemsize > 8 or array.ndim < 1:
+                raise UserError(f"{name} in {source} is {dtype} {array.shape}, not rows of numbers.")
+            kept[name] = array.astype(dtype.newbyteorder("="), copy=False)  # the only order that torch reads
+            if name in ("rewards", "terminated", "truncated"):
+                if array.size != len(array):
+                    raise UserError(f"{name} in {source} has the shape {array.shape}; it must be one number per row.")
+                kept[name] = kept[name].reshape(len(array))
+        return cls(**kept, metadata=metadata)
 
     @classmethod
     def from_npz(cls, path: str | Path) -> TransitionDataset:
@@ -233,9 +236,3 @@ def refuse_too_large(path: str | Path, claimed: int, share: float = 1.0) -> None
     if free is not None and share * claimed > free:
         needed = format_bytes(share * claimed)
         raise UserError(f"{path} needs {needed} of memory, but only {format_bytes(free)} is free.")
-
-
-def _flat(array: Array, name: str, source: str) -> Array:
-    if array.size != len(array):
-        raise UserError(f"{name} in {source} has the shape {array.shape}; it must be one number per row.")
-    return array.reshape(len(array))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -14,15 +13,7 @@ from torch import Tensor
 from rl_training.algorithms.base import Algorithm, Array, Batch
 from rl_training.data import TransitionDataset
 from rl_training.data.experience import Experience
-from rl_training.data.prior_store import (
-    check_same_data,
-    describe_origin,
-    find_dataset,
-    fit_dataset,
-    note_other_env,
-    refuse_missing,
-    refuse_unread,
-)
+from rl_training.data.recorded_store import describe_origin, find_dataset, fit_dataset, refuse_missing, refuse_unread
 from rl_training.data.rollout_store import RolloutStore
 from rl_training.data.store import StoreContext
 from rl_training.envs.random_play import play_at_random
@@ -71,6 +62,8 @@ def find_horizon(recipe: EnvRecipe, expert: TransitionDataset) -> int:
 class DemonstrationStore(RolloutStore):
     """Rollouts with the expert's steps and the time that ended episodes stay in the absorbing state."""
 
+    recorded = {"expert": "expert's data"}
+
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         params = self.params
@@ -95,12 +88,9 @@ class DemonstrationStore(RolloutStore):
 
     def describe(self) -> str:
         """Sizes of the rollout and of the expert data, its origin, and a warning if episode ends are ignored."""
-        expert, env_id = self.expert, self.spaces.env_id
-        if self.params.expert_dataset_kind == "checkpoint":
-            origin = f"the policy in {self.params.expert_checkpoint}{note_other_env(expert, env_id)}"
-        else:
-            origin = describe_origin(self.params.as_dataset(), expert, env_id)
-        steps = f"{len(expert):,} expert steps in {describe_episodes(expert)}"
+        data, policy = self.params.as_dataset(), f"the policy in {self.params.expert_checkpoint}"
+        origin = describe_origin(data, self.expert, self.spaces.env_id, policy)
+        steps = f"{len(self.expert):,} expert steps in {describe_episodes(self.expert)}"
         return f"{super().describe()}, {steps}, from {origin}{self.warning}"
 
     def add(self, experience: Experience, step: int) -> int:
@@ -130,15 +120,6 @@ class DemonstrationStore(RolloutStore):
                 )
             self._expert_batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         return self._expert_batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of a rollout store, with the hash of the expert's steps."""
-        return super().state_dict() | {"expert_sha256": self.expert.sha256}
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`; another expert is refused."""
-        check_same_data(state["expert_sha256"], self.expert, "expert's data")
-        return super().load_state_dict(state)
 
 
 def absorbing_steps(terminated: Array, truncated: Array, lengths: Array, horizon: int) -> Array:

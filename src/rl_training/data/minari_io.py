@@ -7,16 +7,15 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl_training.data.datasets import TransitionDataset, refuse_too_large
-from rl_training.data.generated import open_env
 from rl_training.data.memory import Array
-from rl_training.errors import UserError
+from rl_training.errors import UserError, first_line
 from rl_training.safe_files import read_regular
 
 _FOLDER = "MINARI_DATASETS_PATH"
@@ -210,6 +209,16 @@ def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str,
         if not isinstance(space, gymnasium.spaces.Box):
             space = gymnasium.spaces.flatten_space(space)  # what the rows hold
         return {"env": env.spec, "observation_space": space, "action_space": env.action_space}
+
+
+def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """One Gymnasium environment, or a `UserError` that says why not."""
+    import gymnasium
+
+    try:
+        return gymnasium.make(env_id, **(env_kwargs or {}))
+    except Exception as error:  # an id or arguments from a file can fail in any way
+        raise UserError(f"{env_id} cannot be made: {first_line(error)}.") from None
 
 
 def _write_episode(dataset: TransitionDataset, rows: slice) -> dict[str, Any]:

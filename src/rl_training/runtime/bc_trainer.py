@@ -12,7 +12,7 @@ from rl_training.config.params import Unused
 from rl_training.config.recorded_data import DatasetLaneParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
-from rl_training.data.dataset_store import DatasetStore
+from rl_training.data.recorded_store import DatasetStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.run.workflows import train_function
 

@@ -10,7 +10,7 @@ from rl_training.algorithms.rlpd import RLPD
 from rl_training.config.params import Facts
 from rl_training.config.recorded_data import PriorDataParams
 from rl_training.config.replay import DIVIDED_ONCE, ActorCriticParams, TemperatureParams, continuous_spec
-from rl_training.data.prior_store import PriorReplayStore
+from rl_training.data.recorded_store import PriorReplayStore
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.run.workflows import train_function
 
