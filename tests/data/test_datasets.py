@@ -18,8 +18,7 @@ from rl_training.data import (
     export_random_transition_dataset,
     load_transition_dataset,
 )
-from rl_training.data.loading import _random_action
-from rl_training.data.minari_io import read_minari, write_minari
+from rl_training.data.loading import _random_action, read_minari, write_minari
 from rl_training.errors import UserError
 
 

@@ -27,7 +27,7 @@ from rl_training.config.params import read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import Presets, TrainConfig, load_config
 from rl_training.data import TransitionDataset, load_transition_dataset
-from rl_training.data.minari_io import read_minari, write_minari
+from rl_training.data.loading import read_minari, write_minari
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run.workflows import TrainedPolicy, load_policy, train

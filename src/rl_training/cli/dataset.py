@@ -251,8 +251,7 @@ def convert(
     if target.endswith(".npz"):
         check_output("TARGET", target)
     name_environment(env, modules)
-    from rl_training.data.loading import load_transition_dataset
-    from rl_training.data.minari_io import write_minari
+    from rl_training.data.loading import load_transition_dataset, write_minari
 
     if target.endswith(".npz"):
         dataset = load_transition_dataset("minari", dataset_id=source)
