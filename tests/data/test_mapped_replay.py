@@ -126,7 +126,8 @@ def test_a_disk_that_is_full_at_the_last_array_is_a_sentence_too(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(memory, "_reserve", reserve)
-    with pytest.raises(UserError, match=r"of 500 steps needs .* = finals_16 .* cannot be reserved in .* \(No space left"):
+    said = r"of 500 steps needs .* = finals_16 .* cannot be reserved in .* \(No space left"
+    with pytest.raises(UserError, match=said):
         make(tmp_path, capacity=500)
     assert list(tmp_path.iterdir()) == []
 

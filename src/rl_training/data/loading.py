@@ -13,7 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 
 from rl_training.data.datasets import REQUIRED, TransitionDataset, refuse_too_large
 from rl_training.data.memory import Array
@@ -89,8 +91,6 @@ def make_random_dataset(env_id: str, num_steps: int, seed: int, make_env: Callab
 
 def _random_action(space: Any, info: Any, env_id: str) -> Any:
     """An action drawn uniformly from those that the mask allows; the mask has any dtype, whole or in parts."""
-    from gymnasium import spaces
-
     mask = info.get("action_mask") if isinstance(info, Mapping) else None
     if mask is None or isinstance(space, spaces.Box):
         return space.sample()
@@ -108,8 +108,6 @@ def _random_action(space: Any, info: Any, env_id: str) -> Any:
 
 def _encode(env: Any, obs: Any) -> Any:
     """A copy of a Box observation, any other as Gymnasium flattens it."""
-    from gymnasium import spaces
-
     space = env.observation_space
     return np.array(obs if isinstance(space, spaces.Box) else spaces.flatten(space, obs))
 
@@ -129,15 +127,14 @@ def _minari() -> Any:
 def _datasets_in(folder: str | Path | None) -> Iterator[None]:
     """Make Minari use `folder`, which it reads only from its environment variable."""
     before = os.environ.get(_FOLDER)
-    if folder is not None:
-        os.environ[_FOLDER] = str(folder)
     try:
+        if folder is not None:
+            os.environ[_FOLDER] = str(folder)
         yield
     finally:
-        if folder is not None:
-            os.environ.pop(_FOLDER)
-            if before is not None:
-                os.environ[_FOLDER] = before
+        os.environ.pop(_FOLDER, None)
+        if before is not None:
+            os.environ[_FOLDER] = before
 
 
 def read_minari(
@@ -182,8 +179,6 @@ def _check_metadata(dataset_id: str) -> None:
 
 
 def _read_episodes(source: Any, dataset_id: str, size: int | None) -> TransitionDataset:
-    from gymnasium import spaces
-
     if isinstance(space := source.action_space, spaces.Dict | spaces.Tuple):
         raise UserError(f"the action space {space} of the Minari data set is not supported; plain spaces are.")
     file = Path(source.storage.data_path) / "main_data.hdf5"
@@ -241,8 +236,6 @@ def _read_episode(episode: Any, observation_space: Any) -> dict[str, Array]:
 
 
 def _flatten(values: Any, space: Any, count: int) -> Array:
-    from gymnasium import spaces
-
     if isinstance(space, spaces.Box):
         return np.asarray(values)
     return np.stack([np.asarray(spaces.flatten(space, _row(values, t))) for t in range(count)])
@@ -291,8 +284,6 @@ def write_minari(
 
 
 def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str, Any]:
-    import gymnasium
-
     name = env_id or dataset.metadata.get("env_id")
     if name is None:
         raise UserError("a Minari data set needs the environment it comes from; give env_id.")
@@ -301,17 +292,15 @@ def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str,
         raise UserError(f"the data set names the environment {name!r}, {reason}; give env_id.")
     with contextlib.closing(open_env(name)) as env:
         space = env.observation_space
-        if not isinstance(space, gymnasium.spaces.Box):
-            space = gymnasium.spaces.flatten_space(space)  # what the rows hold
+        if not isinstance(space, spaces.Box):
+            space = spaces.flatten_space(space)  # what the rows hold
         return {"env": env.spec, "observation_space": space, "action_space": env.action_space}
 
 
 def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
     """One Gymnasium environment, or a `UserError` that says why not."""
-    import gymnasium
-
     try:
-        return gymnasium.make(env_id, **(env_kwargs or {}))
+        return gym.make(env_id, **(env_kwargs or {}))
     except Exception as error:  # an id or arguments from a file can fail in any way
         raise UserError(f"{env_id} cannot be made: {first_line(error)}.") from None
 

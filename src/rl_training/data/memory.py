@@ -219,7 +219,5 @@ def _remove(path: Path, lock: int, process: int) -> None:
 def check_same_layout(stored: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
     """Refuse a state that a buffer of another layout wrote, naming the first difference."""
     for name, value in own.items():
-        found = stored.get(name)
-        found = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else found
-        if found != value:
+        if (found := stored.get(name)) != value:
             raise UserError(f"the stored {what} has {name} {found}, this one {value}; resume with the same settings.")

@@ -81,23 +81,23 @@ class SyntheticBuffer:
         return {"capacity": self.capacity, "shapes": [list(column.shape[1:]) for column in self._columns.values()]}
 
 
-class ModelRollouts:
+class ModelStore(Store):
     """Shared by both stores: fit the model, imagine rollouts, and mix imagined transitions into batches."""
 
     def __init__(self, context: StoreContext) -> None:
-        self.params, self.device, self.rng = context.params, context.device, context.rng
+        super().__init__(context)
         self.terminates = known_termination(context.recipe)
         self.synthetic_batch_size = round(self.params.synthetic_batch_ratio * self.params.batch_size)
-        sizes = {"obs_dim": context.spaces.obs_dim, "action_dim": context.spaces.action_dim}
-        self.buffer = SyntheticBuffer(self.params.synthetic_buffer_capacity, **sizes, device=self.device)
+        sizes = {"obs_dim": self.spaces.obs_dim, "action_dim": self.spaces.action_dim}
+        self.imagined = SyntheticBuffer(self.params.synthetic_buffer_capacity, **sizes, device=self.device)
         self.updates_since_round = 0
-        self.metrics: dict[str, float] = {}  # of the last fit and round
-        self.last_result: UpdateResult | None = None  # for the metrics of a fit
+        self.rollout_horizon: float = self.params.rollout_horizon
+        self._last_result: UpdateResult | None = None
 
-    def describe(self) -> str:
+    def describe_imagined(self) -> str:
         """The buffer's size, and how terminations of imagined episodes are determined."""
-        where = " on the GPU" if self.buffer.on_gpu else ""
-        size = f"{self.buffer.capacity:,} imagined ones: {format_bytes(self.buffer.nbytes)}{where}"
+        where = " on the GPU" if self.imagined.on_gpu else ""
+        size = f"{self.imagined.capacity:,} imagined ones: {format_bytes(self.imagined.nbytes)}{where}"
         return f"{size}, ends {'learned by the model' if self.terminates is None else 'by a known function'}"
 
     def fit(self, algorithm: MBPO, transitions: Mapping[str, Array]) -> Iterator[tuple[str, Batch]]:
@@ -109,78 +109,59 @@ class ModelRollouts:
         tensors = {name: torch.from_numpy(transitions[name]).to(self.device, torch.float32) for name in names}
         for batch in algorithm.fit(tensors, self.rng, self.params.model_updates, self.params.model_batch_size):
             yield "model", batch
-        if self.last_result is not None:
-            self.metrics |= read_metrics(self.last_result.metrics)
+        if self._last_result is not None:
+            self.metrics |= read_metrics(self._last_result.metrics)
         self.metrics |= read_metrics(algorithm.fit_metrics)
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """Keep the result, for the metrics of a fit."""
+        self._last_result = result
 
     @property
     def round_due(self) -> bool:
         """Whether new rollouts are due."""
-        return not len(self.buffer) or self.updates_since_round >= self.params.rollout_refresh_interval
+        return not len(self.imagined) or self.updates_since_round >= self.params.rollout_refresh_interval
 
     def imagine(self, algorithm: MBPO, states: Tensor, horizon: float) -> None:
         """Roll out the current policy through the model from real states [N, O]; a row that terminates is dropped."""
         for obs in states.to(self.device, torch.float32).split(CHUNK if self.device == "cpu" else GPU_CHUNK):
             for _ in range(int(horizon)):
                 step = algorithm.imagine(obs, self.terminates)
-                self.buffer.add(step)
+                self.imagined.add(step)
                 # counting terminated rows makes the host wait for a GPU
                 obs = step["next_obs"] if self.terminates is never else step["next_obs"][~step["terminated"]]
                 if not len(obs):
                     break
         self.updates_since_round = 0
-        self.metrics["synthetic_size"] = float(len(self.buffer))
-
-    def mix(self, real: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Real rows first, then imagined ones."""
-        imagined = self.buffer.sample(self.synthetic_batch_size, self.rng)
-        return {name: torch.cat([real[name], imagined[name].to(self.device)]) for name in KEYS}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and metrics; the store saves the buffer."""
-        return {"updates_since_round": self.updates_since_round, "metrics": dict(self.metrics)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        self.updates_since_round = int(state["updates_since_round"])
-        self.metrics.clear()
-        self.metrics.update({str(name): float(value) for name, value in state["metrics"].items()})
-
-
-class ModelStore(Store):
-    """Shared by both stores: real and imagined rows in every batch, and the rollouts in the saved state."""
-
-    def __init__(self, context: StoreContext) -> None:
-        super().__init__(context)
-        self.rollouts = ModelRollouts(context)
-        self.metrics = self.rollouts.metrics
-        self.rollout_horizon: float = self.params.rollout_horizon
+        self.metrics["synthetic_size"] = float(len(self.imagined))
 
     def draw_real(self, count: int) -> dict[str, Any]:
         """Real transitions."""
         raise NotImplementedError
 
     def sample(self) -> dict[str, Any]:
-        """A batch whose last rows are imagined."""
-        imagined = self.rollouts.synthetic_batch_size
-        real = self.draw_real(self.params.batch_size - imagined)
-        return self.rollouts.mix(real) if imagined else real
+        """A batch of real rows, then imagined ones."""
+        real = self.draw_real(self.params.batch_size - self.synthetic_batch_size)
+        return self.mix(real) if self.synthetic_batch_size else real
 
-    def feedback(self, batch: Batch, result: UpdateResult) -> None:
-        """Keep the result, for the metrics of a fit."""
-        self.rollouts.last_result = result
+    def mix(self, real: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Real rows first, then imagined ones."""
+        imagined = self.imagined.sample(self.synthetic_batch_size, self.rng)
+        return {name: torch.cat([real[name], imagined[name].to(self.device)]) for name in KEYS}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a store; `replay` includes the imagined transitions."""
         state = super().state_dict()
-        replay = state.get("replay", {}) | {"synthetic": self.rollouts.buffer.state_dict()}
-        return state | {"rollouts": self.rollouts.state_dict(), "replay": replay}
+        replay = state.get("replay", {}) | {"synthetic": self.imagined.state_dict()}
+        rollouts = {"updates_since_round": self.updates_since_round, "metrics": dict(self.metrics)}
+        return state | {"rollouts": rollouts, "replay": replay}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`; missing imagined transitions are imagined again."""
-        self.rollouts.load_state_dict(state["rollouts"])
+        self.updates_since_round = int(state["rollouts"]["updates_since_round"])
+        self.metrics = {str(name): float(value) for name, value in state["rollouts"]["metrics"].items()}
         if "replay" in state:
-            self.rollouts.buffer.load_state_dict(state["replay"]["synthetic"])
+            self.imagined.load_state_dict(state["replay"]["synthetic"])
         return super().load_state_dict(state)
 
 
@@ -195,7 +176,7 @@ class ModelReplayStore(ModelStore, ReplayStore):
 
     def describe(self) -> str:
         """Both buffers, and how imagined terminations are determined."""
-        return f"{super().describe()}; {self.rollouts.describe()}"
+        return f"{super().describe()}; {self.describe_imagined()}"
 
     def add(self, experience: Experience, step: int) -> int:
         """As replay does."""
@@ -205,17 +186,16 @@ class ModelReplayStore(ModelStore, ReplayStore):
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """Fit the model and imagine rollouts when that is due, and yield the policy's batches."""
         assert isinstance(algorithm, MBPO)
-        rollouts = self.rollouts
         turn_due = self.is_filled and len(self.buffer) and self.credit >= self.params.train_frequency
-        if turn_due and rollouts.synthetic_batch_size:
+        if turn_due and self.synthetic_batch_size:
             fits = self.steps_since_fit >= self.params.model_train_frequency
             if fits:
-                yield from rollouts.fit(algorithm, self.buffer.transitions())
+                yield from self.fit(algorithm, self.buffer.transitions())
                 self.steps_since_fit = 0
-            if fits or rollouts.round_due:
-                rollouts.imagine(algorithm, self.draw_real(self.params.rollout_batch_size)["obs"], self.rollout_horizon)
+            if fits or self.round_due:
+                self.imagine(algorithm, self.draw_real(self.params.rollout_batch_size)["obs"], self.rollout_horizon)
         for due in super().batches(algorithm, step):
-            rollouts.updates_since_round += 1
+            self.updates_since_round += 1
             yield due
 
     def draw_real(self, count: int) -> dict[str, Any]:
@@ -243,20 +223,19 @@ class ModelDatasetStore(ModelStore):
     def describe(self) -> str:
         """The data, the buffer, and how imagined terminations are determined."""
         origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
-        return f"dataset of {len(self.dataset):,} transitions from {origin}; {self.rollouts.describe()}"
+        return f"dataset of {len(self.dataset):,} transitions from {origin}; {self.describe_imagined()}"
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """Fit the model once, imagine rollouts when that is due, and yield one policy batch."""
         assert isinstance(algorithm, MBPO)
-        rollouts = self.rollouts
-        if rollouts.synthetic_batch_size:
+        if self.synthetic_batch_size:
             if not self.fitted:
-                yield from rollouts.fit(algorithm, self.dataset.arrays())
+                yield from self.fit(algorithm, self.dataset.arrays())
                 self.fitted = True
-            if rollouts.round_due:
+            if self.round_due:
                 rows = self.rng.integers(0, len(self.dataset), self.params.rollout_batch_size)
-                rollouts.imagine(algorithm, torch.from_numpy(self.dataset.obs[rows]), self.rollout_horizon)
-        rollouts.updates_since_round += 1
+                self.imagine(algorithm, torch.from_numpy(self.dataset.obs[rows]), self.rollout_horizon)
+        self.updates_since_round += 1
         yield "policy", self.sample()
 
     def draw_real(self, count: int) -> dict[str, Any]:

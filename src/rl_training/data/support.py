@@ -50,13 +50,14 @@ class SupportWatch:
         """Compare the rewards of new experience and the returns of episodes that ended in it."""
         if self._warned and not any(self.moves):
             return  # there is nothing left to say
+        row: dict[str, Any]
         for row in experience.rows():
-            rewards, valid, envs = (row.get(name) for name in ("rewards", "valid", "envs"))
-            ended = row["terminated"] | row["truncated"]  # type: ignore[operator]
-            for i, reward in enumerate(rewards.tolist()):  # type: ignore[union-attr]
+            envs = range(len(self._rewards)) if row.get("envs") is None else row["envs"]
+            ended, valid = row["terminated"] | row["truncated"], row["valid"]
+            for i, (env, reward) in enumerate(zip(envs, row["rewards"].tolist(), strict=True)):
                 if valid is not None and not valid[i]:
                     continue
-                earned = self._rewards[i if envs is None else envs[i]]
+                earned = self._rewards[env]
                 earned.append(reward)
                 self._meet(reward, "reward")
                 if ended[i] or len(earned) == LONGEST:

@@ -32,10 +32,7 @@ def fits_on_gpu(nbytes: int, device: str) -> bool:
 
 def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
     """The arrays on a device: on the CPU the tensors share their memory, on others one transfer copies all of them."""
-    if device.type == "cpu":
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    given = list(arrays.values())
-    return dict(zip(arrays, Lane(given, device).send(given), strict=True))
+    return Sender(device)(arrays)
 
 
 class Sender:
@@ -53,7 +50,7 @@ class Sender:
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         """The arrays on the device; on the CPU the tensors share their memory."""
         if self.device.type == "cpu":
-            return as_tensors(arrays, self.device)
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
         given = list(arrays.values())
         lanes = self._lanes.setdefault(tuple([(array.shape, array.dtype) for array in given]), deque())
         lanes.append(lanes.popleft() if len(lanes) == self.TURNS else Lane(given, self.device))
