@@ -200,7 +200,6 @@ def describe_report(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("actions", describe_array(report["actions"])),
         ("coverage", describe_coverage(report["coverage"], report["transitions"])),
         ("NaN or infinite", missing or "none"),
-        ("log-probabilities", "recorded" if report["has_behavior_logprobs"] else "not recorded"),
         ("made by", named or "not in the data"),
         ("sha256", report["sha256"]),
     ]

@@ -38,8 +38,8 @@ class TransitionDataset:
     """M transitions in time order, episode after episode.
 
     `obs`, `next_obs` [M, ...]; `actions` [M] or [M, D] in the environment's own range; `rewards` [M] float32;
-    `terminated`, `truncated` [M] bool; `behavior_logprobs` [M] where they were recorded. An episode ends where
-    either flag is set and at the last row; `next_obs` is the true successor there too.
+    `terminated`, `truncated` [M] bool. An episode ends where either flag is set and at the last row; `next_obs` is the
+    true successor there too.
     """
 
     obs: Array
@@ -48,7 +48,6 @@ class TransitionDataset:
     next_obs: Array
     terminated: Array
     truncated: Array
-    behavior_logprobs: Array | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,8 +64,7 @@ class TransitionDataset:
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by name."""
-        arrays = {name: getattr(self, name) for name in REQUIRED}
-        return arrays if self.behavior_logprobs is None else {**arrays, "behavior_logprobs": self.behavior_logprobs}
+        return {name: getattr(self, name) for name in REQUIRED}
 
     # making and storing -----------------------------------------------------------------------------------------
 
@@ -77,7 +75,7 @@ class TransitionDataset:
         missing = [name for name in REQUIRED if name not in named]
         if missing:
             raise UserError(f"{source} holds no {', '.join(missing)}; a data set needs {', '.join(REQUIRED)}.")
-        kept = {name: named[name] for name in (*REQUIRED, "behavior_logprobs") if name in named}
+        kept = {name: named[name] for name in REQUIRED}
         for name, array in kept.items():
             dtype = array.dtype
             if dtype.kind not in "biuf" or dtype.itemsize > 8 or array.ndim < 1:
@@ -271,7 +269,6 @@ def check_dataset(dataset: TransitionDataset, observation_space: Any, action_spa
         "coverage": _coverage(dataset.actions, action_space),
         "not_finite": not_finite,
         "breaks": breaks,
-        "has_behavior_logprobs": dataset.behavior_logprobs is not None,
         "sha256": dataset.sha256,
         "metadata": dict(dataset.metadata),
         "problems": problems,

@@ -194,8 +194,7 @@ def _read_episodes(source: Any, dataset_id: str, size: int | None) -> Transition
             break
     if not rows:
         raise UserError(f"{dataset_id} holds no transitions.")
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     env = getattr(source, "env_spec", None)
     metadata = {"dataset_id": dataset_id, "env_id": None if env is None else env.id}
     return TransitionDataset.from_arrays(arrays, dataset_id, **metadata)
@@ -225,14 +224,10 @@ def _read_episode(episode: Any, observation_space: Any) -> dict[str, Array]:
     observations = _flatten(episode.observations, observation_space, len(episode) + 1)
     truncated = np.array(episode.truncations, dtype=bool)
     truncated[-1:] |= not episode.terminations[-1:].any()
-    arrays = {
+    return {
         "obs": observations[:-1], "next_obs": observations[1:], "actions": np.asarray(episode.actions),
         "rewards": np.asarray(episode.rewards), "terminated": np.asarray(episode.terminations), "truncated": truncated,
     }  # fmt: skip
-    logprobs = (episode.infos or {}).get("behavior_logprobs")
-    if logprobs is not None:
-        arrays["behavior_logprobs"] = np.asarray(logprobs, dtype=np.float32)[: len(episode)]
-    return arrays
 
 
 def _flatten(values: Any, space: Any, count: int) -> Array:
@@ -309,11 +304,7 @@ def _write_episode(dataset: TransitionDataset, rows: slice) -> dict[str, Any]:
     observations = np.concatenate([dataset.obs[rows], dataset.next_obs[rows][-1:]])
     truncated = dataset.truncated[rows].copy()
     truncated[-1] |= not dataset.terminated[rows][-1]
-    episode: dict[str, Any] = {
+    return {
         "observations": observations, "actions": dataset.actions[rows], "rewards": dataset.rewards[rows],
         "terminations": dataset.terminated[rows], "truncations": truncated,
     }  # fmt: skip
-    if dataset.behavior_logprobs is not None:
-        # Minari wants infos for every observation; nothing was done at the last one.
-        episode["infos"] = {"behavior_logprobs": np.append(dataset.behavior_logprobs[rows], np.float32(0.0))}
-    return episode

@@ -161,9 +161,7 @@ class PriorReplayStore(ReplayStore):
 
     def _offline(self, size: int) -> dict[str, Any]:
         assert self.dataset is not None
-        batch = self.dataset.minibatch(self.rng, size, gamma=self.gamma, device=self.device)
-        batch.pop("behavior_logprobs", None)
-        return batch
+        return self.dataset.minibatch(self.rng, size, gamma=self.gamma, device=self.device)
 
     def sample(self) -> dict[str, Any]:
         """A batch whose first `offline_batch_size` rows are prior data."""
