@@ -152,8 +152,6 @@ class ReplayStore(BufferStore):
         """Update priorities from the errors of an update."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
-        if self.support is not None and "clipped_targets" in result.metrics:
-            self.support.watch_clipping(result.metrics["clipped_targets"])
 
 
 class SequenceStore(BufferStore):
