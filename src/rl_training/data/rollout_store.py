@@ -19,7 +19,7 @@ from rl_training.data.store import Store, StoreContext
 from rl_training.data.transfer import as_tensors
 from rl_training.envs.random_play import play_at_random
 from rl_training.envs.recipe import EnvRecipe
-from rl_training.errors import UserError
+from rl_training.errors import UserError, counted
 
 COLUMNS = ("actions", "rewards", "terminated", "truncated", "logprobs")
 MOST_IMAGES = 1024  # whose values are computed at a time
@@ -42,9 +42,6 @@ class RolloutStore(Store):
         super().__init__(context)
         self.layout = context.layout(self.params.num_steps, logprobs=True)
         self.experience: Any = None
-        lead = (self.params.num_steps, context.num_envs)
-        self.values = np.zeros((lead[0] + 1, lead[1]), dtype=np.float32)
-        self.truncation_values = np.zeros(lead, dtype=np.float32)
 
     def describe(self) -> str:
         """The rollout's size, for the start of a run."""
@@ -59,72 +56,54 @@ class RolloutStore(Store):
         self.experience = experience
         return experience.transitions
 
-    @torch.no_grad()
-    def _evaluate(self, algorithm: Algorithm) -> None:
-        """Compute the values of all observations with the learner's critic, unless acting has computed them."""
-        experience = self.experience
-
-        def evaluate(obs: Array) -> Array:
-            return self._value(algorithm, torch.from_numpy(obs).to(self.device)).cpu().numpy()
-
-        if experience.has_values:
-            self.values[:-1] = experience.values
-            self.values[-1] = evaluate(experience.obs[-1])
-        else:
-            self.values[:] = evaluate(experience.obs.reshape(-1, *experience.obs.shape[2:])).reshape(self.values.shape)
-        if experience.final_obs is None:  # the row after an end holds the final observation
-            self.truncation_values[:] = self.values[1:]
-        else:
-            rows = experience.truncated & ~experience.terminated
-            if rows.any():
-                self.truncation_values[rows] = evaluate(experience.final_obs[rows])
-
-    def _value(self, algorithm: Algorithm, rows: Tensor) -> Tensor:
-        """Values [B] of observations [B, ...]; images are evaluated in chunks, whose features fit into memory."""
-        policy: Any = algorithm.acting()
-        size = len(rows) if self.spaces.obs_kind == "vector" else MOST_IMAGES
-        return torch.cat([policy.values(part) for part in rows.split(size)])
-
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """Yield the rollout once, or nothing if a short one has only reset rows."""
-        experience = self.experience
-        if isinstance(experience.obs, Tensor):
-            yield "policy", self._hand_over(algorithm)
-            return
+        experience, reads_values = self.experience, algorithm.reads_values
         if experience.has_resets and not experience.valid.any():
             return
-        if algorithm.reads_values:
-            self._evaluate(algorithm)
-        arrays = self._columns()
+        batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
         if experience.masks is not None:
-            arrays["action_masks"] = experience.masks[:-1]
-        if algorithm.reads_values:
-            arrays |= {"values": self.values[:-1], "bootstrap_value": self.values[-1]}
-            arrays["truncation_values"] = self.truncation_values
-        else:
-            arrays["bootstrap_obs"] = experience.obs[-1]
-        batch = as_tensors(arrays, torch.device(self.device))
-        batch["behavior_logprobs"] = batch["logprobs"]
+            batch["action_masks"] = experience.masks[:-1]
         if experience.has_resets:
-            batch["valid"] = torch.from_numpy(experience.valid).to(self.device)
-        if not algorithm.reads_values and experience.final_obs is not None and experience.truncated.any():
-            batch["final_obs"] = torch.from_numpy(experience.final_obs).to(self.device)
+            batch["valid"] = experience.valid
+        if not reads_values:
+            batch["bootstrap_obs"] = experience.obs[-1]
+        is_on_device = isinstance(experience.obs, Tensor)
+        if not is_on_device:
+            batch = as_tensors(batch, torch.device(self.device))
+        batch["behavior_logprobs"] = batch["logprobs"]
+        if reads_values:
+            batch |= self._evaluate(algorithm)
+        elif experience.final_obs is not None and (is_on_device or experience.truncated.any()):
+            batch["final_obs"] = torch.as_tensor(experience.final_obs).to(self.device)
         yield "policy", batch
 
-    def _columns(self) -> dict[str, Any]:
-        return {name: getattr(self.experience, name) for name in COLUMNS} | {"obs": self.experience.obs[:-1]}
-
     @torch.no_grad()
-    def _hand_over(self, algorithm: Algorithm) -> dict[str, Tensor]:
-        """The batch of experience in tensors; the host reads nothing, so it has final observations of all rows."""
-        experience, batch = self.experience, self._columns()
-        batch["behavior_logprobs"] = batch["logprobs"]
-        if not algorithm.reads_values:
-            return batch | {"bootstrap_obs": experience.obs[-1], "final_obs": experience.final_obs}
-        shape = experience.rewards.shape
-        batch["truncation_values"] = self._value(algorithm, experience.final_obs.flatten(0, 1)).view(shape)
-        values = self._value(algorithm, experience.obs.flatten(0, 1)).view(-1, shape[1])
-        return batch | {"values": values[:-1], "bootstrap_value": values[-1]}
+    def _evaluate(self, algorithm: Algorithm) -> dict[str, Tensor]:
+        """The values of all observations by the learner's critic, unless acting has computed them."""
+        experience, shape = self.experience, self.experience.rewards.shape
+        policy: Any = algorithm.acting()
+
+        def evaluate(obs: Any) -> Tensor:
+            rows = torch.as_tensor(obs).to(self.device)
+            # features of many images may not fit into memory
+            parts = rows.split(len(rows) if self.spaces.obs_kind == "vector" else MOST_IMAGES)
+            return torch.cat([policy.values(part) for part in parts])
+
+        if experience.has_values:
+            known = torch.as_tensor(experience.values).to(self.device)
+            values = torch.cat([known, evaluate(experience.obs[-1]).unsqueeze(0)])
+        else:
+            values = evaluate(experience.obs.reshape(-1, *experience.obs.shape[2:])).view(-1, shape[1])
+        if experience.final_obs is None:  # the row after an end holds the final observation
+            finals = values[1:]
+        elif isinstance(experience.obs, Tensor):  # the host reads nothing, so all rows are evaluated
+            finals = evaluate(experience.final_obs.flatten(0, 1)).view(shape)
+        else:
+            finals, rows = torch.zeros_like(values[1:]), experience.truncated & ~experience.terminated
+            if rows.any():
+                finals[torch.from_numpy(rows).to(self.device)] = evaluate(experience.final_obs[rows])
+        return {"values": values[:-1], "bootstrap_value": values[-1], "truncation_values": finals}
 
     def watch(self, timed: Timed) -> None:
         """Let `timed` replace the evaluation of a rollout."""
@@ -146,12 +125,10 @@ class DemonstrationStore(RolloutStore):
                 "has infinite value."
             )
         self.expert = find_expert(context)
-        self.absorbing_steps: Array | None = None
         self._expert_batch: dict[str, Tensor] = {}
         self.warning = ""
         if params.absorbing_states:
             self.horizon = find_horizon(context.recipe, self.expert)
-            self.absorbing_steps = np.zeros(self.truncation_values.shape, dtype=np.int64)
         elif self.expert.terminated.any() or ends_early(context):
             self.warning = (
                 f"\nwarning: survival bias: episodes can end early, and reward_form {params.reward_form} "
@@ -167,26 +144,25 @@ class DemonstrationStore(RolloutStore):
 
     def add(self, experience: Experience, step: int) -> int:
         """Keep a rollout, and compute the time that ended episodes stay in the absorbing state."""
-        if self.absorbing_steps is not None:
-            lengths = [episode.length for episode in experience.episodes]
-            self.absorbing_steps[:] = absorbing_steps(
-                experience.terminated, experience.truncated, np.array(lengths, dtype=np.int64), self.horizon
-            )
+        if self.params.absorbing_states:
+            lengths = np.array([episode.length for episode in experience.episodes], dtype=np.int64)
+            steps = absorbing_steps(experience.terminated, experience.truncated, lengths, self.horizon)
+            self.absorbing_steps = torch.from_numpy(steps).to(self.device)
         return super().add(experience, step)
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout with all of the expert's steps; the learner draws from them."""
         for phase, batch in super().batches(algorithm, step):
             extras = self._expert(algorithm.device)
-            if self.absorbing_steps is not None:
-                extras = {**extras, "absorbing_steps": torch.from_numpy(self.absorbing_steps).to(algorithm.device)}
+            if self.params.absorbing_states:
+                extras = {**extras, "absorbing_steps": self.absorbing_steps}
             yield phase, {**batch, **extras}
 
     def _expert(self, device: torch.device) -> dict[str, Tensor]:
         if not self._expert_batch:
             expert = self.expert
             arrays = {"expert_obs": expert.obs, "expert_actions": expert.actions}
-            if self.absorbing_steps is not None:
+            if self.params.absorbing_states:
                 arrays["expert_absorbing_steps"] = absorbing_steps(
                     expert.terminated, expert.truncated, closed(expert, expert.episode_lengths), self.horizon
                 )
@@ -212,9 +188,7 @@ def closed(dataset: TransitionDataset, episodes: Array) -> Array:
 def describe_episodes(dataset: TransitionDataset) -> str:
     """The number of episodes and their mean return; an incomplete episode has no return."""
     returns = closed(dataset, dataset.episode_returns)
-    parts = []
-    if len(returns):
-        parts.append(f"{len(returns)} episode{'s' if len(returns) != 1 else ''} of return {returns.mean():.1f}")
+    parts = [f"{counted(len(returns), 'episode')} of return {returns.mean():.1f}"] if len(returns) else []
     if dataset.last_episode_is_open:
         parts.append("one incomplete episode")
     return " and ".join(parts)
