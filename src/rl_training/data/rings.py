@@ -41,6 +41,7 @@ class EnvRings:
         folder: str | Path | None = None, device: str | torch.device = "cpu", on_device: bool = False,
     ) -> None:  # fmt: skip
         self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
+        self.capacity = self.rows_per_env * num_envs  # rows held when full
         self.obs_shape, self.device = tuple(obs_shape), torch.device(device)
         self.folder = None if folder is None else MappedFolder(folder)
         self._arrays = allocate(specs, self.folder, f"a {self.kind} of {capacity} steps")
@@ -51,11 +52,6 @@ class EnvRings:
         self._env = np.arange(num_envs)
         self._heads = np.full(num_envs, first, dtype=np.int64)
         self._sizes = np.zeros(num_envs, dtype=np.int64)
-
-    @property
-    def capacity(self) -> int:
-        """Rows held when full."""
-        return self.rows_per_env * self.num_envs
 
     def __len__(self) -> int:
         return int(self._sizes.sum())

@@ -125,15 +125,20 @@ class DemonstrationStore(RolloutStore):
                 "has infinite value."
             )
         self.expert = find_expert(context)
-        self._expert_batch: dict[str, Tensor] = {}
         self.warning = ""
+        arrays = {"expert_obs": self.expert.obs, "expert_actions": self.expert.actions}
         if params.absorbing_states:
             self.horizon = find_horizon(context.recipe, self.expert)
+            lengths = closed(self.expert, self.expert.episode_lengths)
+            arrays["expert_absorbing_steps"] = absorbing_steps(
+                self.expert.terminated, self.expert.truncated, lengths, self.horizon
+            )
         elif self.expert.terminated.any() or ends_early(context):
             self.warning = (
                 f"\nwarning: survival bias: episodes can end early, and reward_form {params.reward_form} "
                 f"{BIAS[params.reward_form]}; absorbing_states: true takes ends into account"
             )
+        self.extras = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
 
     def describe(self) -> str:
         """Sizes of the rollout and of the expert data, its origin, and a warning if episode ends are ignored."""
@@ -147,27 +152,13 @@ class DemonstrationStore(RolloutStore):
         if self.params.absorbing_states:
             lengths = np.array([episode.length for episode in experience.episodes], dtype=np.int64)
             steps = absorbing_steps(experience.terminated, experience.truncated, lengths, self.horizon)
-            self.absorbing_steps = torch.from_numpy(steps).to(self.device)
+            self.extras["absorbing_steps"] = torch.from_numpy(steps).to(self.device)
         return super().add(experience, step)
 
     def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
         """The rollout with all of the expert's steps; the learner draws from them."""
         for phase, batch in super().batches(algorithm, step):
-            extras = self._expert(algorithm.device)
-            if self.params.absorbing_states:
-                extras = {**extras, "absorbing_steps": self.absorbing_steps}
-            yield phase, {**batch, **extras}
-
-    def _expert(self, device: torch.device) -> dict[str, Tensor]:
-        if not self._expert_batch:
-            expert = self.expert
-            arrays = {"expert_obs": expert.obs, "expert_actions": expert.actions}
-            if self.params.absorbing_states:
-                arrays["expert_absorbing_steps"] = absorbing_steps(
-                    expert.terminated, expert.truncated, closed(expert, expert.episode_lengths), self.horizon
-                )
-            self._expert_batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        return self._expert_batch
+            yield phase, {**batch, **self.extras}
 
 
 def absorbing_steps(terminated: Array, truncated: Array, lengths: Array, horizon: int) -> Array:
