@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from rl_training.config.params import read_params
 from rl_training.config.spec import get_algorithm_spec
-from rl_training.data.model_store import ModelRollouts
+from rl_training.data.model_store import ModelStore
 from rl_training.data.store import StoreContext
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
@@ -324,12 +324,12 @@ def roll_out(horizon: int) -> float:
     algorithm, params = Learner("mbpo", "cuda", "none").algorithm, get_algorithm_spec("mbpo").params
     chosen = params(rollout_batch_size=STARTS, rollout_horizon=horizon, synthetic_buffer_capacity=STARTS * horizon)
     recipe, rng = read_recipe("HalfCheetah-v5", {}), np.random.default_rng(0)
-    rollouts = ModelRollouts(StoreContext(chosen, CHEETAH, 1, 0, "cuda", recipe, rng), rng)
+    store = ModelStore(StoreContext(chosen, CHEETAH, 1, 0, "cuda", recipe, rng))
     states = torch.randn(STARTS, CHEETAH.obs_dim)
 
     def roll(count: int) -> None:
         for _ in range(count):
-            rollouts.imagine(algorithm, states, horizon)
+            store.imagine(algorithm, states, horizon)
 
     return STARTS * horizon * speed(roll, 0.5, 2)
 

@@ -14,7 +14,7 @@ import env_zoo
 from resume_cases import StopAt, tiny
 from rl_training.algorithms.bc import BC, bc_loss
 from rl_training.data import TransitionDataset, load_transition_dataset
-from rl_training.data.dataset_store import DatasetStore
+from rl_training.data.recorded_store import DatasetStore
 from rl_training.errors import UserError
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.build import open_session
@@ -121,7 +121,7 @@ def test_whole_episodes_are_held_out_and_continuous_actions_are_scaled(tmp_path:
 def test_a_look_at_held_out_data_sees_all_of_it_or_as_much_as_it_can_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr("rl_training.data.dataset_store.MOST_HELDOUT", most)
+    monkeypatch.setattr("rl_training.data.recorded_store.MOST_HELDOUT", most)
     session = open_session(bc(tmp_path, dataset_size=200))
     store = session.store
     session.close()

@@ -16,7 +16,7 @@ from resume_cases import StopAt, assert_same, assert_same_run, edit_checkpoint, 
 from rl_training.algorithms.gail import GAIL, REWARD_FORMS, gail_loss, penalize_gradient
 from rl_training.algorithms.ppo import PPO
 from rl_training.data import TransitionDataset, load_transition_dataset
-from rl_training.data.demonstration_store import DemonstrationStore, absorbing_steps, find_horizon
+from rl_training.data.rollout_store import DemonstrationStore, absorbing_steps, find_horizon
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ImageEncoder, ObservationInput

@@ -17,8 +17,7 @@ from rl_training.algorithms.mbpo import MBPO, dynamics_targets, mbpo_model_loss
 from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
 from rl_training.config.params import read_params
-from rl_training.data.model_store import ModelReplayStore
-from rl_training.data.synthetic import SyntheticBuffer
+from rl_training.data.model_store import ModelReplayStore, SyntheticBuffer
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.terminations import KNOWN, known_termination, never
 from rl_training.errors import UserError
@@ -284,13 +283,13 @@ def test_a_round_starts_all_over_the_real_states(tmp_path: Path, algo: str) -> N
     session = open_session(tiny(algo, tmp_path, kwargs=kwargs))
     store: Any = session.store
     starts: list[Tensor] = []
-    imagine = store.rollouts.imagine
+    imagine = store.imagine
 
     def watched(learner: MBPO, states: Tensor, horizon: float) -> None:
         starts.append(states)
         imagine(learner, states, horizon)
 
-    store.rollouts.imagine = watched
+    store.imagine = watched
     for step in range(0, 20, 4):
         take_steps(session, step)
         for phase, batch in store.batches(session.algorithm, step + 4):
@@ -313,25 +312,24 @@ def store(tmp_path: Path) -> Any:
 
 
 def test_rows_that_end_are_not_rolled_out_further(store: ModelReplayStore) -> None:
-    learner, rollouts = make(num_ensembles=1, num_elites=1), store.rollouts
+    learner = make(num_ensembles=1, num_elites=1)
     by_hand(learner.dynamics_model, torch.ones(1, 4), torch.tensor(-25.0))
-    rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-    rollouts.terminates = lambda obs: obs[:, 0] > 1.5
+    store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+    store.terminates = lambda obs: obs[:, 0] > 1.5
     states = torch.zeros(10, 3)
     states[:4, 0] = 1.0  # end at once; the others after two of the three steps
-    rollouts.imagine(learner, states, 3)
-    assert len(rollouts.buffer) == 10 + 6
-    stored = rollouts.buffer.state_dict()["arrays"]
+    store.imagine(learner, states, 3)
+    assert len(store.imagined) == 10 + 6
+    stored = store.imagined.state_dict()["arrays"]
     assert stored["dones"].sum() == 10
     np.testing.assert_array_equal(stored["dones"] > 0, stored["next_obs"][:, 0] > 1.5)
 
 
 def test_imagined_ends_reach_the_policys_batch(store: ModelReplayStore) -> None:
-    rollouts = store.rollouts
-    rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-    rollouts.terminates = lambda obs: obs[:, 0] > -1e9
-    rollouts.imagine(make(), torch.zeros(10, 3), 3)
-    assert rollouts.mix(make_batch(2))["dones"].tolist() == [0.0] * 2 + [1.0] * rollouts.synthetic_batch_size
+    store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+    store.terminates = lambda obs: obs[:, 0] > -1e9
+    store.imagine(make(), torch.zeros(10, 3), 3)
+    assert store.mix(make_batch(2))["dones"].tolist() == [0.0] * 2 + [1.0] * store.synthetic_batch_size
 
 
 def test_the_synthetic_buffer_forgets_the_oldest() -> None:
@@ -399,12 +397,12 @@ def test_a_synthetic_buffer_moves_between_gpu_and_host() -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_where_nothing_ends_a_round_keeps_every_row(store: ModelReplayStore, ends: bool) -> None:
-    rollouts, rounds = store.rollouts, []
+    rounds = []
     for terminates in (never, lambda obs: obs[:, 0] > (-1e9 if ends else 1e9)):
-        rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-        rollouts.terminates = terminates
-        rollouts.imagine(make(), torch.zeros(10, 3), 3)
-        rounds.append(rollouts.buffer.state_dict()["arrays"])
+        store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+        store.terminates = terminates
+        store.imagine(make(), torch.zeros(10, 3), 3)
+        rounds.append(store.imagined.state_dict()["arrays"])
     assert [len(found["obs"]) for found in rounds] == [30, 10 if ends else 30]
     if not ends:
         np.testing.assert_array_equal(rounds[0]["next_obs"], rounds[1]["next_obs"])
@@ -463,9 +461,9 @@ def transitions(rows: int) -> dict[str, Any]:
 
 
 def test_a_fit_stops_after_five_epochs_without_a_gain_and_keeps_each_members_best(store: ModelReplayStore) -> None:
-    store.rollouts.params = store.params.model_copy(update={"model_updates": 1000})
+    store.params = store.params.model_copy(update={"model_updates": 1000})
     learner: Any = Scripted([0.5, 2.0, 0.9], [0.4, 1.99, 0.895], [0.9, 1.9, 0.895], [9.0, 9.0, 9.0])
-    batches = list(store.rollouts.fit(learner, transitions(50)))
+    batches = list(store.fit(learner, transitions(50)))
     assert learner.epoch == 3 + 5
     assert len(batches) == 8 * 3  # forty rows in steps of sixteen
     assert {phase for phase, _ in batches} == {"model"}
@@ -474,7 +472,7 @@ def test_a_fit_stops_after_five_epochs_without_a_gain_and_keeps_each_members_bes
     kept = [weight.flatten(1)[:, 0].tolist() for weight in learner.dynamics_model.member_parameters()]
     assert all(each == [2.0, 3.0, 1.0] for each in kept)  # gains under one per cent do not count
     assert learner.elites.tolist() == [0, 2]
-    assert store.rollouts.metrics["heldout_error"] == pytest.approx((0.4 + 0.9) / 2)
+    assert store.metrics["heldout_error"] == pytest.approx((0.4 + 0.9) / 2)
 
 
 def test_what_a_member_was_before_a_fit_does_not_hold_it_back() -> None:
@@ -514,9 +512,9 @@ def test_a_fit_has_a_most_number_of_updates_and_holds_a_fifth_out(store: ModelRe
     learner: Any = Scripted(*([0.5**i] * 3 for i in range(100)))
     data = transitions(100)
     data["rewards"][:] = np.arange(100)
-    store.rollouts.params = store.params.model_copy(update={"model_updates": 12})
-    batches = [batch for _, batch in store.rollouts.fit(learner, data)]
-    assert len(batches) == store.rollouts.metrics["model_fit_updates"] == 12  # two epochs of five and a part
+    store.params = store.params.model_copy(update={"model_updates": 12})
+    batches = [batch for _, batch in store.fit(learner, data)]
+    assert len(batches) == store.metrics["model_fit_updates"] == 12  # two epochs of five and a part
     used = {number for batch in batches for number in batch["rewards"].flatten().tolist()}
     assert len(used) <= 80
     epoch = torch.cat([batch["rewards"] for batch in batches[:5]], -1)
@@ -532,9 +530,9 @@ def test_a_fit_learns_a_linear_world() -> None:
     data["rewards"] = 100 * data["actions"].sum(1)
     data["next_obs"] = data["obs"] + 0.01 * data["obs"][:, ::-1]
     session = open_session(tiny("mbpo", Path("unused"), kwargs={"model_updates": 1000, "model_batch_size": 64}))
-    for phase, batch in session.store.rollouts.fit(learner, data):  # type: ignore[attr-defined]
+    for phase, batch in session.store.fit(learner, data):  # type: ignore[attr-defined]
         session.store.feedback(batch, learner.update(batch, phase=phase, sync=False))
-    metrics = session.store.rollouts.metrics  # type: ignore[attr-defined]
+    metrics = session.store.metrics  # type: ignore[attr-defined]
     session.close()
     assert metrics["heldout_error"] < 0.02
     assert metrics["reward_mae"] < 20
@@ -573,10 +571,10 @@ def test_rollouts_are_made_anew_after_a_fit_and_every_interval(tmp_path: Path) -
     rounds = []
     for step in range(0, 100, 4):
         take_steps(session, step)
-        before = len(store.rollouts.buffer)
+        before = len(store.imagined)
         for phase, batch in store.batches(session.algorithm, step + 4):
             store.feedback(batch, session.algorithm.update(batch, phase=phase))
-        if len(store.rollouts.buffer) > before:
+        if len(store.imagined) > before:
             rounds.append(step + 4)
     session.close()
     assert rounds == [20, 36, 52, 60, 76, 92, 100]  # fits at 20, 60 and 100, else every four updates
@@ -684,8 +682,7 @@ def test_a_horizon_between_two_numbers_is_the_smaller_one(
     store: ModelReplayStore, horizon: float, steps: int
 ) -> None:
     """As in the published code, so that a schedule reaches its last number at its end."""
-    rollouts = store.rollouts
-    rollouts.buffer = SyntheticBuffer(100, obs_dim=3, action_dim=2)
-    rollouts.terminates = never
-    rollouts.imagine(make(), torch.zeros(10, 3), horizon)
-    assert len(rollouts.buffer) == 10 * steps
+    store.imagined = SyntheticBuffer(100, obs_dim=3, action_dim=2)
+    store.terminates = never
+    store.imagine(make(), torch.zeros(10, 3), horizon)
+    assert len(store.imagined) == 10 * steps

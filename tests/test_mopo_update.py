@@ -102,7 +102,7 @@ def test_the_model_is_fitted_once_and_rollouts_are_refreshed(tmp_path: Path) -> 
         for phase, batch in store.batches(session.algorithm, step + 1):
             phases.append(phase)
             store.feedback(batch, session.algorithm.update(batch, phase=phase))
-        sizes.append(len(store.rollouts.buffer))
+        sizes.append(len(store.imagined))
     session.close()
     assert phases == ["model"] * 6 + ["policy"] * 35
     assert [step for step in range(1, 35) if sizes[step] != sizes[step - 1]] == [10, 20, 30]
@@ -166,13 +166,13 @@ def test_rollouts_start_at_rows_drawn_from_the_whole_dataset(tmp_path: Path) -> 
     store: Any = session.store
     index = {tuple(row): number for number, row in enumerate(store.dataset.obs.tolist())}
     starts: list[list[int]] = []
-    imagine = store.rollouts.imagine
+    imagine = store.imagine
 
     def watched(learner: MBPO, states: torch.Tensor, horizon: float) -> None:
         starts.append([index[tuple(state)] for state in states.tolist()])
         imagine(learner, states, horizon)
 
-    store.rollouts.imagine, store.fitted = watched, True
+    store.imagine, store.fitted = watched, True
     for step in range(20):
         list(store.batches(session.algorithm, step))
     session.close()

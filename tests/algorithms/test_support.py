@@ -16,7 +16,6 @@ import yaml
 
 import env_zoo
 from resume_cases import SPECS, StopAt, assert_same, assert_same_run, tiny
-from rl_training.algorithms.base import UpdateResult
 from rl_training.algorithms.c51_dqn import C51DQN
 from rl_training.collect.behaviour import Behaviour
 from rl_training.config import support
@@ -171,25 +170,6 @@ def test_targets_outside_of_the_support_are_a_metric(algo: str, tmp_path: Path) 
         shares.append(result.metrics["clipped_targets"])
     assert shares[0] > 0.01
     assert shares[1] == 0.0
-
-
-def test_clipping_that_stays_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = open_session(tiny("c51_dqn", tmp_path, kwargs={"v_min": 0.0, "v_max": 1.0}))
-    store: Any = session.store
-    session.close()
-
-    def said(share: float, updates: int) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(updates):
-                store.feedback({}, UpdateResult({"clipped_targets": torch.tensor([share, share])}))
-        return [str(warning.message) for warning in caught]
-
-    assert said(0.05, 2_000) == []
-    assert said(0.4, 900) == []
-    assert said(0.05, 100) == []  # it has to stay high
-    expected = "40% of the targets are outside the support (v_min is 0 and v_max 1); widen them."
-    assert said(0.4, 3_000) == [expected]
 
 
 # widening -------------------------------------------------------------------------------------------------------

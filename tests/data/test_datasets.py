@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from rl_training.data import (
     export_random_transition_dataset,
     load_transition_dataset,
 )
-from rl_training.data.generated import _random_action
-from rl_training.data.minari_io import read_minari, write_minari
+from rl_training.data.loading import _random_action, read_minari, write_minari
 from rl_training.errors import UserError
 
 
@@ -40,12 +38,11 @@ def same(a: TransitionDataset, b: TransitionDataset) -> bool:
 
 
 def test_npz_round_trip_keeps_data_metadata_and_hash(tmp_path: Path) -> None:
-    dataset = episodes(behavior_logprobs=np.full(9, -0.7, np.float32), metadata={"env_id": "X-v0", "seed": 3})
+    dataset = episodes(metadata={"env_id": "X-v0", "seed": 3})
     path = dataset.save_npz(tmp_path / "deep" / "data")
     again = load_transition_dataset("npz", path=path)
     assert path.name == "data.npz"
     assert same(dataset, again)
-    assert again.behavior_logprobs is not None
     assert again.metadata == {"env_id": "X-v0", "seed": 3}
     assert again.sha256 == dataset.sha256
     assert dataset.map(obs=lambda o: o + 1e-3).sha256 != dataset.sha256
@@ -235,7 +232,6 @@ def test_arrays_of_another_byte_order_are_read_and_of_another_width_refused() ->
 def test_minari_round_trip(tmp_path: Path) -> None:
     pytest.importorskip("minari")
     dataset = load_transition_dataset("random", env_id="CartPole-v1", size=120, seed=1)
-    dataset = replace(dataset, behavior_logprobs=np.full(120, -0.69, np.float32))
     write_minari(dataset, "cartpole/random-v0", tmp_path / "minari")
     again = load_transition_dataset("minari", dataset_id="cartpole/random-v0", path=tmp_path / "minari")
     expected = {**dataset.arrays(), "truncated": dataset.truncated.copy()}

@@ -17,8 +17,7 @@ from on_gpu import OnGPU
 from resume_cases import assert_same, stop_and_resume, tiny
 from rl_training.collect.behaviour import Behaviour
 from rl_training.config.train_config import TrainConfig
-from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer, replay_store
-from rl_training.data import device_copy as device_copy_module
+from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer, replay_store, transfer
 from rl_training.data.replay_store import ReplayStore
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.record.checkpoints import load_checkpoint
@@ -97,7 +96,7 @@ def test_batches_are_the_same_with_a_copy_on_a_device(
 
 
 def test_rows_that_nobody_samples_go_over_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copy_module, "MOST_WAITING", 10)
+    monkeypatch.setattr(transfer, "MOST_WAITING", 10)
     pair = Pair("uniform", 3, "cpu")
     copied: Any = pair.copied
     for t in range(19):  # 3 rows before the first step, 3 with every one
@@ -175,7 +174,7 @@ class Relabel(Callback):
 
     def on_update(self, run: Run) -> None:
         buffer: Any = run.session.store.buffer  # type: ignore[attr-defined]
-        buffer._rewards *= -1
+        buffer.columns["rewards"] *= -1
 
 
 SEVERAL = {"train_frequency": 2, "learning_starts": 17, "gradient_updates_per_step": 3}  # 17 is inside of a turn

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from resume_cases import StopAt, assert_same_run, tiny
 from rl_training.cli.main import app
 from rl_training.config.train_config import TrainConfig
-from rl_training.data import ReplayBuffer, mapped
-from rl_training.data.mapped import MappedFolder
+from rl_training.data import ReplayBuffer, memory
+from rl_training.data.memory import MappedFolder
 from rl_training.errors import UserError
 from rl_training.record import checkpoints as checkpointing
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
@@ -75,7 +75,7 @@ def test_a_run_inside_another_runs_folder_changes_neither(tmp_path: Path) -> Non
 
 HOLDS = """
 import sys
-from rl_training.data.mapped import MappedFolder
+from rl_training.data.memory import MappedFolder
 folder = MappedFolder(sys.argv[1])
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -125,8 +125,9 @@ def test_a_disk_that_is_full_at_the_last_array_is_a_sentence_too(
         if path.name.startswith("finals"):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(mapped, "_reserve", reserve)
-    with pytest.raises(UserError, match=r"of 500 steps needs .* = finals .* cannot be reserved in .* \(No space left"):
+    monkeypatch.setattr(memory, "_reserve", reserve)
+    said = r"of 500 steps needs .* = finals_16 .* cannot be reserved in .* \(No space left"
+    with pytest.raises(UserError, match=said):
         make(tmp_path, capacity=500)
     assert list(tmp_path.iterdir()) == []
 

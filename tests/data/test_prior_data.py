@@ -15,8 +15,8 @@ from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resu
 from rl_training.config.replay import DatasetKind, DatasetParams
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset
-from rl_training.data.minari_io import write_minari
-from rl_training.data.prior_store import PriorReplayStore, find_dataset
+from rl_training.data.loading import write_minari
+from rl_training.data.recorded_store import PriorReplayStore, find_dataset
 from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe

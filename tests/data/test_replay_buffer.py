@@ -11,7 +11,7 @@ import torch
 
 from rl_training.data import ReplayBuffer
 from rl_training.data import memory as replay_memory
-from rl_training.data.memory import Lane, Sender, join_arrays, split_joined
+from rl_training.data.transfer import Lane, Sender
 from rl_training.errors import UserError
 
 torch.set_num_threads(1)
@@ -272,7 +272,7 @@ def test_a_restored_buffer_goes_on_bit_for_bit(options: dict[str, Any], steps: i
     for _ in range(steps):
         buffer.add(**world.step())
     state = buffer.state_dict()
-    assert np.shares_memory(state["arrays"]["obs"], buffer._obs)
+    assert np.shares_memory(state["arrays"]["obs"], buffer.columns["obs"])
     assert len(state["arrays"]["obs"]) == (buffer._slots if steps > 40 else steps + 1 + 3 * bool(options))
     other = make(2, n_step=3, **options)
     other.load_state_dict(state)
@@ -365,7 +365,7 @@ def test_arrays_travel_as_one_piece_of_memory() -> None:
         "images": rng.integers(0, 255, (3, 2, 7), np.uint8), "apart": rng.random((6, 3), np.float32).T,
         "none": np.ones((0, 4)),
     }  # fmt: skip
-    pieces = split_joined(join_arrays(list(arrays.values())), arrays.values())
+    pieces = Lane(list(arrays.values()), torch.device("cpu")).send(list(arrays.values()))
     for array, tensor in zip(arrays.values(), pieces, strict=True):
         assert tensor.shape == array.shape
         assert np.array_equal(tensor.numpy(), array)

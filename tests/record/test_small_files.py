@@ -19,7 +19,7 @@ from rl_training.cli.predict import read_values
 from rl_training.config.params import read_params
 from rl_training.config.train_config import load_config, parse_yaml
 from rl_training.data import TransitionDataset, load_transition_dataset
-from rl_training.data.minari_io import read_minari
+from rl_training.data.loading import read_minari
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
@@ -207,7 +207,7 @@ def test_a_checkpoint_does_not_say_where_its_resumed_run_writes(
 def minari_folder(tmp_path: Path) -> Path:
     pytest.importorskip("minari")
     pytest.importorskip("h5py")
-    from rl_training.data.minari_io import write_minari
+    from rl_training.data.loading import write_minari
 
     dataset = load_transition_dataset("random", env_id="CartPole-v1", size=60)
     write_minari(dataset, "cart/pole-v0", tmp_path, env_id="CartPole-v1")

@@ -23,7 +23,7 @@ from rl_training import safe_files
 from rl_training.algorithms.a2c import A2C
 from rl_training.api import ManagedAlgorithm
 from rl_training.config.train_config import TrainConfig
-from rl_training.data.rings import TransitionRings
+from rl_training.data.rings import EnvRings
 from rl_training.envs.engines import SyncEngine
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError
@@ -480,15 +480,15 @@ def test_an_update_that_runs_out_of_memory_keeps_what_was_learned(
 
 
 def test_a_buffer_that_may_be_half_written_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, count = TransitionRings._advance, [0]
+    original, count = EnvRings._advance, [0]
 
-    def advance(self: TransitionRings, pick: Any) -> None:
+    def advance(self: EnvRings, pick: Any) -> None:
         count[0] += 1
         if count[0] == 60:
             raise MemoryError
         original(self, pick)
 
-    monkeypatch.setattr(TransitionRings, "_advance", advance)
+    monkeypatch.setattr(EnvRings, "_advance", advance)
     with pytest.raises(MemoryError):
         train(tiny("dqn", tmp_path, eval_episodes=0, checkpoint_interval=32), console=False)
     state = load_checkpoint(latest_of(tmp_path))["run"]

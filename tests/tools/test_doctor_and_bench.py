@@ -236,7 +236,7 @@ def test_bytes_of_experience_are_those_of_the_arrays_that_hold_it(algo: str) -> 
     expected = {
         "ppo": lambda: 0,
         "rlpd": lambda: store.buffer.nbytes + sum(v.nbytes for v in store.dataset.arrays().values()),
-        "mbpo": lambda: store.buffer.nbytes + store.rollouts.buffer.nbytes,
+        "mbpo": lambda: store.buffer.nbytes + store.imagined.nbytes,
         "bc": lambda: sum(v.nbytes for v in store.dataset.arrays().values()),
     }.get(algo, lambda: store.buffer.nbytes)()
     if algo != "bc":

@@ -200,7 +200,6 @@ def describe_report(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("actions", describe_array(report["actions"])),
         ("coverage", describe_coverage(report["coverage"], report["transitions"])),
         ("NaN or infinite", missing or "none"),
-        ("log-probabilities", "recorded" if report["has_behavior_logprobs"] else "not recorded"),
         ("made by", named or "not in the data"),
         ("sha256", report["sha256"]),
     ]
@@ -251,8 +250,7 @@ def convert(
     if target.endswith(".npz"):
         check_output("TARGET", target)
     name_environment(env, modules)
-    from rl_training.data.loading import load_transition_dataset
-    from rl_training.data.minari_io import write_minari
+    from rl_training.data.loading import load_transition_dataset, write_minari
 
     if target.endswith(".npz"):
         dataset = load_transition_dataset("minari", dataset_id=source)

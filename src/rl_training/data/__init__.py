@@ -5,7 +5,7 @@ from rl_training.data.experience import Experience
 from rl_training.data.loading import export_random_transition_dataset, load_transition_dataset
 from rl_training.data.prioritized import PrioritizedReplayBuffer
 from rl_training.data.replay import ReplayBuffer
-from rl_training.data.sequences import RecurrentReplayBuffer
+from rl_training.data.rings import RecurrentReplayBuffer
 
 __all__ = [
     "Experience",

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.checking import check_dataset
-from rl_training.data.memory import Array, as_tensors, available_memory, format_bytes
+from rl_training.data.memory import Array, available_memory, format_bytes
 from rl_training.data.replay import ReplayBuffer
+from rl_training.data.transfer import as_tensors
 from rl_training.errors import UserError
 from rl_training.safe_files import open_regular, replacing
 
 MOST_EXPANSION, SMALL = 100, 2**28  # a file may expand this many times, or to this many bytes
+BINS = 10  # per action dimension, of which a data set visits some
 REQUIRED = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated")
 # D4RL's names for the same arrays.
 _ALIASES = {
@@ -37,8 +38,8 @@ class TransitionDataset:
     """M transitions in time order, episode after episode.
 
     `obs`, `next_obs` [M, ...]; `actions` [M] or [M, D] in the environment's own range; `rewards` [M] float32;
-    `terminated`, `truncated` [M] bool; `behavior_logprobs` [M] where they were recorded. An episode ends where
-    either flag is set and at the last row; `next_obs` is the true successor there too.
+    `terminated`, `truncated` [M] bool. An episode ends where either flag is set and at the last row; `next_obs` is the
+    true successor there too.
     """
 
     obs: Array
@@ -47,7 +48,6 @@ class TransitionDataset:
     next_obs: Array
     terminated: Array
     truncated: Array
-    behavior_logprobs: Array | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,8 +64,7 @@ class TransitionDataset:
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by name."""
-        arrays = {name: getattr(self, name) for name in REQUIRED}
-        return arrays if self.behavior_logprobs is None else {**arrays, "behavior_logprobs": self.behavior_logprobs}
+        return {name: getattr(self, name) for name in REQUIRED}
 
     # making and storing -----------------------------------------------------------------------------------------
 
@@ -76,15 +75,17 @@ class TransitionDataset:
         missing = [name for name in REQUIRED if name not in named]
         if missing:
             raise UserError(f"{source} holds no {', '.join(missing)}; a data set needs {', '.join(REQUIRED)}.")
-        for name in [name for name in (*REQUIRED, "behavior_logprobs") if name in named]:
-            dtype = named[name].dtype
-            if dtype.kind not in "biuf" or dtype.itemsize > 8 or named[name].ndim < 1:
-                raise UserError(f"{name} in {source} is {dtype} {named[name].shape}, not rows of numbers.")
-            named[name] = named[name].astype(dtype.newbyteorder("="), copy=False)  # the only order that torch reads
-        flat = {name: _flat(named[name], name, source) for name in ("rewards", "terminated", "truncated")}
-        logprobs = named.get("behavior_logprobs")
-        return cls(named["obs"], named["actions"], flat["rewards"], named["next_obs"], flat["terminated"],
-                   flat["truncated"], logprobs, metadata)  # fmt: skip
+        kept = {name: named[name] for name in REQUIRED}
+        for name, array in kept.items():
+            dtype = array.dtype
+            if dtype.kind not in "biuf" or dtype.itemsize > 8 or array.ndim < 1:
+                raise UserError(f"{name} in {source} is {dtype} {array.shape}, not rows of numbers.")
+            kept[name] = array.astype(dtype.newbyteorder("="), copy=False)  # the only order that torch reads
+            if name in ("rewards", "terminated", "truncated"):
+                if array.size != len(array):
+                    raise UserError(f"{name} in {source} has the shape {array.shape}; it must be one number per row.")
+                kept[name] = kept[name].reshape(len(array))
+        return cls(**kept, metadata=metadata)
 
     @classmethod
     def from_npz(cls, path: str | Path) -> TransitionDataset:
@@ -126,7 +127,7 @@ class TransitionDataset:
 
     def check(self, *, observation_space: Any = None, action_space: Any = None) -> dict[str, Any]:
         """Counts, ranges, coverage and problems as plain data; see `check_dataset`."""
-        return check_dataset(self, observation_space=observation_space, action_space=action_space)
+        return check_dataset(self, observation_space, action_space)
 
     # taking parts -----------------------------------------------------------------------------------------------
 
@@ -235,7 +236,95 @@ def refuse_too_large(path: str | Path, claimed: int, share: float = 1.0) -> None
         raise UserError(f"{path} needs {needed} of memory, but only {format_bytes(free)} is free.")
 
 
-def _flat(array: Array, name: str, source: str) -> Array:
-    if array.size != len(array):
-        raise UserError(f"{name} in {source} has the shape {array.shape}; it must be one number per row.")
-    return array.reshape(len(array))
+def check_dataset(dataset: TransitionDataset, observation_space: Any, action_space: Any) -> dict[str, Any]:
+    """Counts, returns, ranges, coverage, and `problems`: one sentence for each (an empty list means none).
+
+    The spaces are those of the Gymnasium environment that the data set should fit.
+    """
+    returns, lengths = dataset.episode_returns, dataset.episode_lengths
+    bad = {name: int(np.count_nonzero(~np.isfinite(array))) for name, array in dataset.arrays().items()}
+    not_finite = {name: count for name, count in bad.items() if count}
+    breaks, both = _count_breaks(dataset), int((dataset.terminated & dataset.truncated).sum())
+    problems = [f"{name} holds {count} values that are NaN or infinite." for name, count in not_finite.items()]
+    if both:
+        problems.append(f"{both} rows are marked terminated and truncated at once; terminated wins.")
+    if breaks:
+        problems.append(
+            f"{breaks} rows are followed by another observation than their next_obs without an end being marked "
+            "(shuffled rows, or truncations that were not recorded)."
+        )
+    problems += _space_problems("obs", dataset.obs, observation_space)
+    problems += _space_problems("actions", dataset.actions, action_space)
+    return {
+        "transitions": len(dataset),
+        "episodes": len(returns),
+        "terminated": int(dataset.terminated.sum()),
+        "truncated": int((dataset.truncated & ~dataset.terminated).sum()),
+        "last_episode_is_open": dataset.last_episode_is_open,
+        "episode_return": _summary(returns),
+        "episode_length": _summary(lengths),
+        "reward": _summary(dataset.rewards),
+        "obs": _describe(dataset.obs),
+        "actions": _describe(dataset.actions),
+        "coverage": _coverage(dataset.actions, action_space),
+        "not_finite": not_finite,
+        "breaks": breaks,
+        "sha256": dataset.sha256,
+        "metadata": dict(dataset.metadata),
+        "problems": problems,
+    }
+
+
+def _summary(values: Array) -> dict[str, float]:
+    return {name: float(getattr(np, name)(values)) for name in ("min", "mean", "max", "std")}
+
+
+def _describe(array: Array) -> dict[str, Any]:
+    """Kind and range: one per dimension for short vectors, one overall for everything else."""
+    axis = 0 if array.ndim == 2 and array.shape[1] <= 64 else None
+    ranges = {"min": np.min(array, axis=axis).tolist(), "max": np.max(array, axis=axis).tolist()}
+    return {"shape": list(array.shape[1:]), "dtype": str(array.dtype), **ranges}
+
+
+def _coverage(actions: Array, space: Any) -> dict[str, Any]:
+    """How often each whole-number action occurs, or the share of ten equal bins that each dimension visits."""
+    if actions.dtype.kind in "biu":
+        values, counts = np.unique(actions, axis=0, return_counts=True)
+        if len(values) > 256:
+            return {"distinct_actions": len(values)}
+        return {"action_counts": [[value.tolist(), int(count)] for value, count in zip(values, counts, strict=True)]}
+    flat = actions.reshape(len(actions), -1)
+    low, high = (np.ravel(limit) for limit in (getattr(space, "low", ()), getattr(space, "high", ())))
+    if len(low) != flat.shape[1] or not np.isfinite([low, high]).all():
+        low, high = flat.min(axis=0), flat.max(axis=0)
+    bins = np.clip((flat - low) / np.where(high > low, high - low, 1.0) * BINS, 0, BINS - 1).astype(np.int64)
+    return {"visited_bins": [len(np.unique(column)) / BINS for column in bins.T]}
+
+
+def _count_breaks(dataset: TransitionDataset) -> int:
+    """Rows whose successor is not the next row's observation although no end is marked there."""
+    going = np.flatnonzero(~(dataset.terminated | dataset.truncated)[:-1])
+    differs = dataset.next_obs[going] != dataset.obs[going + 1]
+    return int(differs.any(axis=tuple(range(1, differs.ndim))).sum())
+
+
+def _space_problems(name: str, array: Array, space: Any) -> list[str]:
+    """Shape, kind and bounds of rows against a Gymnasium space; spaces without one shape are not compared."""
+    if space is None or space.shape is None:
+        return []
+    shape, wanted = tuple(array.shape[1:]), tuple(space.shape)
+    if int(np.prod(shape)) != int(np.prod(wanted)):
+        return [f"{name} has rows of shape {shape}, but the environment's space is {space}."]
+    if np.issubdtype(space.dtype, np.floating) and array.dtype.kind in "biu" and name == "actions":
+        return [f"{name} are {array.dtype}, but the environment's space {space} wants real numbers, not choices."]
+    if hasattr(space, "low"):
+        low, high = space.low, space.high
+    elif hasattr(space, "start"):
+        low, high = space.start, space.start + getattr(space, "nvec", getattr(space, "n", None)) - 1
+    else:
+        return []
+    if np.issubdtype(space.dtype, np.integer) and array.dtype.kind == "f" and name == "actions":
+        return [f"{name} are {array.dtype}, but the environment's space {space} wants whole numbers."]
+    flat = array.reshape(len(array), -1)
+    outside = int(((flat < np.ravel(low)) | (flat > np.ravel(high))).any(axis=1).sum())
+    return [f"{outside} rows of {name} lie outside the environment's space {space}."] if outside else []

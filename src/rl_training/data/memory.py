@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shutil
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from rl_training.data.mapped import MappedFolder
 from rl_training.errors import UserError
+from rl_training.safe_files import host_name
+
+try:
+    import fcntl
+except ImportError:  # Windows, where folders of killed runs stay
+    fcntl = None  # type: ignore[assignment]
 
 Array = NDArray[Any]
-SHARE_OF_GPU = 0.5  # of its free memory, for data that the user did not ask to keep there
 DType = Any  # "uint8", np.uint8, np.dtype("uint8") or torch.uint8
 
 
@@ -35,11 +40,6 @@ class ArraySpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """The numpy dtype of a numpy name, a numpy dtype or a torch dtype."""
-    return np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
-
-
 def rows_per_env(capacity: int, num_envs: int) -> int:
     """Rows of each environment's ring, out of `capacity`."""
     if num_envs < 1 or capacity < num_envs:
@@ -52,8 +52,9 @@ def step_specs(
     action_shape: Sequence[int] = (), continuous: bool = False,
 ) -> dict[str, ArraySpec]:  # fmt: skip
     """The arrays [*lead, ...] of steps, before any of them exists."""
+    name = str(obs_dtype).removeprefix("torch.") if isinstance(obs_dtype, torch.dtype) else obs_dtype
     return {
-        "obs": ArraySpec((*lead, *obs_shape), numpy_dtype(obs_dtype)),
+        "obs": ArraySpec((*lead, *obs_shape), np.dtype(name)),
         "actions": ArraySpec((*lead, *action_shape), np.dtype(np.float32 if continuous else np.int64)),
         "rewards": ArraySpec(lead, np.dtype(np.float32)),
         "terminated": ArraySpec(lead, np.dtype(bool)),
@@ -70,7 +71,7 @@ def replay_specs(
         raise UserError(f"frame_stack is {frame_stack}, which does not divide the {obs_shape[0]} channels of obs.")
     # One slot more than rows for the newest next observation, and k - 1 more for the oldest row's earlier frames.
     lead = (rows_per_env(capacity, num_envs) + frame_stack, num_envs)
-    frame = (obs_shape[0] // frame_stack, *obs_shape[1:]) if frame_stack > 1 else tuple(obs_shape)
+    frame = (obs_shape[0] // frame_stack, *obs_shape[1:]) if frame_stack > 1 else obs_shape
     specs = {**step_specs(lead, frame, **layout), "final_slots": ArraySpec(lead, np.dtype(np.int32))}
     if frame_stack > 1:
         specs["ages"] = ArraySpec(lead, np.dtype(np.uint8))
@@ -86,20 +87,12 @@ def available_memory() -> int | None:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError, IndexError):
         return None
-    limit = _control_group_room(Path("/sys/fs/cgroup"))
-    return free if limit is None else min(free, limit)
-
-
-def _control_group_room(folder: Path) -> int | None:
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / "memory.current").read_text())
-        stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(stats.get("inactive_file", 0))  # the page cache is given back on demand
-    except (OSError, ValueError):
-        return None
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # there is no control group, or its limit is "max"
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stats.get("inactive_file", 0)))  # the page cache is given back on demand
+    return free
 
 
 def format_bytes(count: float) -> str:
@@ -120,13 +113,12 @@ def explain_bytes(specs: Mapping[str, ArraySpec]) -> str:
 
 def allocate(specs: Mapping[str, ArraySpec], folder: MappedFolder | None, what: str) -> dict[str, Array]:
     """Zeroed arrays, in memory or in files of `folder`; if they do not fit, the error shows the arithmetic."""
-    need = sum(spec.nbytes for spec in specs.values())
     if folder is None:
-        _refuse_too_large(need, available_memory(), "of memory", specs, what)
+        _refuse_too_large(available_memory(), "of memory", specs, what)
         return {name: np.zeros(spec.shape, spec.dtype) for name, spec in specs.items()}
     try:
-        _refuse_too_large(need, shutil.disk_usage(folder.path).free, f"on the disk of {folder.path}", specs, what)
-        return {name: folder.make_array(name, spec.shape, spec.dtype) for name, spec in specs.items()}
+        _refuse_too_large(shutil.disk_usage(folder.path).free, f"on the disk of {folder.path}", specs, what)
+        return {name: folder.make_array(name, spec) for name, spec in specs.items()}
     except BaseException as error:
         folder.close()
         if not isinstance(error, OSError):
@@ -137,7 +129,8 @@ def allocate(specs: Mapping[str, ArraySpec], folder: MappedFolder | None, what: 
         ) from None
 
 
-def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[str, ArraySpec], what: str) -> None:
+def _refuse_too_large(free: int | None, where: str, specs: Mapping[str, ArraySpec], what: str) -> None:
+    need = sum(spec.nbytes for spec in specs.values())
     if free is None or need <= free:
         return
     rows, envs, *_ = next(iter(specs.values())).shape
@@ -149,107 +142,82 @@ def _refuse_too_large(need: int, free: int | None, where: str, specs: Mapping[st
     )
 
 
-def fits_on_gpu(nbytes: int, device: str) -> bool:
-    """Whether a GPU has room for this many bytes that the user did not ask to keep there; False for a CPU."""
-    return device.startswith("cuda") and nbytes <= SHARE_OF_GPU * torch.cuda.mem_get_info(device)[0]
+class MappedFolder:
+    """A new subfolder of `parent` for the files of one buffer, removed with `close`, or when the process ends.
 
-
-def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
-    """The arrays on a device: on the CPU the tensors share their memory, on others one transfer copies all of them."""
-    if device.type == "cpu":
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    joined = join_arrays(list(arrays.values()), pinned=device.type == "cuda")
-    return dict(zip(arrays, split_joined(joined.to(device, non_blocking=True), arrays.values()), strict=True))
-
-
-def join_arrays(arrays: Sequence[Array], *, pinned: bool = False) -> Tensor:
-    """The bytes of the arrays one after the other, each at a multiple of 16."""
-    joined = torch.empty(sum(-(-array.nbytes // 16) * 16 for array in arrays), dtype=torch.uint8, pin_memory=pinned)
-    begin, target = 0, joined.numpy()
-    for array in arrays:
-        target[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        begin += -(-array.nbytes // 16) * 16
-    return joined
-
-
-def split_joined(joined: Tensor, arrays: Iterable[Array]) -> Iterator[Tensor]:
-    """The inverse of `join_arrays`: views of the bytes, on any device."""
-    begin, whole = 0, {}
-    for array in arrays:
-        kind = torch_dtype(array.dtype)
-        if kind not in whole:
-            whole[kind] = joined.view(kind)
-        yield whole[kind].narrow(0, begin // array.itemsize, array.size).view(array.shape)
-        begin += -(-array.nbytes // 16) * 16
-
-
-@cache
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """The torch dtype of a numpy dtype."""
-    return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
-class Sender:
-    """`as_tensors` for arrays of few different shapes, in reused memory: a result is overwritten `TURNS` calls later.
-
-    Allocating pinned memory and making views takes longer than sending a small batch.
+    A locked file in it shows that its process is alive; subfolders left by killed processes of this host are removed.
     """
 
-    TURNS = 4
+    def __init__(self, parent: str | os.PathLike[str]) -> None:
+        prefix = f"replay-{host_name()}-"
+        try:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+            for stale in Path(parent).glob(f"{prefix}*-*"):
+                with contextlib.suppress(OSError):
+                    lock = os.open(stale / "lock", os.O_RDWR)
+                    if _try_lock(lock):
+                        shutil.rmtree(stale)
+                    os.close(lock)
+            # It gets the name that others look for only once its lock is held.
+            new = Path(tempfile.mkdtemp(prefix=f".{prefix}{os.getpid()}-", dir=parent))
+            lock = os.open(new / "lock", os.O_CREAT | os.O_RDWR)
+            _try_lock(lock)
+            self.path = new.rename(new.with_name(new.name[1:]))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"replay_folder is {os.fspath(parent)!r}, where no files can be made: {reason}.") from None
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._lanes: dict[Any, deque[Lane]] = {}
+    def make_array(self, name: str, spec: ArraySpec) -> Array:
+        """A zeroed array whose memory is the file `<name>.npy`, every byte of it reserved on the disk.
 
-    def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """The arrays on the device; on the CPU the tensors share their memory."""
-        if self.device.type == "cpu":
-            return as_tensors(arrays, self.device)
-        given = list(arrays.values())
-        lanes = self._lanes.setdefault(tuple([(array.shape, array.dtype) for array in given]), deque())
-        lanes.append(lanes.popleft() if len(lanes) == self.TURNS else Lane(given, self.device))
-        return dict(zip(arrays, lanes[-1].send(given), strict=True))
+        With a file that has holes, a full disk would kill the process with SIGBUS.
+        """
+        path = self.path / f"{name}.npy"
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=spec.dtype, shape=spec.shape)
+        _reserve(path)
+        return array
 
+    def remove(self, name: str) -> None:
+        """Remove the file of an array that is no longer used."""
+        (self.path / f"{name}.npy").unlink()
 
-class Lane:
-    """Memory for arrays of these shapes, pinned on the host and on a device."""
-
-    def __init__(self, arrays: Sequence[Array], device: torch.device) -> None:
-        self.here = join_arrays(arrays, pinned=device.type == "cuda")
-        self.there = torch.empty_like(self.here, device=device)
-        self.views = [tensor.numpy() for tensor in split_joined(self.here, arrays)]
-        self.tensors = list(split_joined(self.there, arrays))
-        # looking the stream up takes longer than the transfer
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.sent = None if self.stream is None else torch.cuda.Event()
-
-    def send(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """Send arrays, overwriting what was sent before."""
-        if self.sent is not None:
-            self.sent.synchronize()
-        for view, array in zip(self.views, arrays, strict=True):
-            view[...] = array
-        self.there.copy_(self.here, non_blocking=True)
-        if self.sent is not None:
-            self.sent.record(self.stream)
-        return self.tensors
-
-
-def filled_parts(arrays: Mapping[str, Array], count: int) -> dict[str, Array]:
-    """The first `count` rows of each, as views: a checkpoint writer streams them without a copy."""
-    return {name: array if count >= len(array) else array[:count] for name, array in arrays.items()}
+    def close(self) -> None:
+        """Remove the folder; closing twice is harmless."""
+        self._end()
 
 
-def restore_parts(arrays: Mapping[str, Array], stored: Mapping[str, Array]) -> None:
-    """The inverse of `filled_parts`, for arrays of the same layout."""
-    for name, array in arrays.items():
-        array[: len(stored[name])] = stored[name]
+def _reserve(path: Path) -> None:
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:  # macOS, Windows: what is not there yet is zeros
+            for start in range(0, size, 1 << 24):
+                file.seek(start)
+                part = file.read(1 << 24)
+                file.seek(start)
+                file.write(part)
+
+
+def _try_lock(descriptor: int) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return False
+    return True
+
+
+def _remove(path: Path, lock: int, process: int) -> None:
+    if os.getpid() == process:  # not in a fork
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def check_same_layout(stored: Mapping[str, Any], own: Mapping[str, Any], what: str) -> None:
     """Refuse a state that a buffer of another layout wrote, naming the first difference."""
     for name, value in own.items():
-        found = stored.get(name)
-        found = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else found
-        if found != value:
+        if (found := stored.get(name)) != value:
             raise UserError(f"the stored {what} has {name} {found}, this one {value}; resume with the same settings.")

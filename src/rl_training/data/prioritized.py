@@ -43,12 +43,6 @@ class SumTree:
         touched = index // _BLOCK
         self._sums[touched] = self._blocks.take(touched, axis=0).sum(axis=1)
 
-    def set_slice(self, rows: slice, value: float) -> None:
-        """Set a few neighboring leaves, at less cost than `set`."""
-        self.leaves[rows] = value
-        touched = slice(rows.start // _BLOCK, (rows.stop - 1) // _BLOCK + 1)
-        self._sums[touched] = self._blocks[touched].sum(axis=1)
-
     def rebuild(self) -> None:
         """Recompute every block after the leaves were written directly."""
         self._sums[:] = self._blocks.sum(axis=1)
@@ -125,17 +119,11 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         self.max_priority = max(self.max_priority, largest)
         self._tree.set(rows, np.where(self._tree.leaves.take(rows) > 0.0, delta**self.alpha, 0.0))
 
-    def _added(self, rows: slice | Array) -> None:
-        self._set(rows, self.max_priority**self.alpha)
+    def _added(self, rows: Array) -> None:
+        self._tree.set(rows, self.max_priority**self.alpha)
 
-    def _dropped(self, rows: slice | Array) -> None:
-        self._set(rows, 0.0)
-
-    def _set(self, rows: slice | Array, value: float) -> None:
-        if isinstance(rows, slice):
-            self._tree.set_slice(rows, value)
-        else:
-            self._tree.set(rows, value)
+    def _dropped(self, rows: Array) -> None:
+        self._tree.set(rows, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """The buffer's state, the priorities of its filled part (a view) and the largest one."""

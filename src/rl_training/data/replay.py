@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array, Sender, as_tensors
-from rl_training.data.rings import TransitionRings
+from rl_training.data.memory import Array, replay_specs
+from rl_training.data.rings import EnvRings, FinalObservations
+from rl_training.data.transfer import Sender, as_tensors
 from rl_training.errors import UserError
 
 CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
+
+_STACK_CHECKS = 1000  # rows until which observations are checked to be frame stacks
 
 
 class Ahead(NamedTuple):
@@ -26,7 +29,7 @@ class Ahead(NamedTuple):
     batch: dict[str, Tensor] | None  # None if the step in between may change it
 
 
-class ReplayBuffer(TransitionRings):
+class ReplayBuffer(EnvRings):
     """The newest `capacity` transitions of `num_envs` environments.
 
     Each environment has a ring of `capacity // num_envs` rows. An observation is stored once: the next observation of
@@ -37,27 +40,48 @@ class ReplayBuffer(TransitionRings):
 
     n-step windows stop at an episode's end and at the newest row: a row whose window is not complete yet bootstraps
     from the newest observation after fewer steps. `folder` keeps the arrays in mapped files instead of memory.
+
+    The slots at `_heads` hold the current observations: their rows have no action yet. Rings are in lockstep until an
+    environment skips a step; from then on, samples are drawn from them one after the other.
     """
 
-    def __init__(
-        self, capacity: int, num_envs: int = 1, *, n_step: int = 1, gamma: float = 0.99,
-        device: str | torch.device = "cpu", on_device: bool = False, reuses_batches: bool = False, **layout: Any,
-    ) -> None:  # fmt: skip
-        """`layout`: obs_shape, obs_dtype, action_shape, continuous, frame_stack, mask_size, folder.
+    kind = "replay buffer"
 
-        With `on_device`, observations are in the device's memory too, and those of a batch are gathered there. With
-        `reuses_batches`, a batch on a GPU is overwritten by a later one (see `Sender`), and sampling takes less time.
+    def __init__(
+        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], n_step: int = 1, gamma: float = 0.99,
+        frame_stack: int = 1, mask_size: int = 0, folder: Any = None, device: str | torch.device = "cpu",
+        on_device: bool = False, reuses_batches: bool = False, **layout: Any,
+    ) -> None:  # fmt: skip
+        """`layout`: obs_dtype, action_shape, continuous.
+
+        With `reuses_batches`, a batch on a GPU is overwritten by a later one (see `Sender`), and sampling takes less
+        time.
         """
         if n_step < 1:
             raise UserError(f"n_step is {n_step}; it must be at least 1.")
-        self.n_step, self.device = n_step, torch.device(device)
+        sizes: dict[str, Any] = {"obs_shape": obs_shape, "frame_stack": frame_stack, "mask_size": mask_size}
+        specs = replay_specs(capacity, num_envs, **sizes, **layout)
+        places: dict[str, Any] = {"folder": folder, "device": device, "on_device": on_device}
+        # Rings start after the room for the first frame's history.
+        super().__init__(capacity, num_envs, specs, obs_shape=obs_shape, first=frame_stack - 1, **places)
+        self._finals = FinalObservations(specs["obs"], mask_size, self.folder, self.capacity)
+        self.columns["final_slots"].fill(-1)  # of the rows where an episode ended; else -1
+        self.n_step, self.frame_stack = n_step, frame_stack
+        self._channels = specs["obs"].shape[2] if frame_stack > 1 else 0
+        self._backwards, self._window = np.arange(frame_stack - 1, -1, -1), np.arange(n_step)
         self._send = Sender(self.device) if reuses_batches else partial(as_tensors, device=self.device)
-        super().__init__(capacity, num_envs, copy_to=self.device if on_device else None, **layout)
-        self._backwards = np.arange(self.frame_stack - 1, -1, -1)
-        self._window = np.arange(n_step)
+        self._lockstep = True
         self.ahead: Ahead | None = None
         self._gamma: float
         self.gamma = gamma
+
+    def __len__(self) -> int:
+        return int(self._sizes[0]) * self.num_envs if self._lockstep else super().__len__()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as they are now, final observations included."""
+        return super().nbytes + self._finals.nbytes
 
     @property
     def gamma(self) -> float:
@@ -71,14 +95,129 @@ class ReplayBuffer(TransitionRings):
         self._gamma = value
         self._powers = (value ** np.arange(self.n_step + 1)).astype(np.float32)
 
+    # writing --------------------------------------------------------------------------------------------------------
+
+    def add(
+        self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
+        final_obs: Array | None = None, valid: Array | None = None, masks: Array | None = None,
+        next_masks: Array | None = None, final_masks: Array | None = None, envs: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Store one step of N environments, everything [N, ...]; the new rows can be sampled at once.
+
+        The actions were taken at `obs`; the next ones are taken at `next_obs`. Where an episode ended, `final_obs` is
+        its true last observation; without it, `next_obs` is used (next-step autoreset, or plain tuples of a data set).
+        Rows with `valid` false only reset: nothing is stored for them. If `obs` is not the last `next_obs`, something
+        else moved the environment: its open episode ends there as a truncation. `masks` are the legal actions
+        [N, A] in `obs`, `next_masks` in `next_obs`, `final_masks` in `final_obs` (all legal when None). `envs` are the
+        environments of the N rows (None: all).
+        """
+        of = self._env if envs is None else envs
+        rows, sizes, done = self._rows_at(0, of), self._sizes[of], np.logical_or(terminated, truncated)
+        if self.frame_stack > 1 and sizes.min() < min(_STACK_CHECKS, self.rows_per_env):
+            self._check_stacks(obs, next_obs, done, final_obs is not None, valid)
+        if not sizes.any():
+            self._show(rows, obs, masks, self._write_history(obs, of))
+        elif len(moved := self._moved(rows, self._newest(obs))):
+            self._cut(of[moved])
+            self._show(rows[moved], obs[moved], _at(masks, moved))
+        finals, final_masks = (next_obs, next_masks) if final_obs is None else (final_obs, final_masks)
+        step = [of, rows, actions, rewards, terminated, truncated, done, next_obs, next_masks, finals, final_masks]
+        self._lockstep = self._lockstep and envs is None
+        if valid is not None and not valid.all():
+            self._lockstep = False
+            self._show(rows[~valid], next_obs[~valid], _at(next_masks, ~valid))
+            step = [_at(part, valid) for part in step]
+        self._store(*step)
+
+    def _store(
+        self, of: Array, rows: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, done: Array,
+        next_obs: Array, next_masks: Array | None, finals: Array, final_masks: Array | None,
+    ) -> None:  # fmt: skip
+        self._drop_oldest(of)
+        self._write(rows, actions=actions, rewards=rewards, terminated=terminated, truncated=truncated)
+        if done.any():
+            ended = np.flatnonzero(done)
+            self._keep_finals(rows[ended], self._newest(finals[ended]), _at(final_masks, ended))
+        ages = np.where(done, 0, self.columns["ages"][rows] + 1) if self._channels else 0
+        self._show((rows + self.num_envs) % self._length, next_obs, next_masks, ages)
+        self._advance(of)
+        self._added(rows)
+
+    def _added(self, rows: Array) -> None:
+        """For subclasses: these rows have just been written."""
+
+    def _dropped(self, rows: Array) -> None:
+        """For subclasses: these rows are no longer sampled."""
+
+    def _newest(self, obs: Array) -> Array:
+        """The newest frames of these observations."""
+        return obs[:, -self._channels :] if self._channels else obs
+
+    def _cut(self, envs: Array) -> None:
+        """End the open episodes of environments that were moved: they are truncated at their current observations."""
+        newest, current = self._rows_at(-1, envs), self._rows_at(0, envs)
+        is_open = (self._sizes[envs] > 0) & (self.columns["final_slots"][newest] < 0)
+        newest, current = newest[is_open], current[is_open]
+        self._write(newest, truncated=True)
+        self._keep_finals(newest, self.columns["obs"][current], _at(self.columns.get("masks"), current))
+
+    def _write_history(self, obs: Array, envs: Array) -> int | Array:
+        """Store the older frames of the very first observations, which may lie inside an episode (a resumed run);
+        returns how many of them count."""
+        if not self._channels:
+            return 0
+        frames = np.asarray(obs).reshape(len(obs), self.frame_stack, *self.columns["obs"].shape[1:])
+        for back in range(1, self.frame_stack):
+            self._write(self._rows_at(-back, envs), obs=frames[:, -1 - back])
+        repeated = (frames == frames[:, -1:]).all(axis=tuple(range(1, frames.ndim)))
+        return np.where(repeated, 0, self.frame_stack - 1)
+
+    def _show(self, rows: Array, obs: Array, masks: Array | None, ages: int | Array = 0) -> None:
+        """Write current observations; `ages` counts the steps since their episode began."""
+        self._write(rows, obs=self._newest(obs))
+        if self._channels:
+            self._write(rows, ages=np.minimum(ages, self.frame_stack - 1))
+        if "masks" in self.columns:
+            self._write(rows, masks=True if masks is None else masks)
+
+    def _drop_oldest(self, envs: Array) -> None:
+        full = envs[self._sizes[envs] == self.rows_per_env]
+        if len(full):
+            rows = self._rows_at(-self.rows_per_env, full)
+            slots = self.columns["final_slots"][rows]
+            self._finals.free(slots[slots >= 0])
+            self._write(rows, final_slots=-1)
+            self._dropped(rows)
+
+    def _keep_finals(self, rows: Array, frames: Array, masks: Array | None) -> None:
+        self._write(rows, final_slots=self._finals.put(frames, masks))
+
+    def _check_stacks(self, obs: Array, next_obs: Array, done: Array, has_finals: bool, valid: Array | None) -> None:
+        """Refuse observations that cannot be rebuilt from frames stored once."""
+        c = self._channels
+        resets = np.zeros_like(done) if valid is None else ~valid
+        going = ~(done | resets)
+        begins = resets | done if has_finals else resets
+        starts = next_obs[begins].reshape(-1, self.frame_stack, *self.columns["obs"].shape[1:])
+        if not np.array_equal(next_obs[going, :-c], obs[going, c:]) or not (starts == starts[:, -1:]).all():
+            raise UserError(
+                f"the observations are not stacks of {self.frame_stack} frames, oldest first, that begin an episode "
+                "with its first frame repeated; set frame_stack to 1 to store them whole."
+            )
+
+    # reading --------------------------------------------------------------------------------------------------------
+
     def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
         """`batch_size` transitions, uniformly and with replacement, as `gather` returns them."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
-            if ahead.place == self._place() and len(ahead.rows) == batch_size:
+            if ahead.place == (self._heads[0], self._sizes[0], self._lockstep) and len(ahead.rows) == batch_size:
                 return ahead.batch or self.gather(ahead.rows)
             rng.bit_generator.state = ahead.before
-        return self.gather(self._draw(batch_size, rng))
+        total = len(self)
+        if not total:
+            raise ValueError("cannot sample from an empty replay buffer")
+        return self.gather(self._rows_of(rng.integers(0, total, batch_size)))
 
     def draw_ahead(self, batch_size: int, rng: np.random.Generator) -> None:
         """Draw the next sample now, as it will be after one more step of every environment, while a GPU is busy.
@@ -88,36 +227,22 @@ class ReplayBuffer(TransitionRings):
         """
         if not self._lockstep:
             return
-        before, (head, size, _) = rng.bit_generator.state, self._place()
-        head, size = (head + 1) % self._slots, min(size + 1, self.rows_per_env)
+        before, head = rng.bit_generator.state, int(self._heads[0] + 1) % self._slots
+        size = int(min(self._sizes[0] + 1, self.rows_per_env))
         ranks = rng.integers(0, size * self.num_envs, batch_size)
-        rows = (ranks + (head - size) % self._slots * self.num_envs) % self._length
+        rows = self._rows_in_lockstep(ranks, head - size)
         stays = ranks.max() < (size - 1 - self.n_step) * self.num_envs
         self.ahead = Ahead(before, rows, (head, size, True), self.gather(rows) if stays else None)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; a state of another layout is refused."""
-        super().load_state_dict(state)
-        self.ahead = None
-
-    def _place(self) -> tuple[int, ...]:
-        return int(self._heads[0]), int(self._sizes[0]), self._lockstep
-
-    def _draw(self, batch_size: int, rng: np.random.Generator) -> Array:
-        total = len(self)
-        if not total:
-            raise ValueError("cannot sample from an empty replay buffer")
-        return self._rows_of(rng.integers(0, total, batch_size))
 
     def _rows_of(self, ranks: Array) -> Array:
         """Row indices of ranks 0 .. len - 1 (in lockstep: oldest slot first; else environment by environment)."""
         if self._lockstep:
-            oldest = int(self._heads[0] - self._sizes[0]) % self._slots
-            return (ranks + oldest * self.num_envs) % self._length if oldest else ranks
-        bounds = np.cumsum(self._sizes)
-        envs = bounds.searchsorted(ranks, side="right")
-        slots = (self._heads[envs] + ranks - bounds[envs]) % self._slots
-        return slots * self.num_envs + envs
+            return self._rows_in_lockstep(ranks, int(self._heads[0] - self._sizes[0]))
+        envs, slots = self._oldest(ranks, self._sizes)
+        return slots % self._slots * self.num_envs + envs
+
+    def _rows_in_lockstep(self, ranks: Array, oldest: int) -> Array:
+        return (ranks + oldest * self.num_envs) % self._length
 
     def gather(self, rows: Array, **more: Array) -> dict[str, Tensor]:
         """The transitions at row indices [B]: obs, actions, rewards (discounted n-step sum), next_obs, terminated,
@@ -125,101 +250,96 @@ class ReplayBuffer(TransitionRings):
         0 where terminated); action_masks and next_action_masks where masks are stored; `more`; and on the host
         indices."""
         rewards, last, powers = self._look_ahead(rows)
-        slots = self._final_slots.take(last)
+        columns, slots = self.columns, self.columns["final_slots"].take(last)
         ended = np.flatnonzero(slots >= 0)
-        after = last + self.num_envs  # may be one turn of the ring too far
-        terminated = self._terminated.take(last)
-        dones = terminated.astype(np.float32)
+        slots, terminated = slots[ended], columns["terminated"].take(last)
         batch = {
-            "actions": self._actions.take(rows, axis=0),
+            "actions": columns["actions"].take(rows, axis=0),
             "rewards": rewards,
             "terminated": terminated,
-            "truncated": self._truncated.take(last),
-            "dones": dones,
+            "truncated": columns["truncated"].take(last),
+            "dones": terminated.astype(np.float32),
             "discounts": np.where(terminated, np.float32(0.0), powers),
             **more,
         }
-        if self._masks is not None and self._finals.masks is not None:
-            batch["action_masks"] = self._masks.take(rows, axis=0)
-            batch["next_action_masks"] = next_masks = self._masks.take(after, axis=0, mode="wrap")
-            next_masks[ended] = self._finals.masks[slots[ended]]
-        if self.copy is not None:
-            tensors = self._gather_on_device(rows, last, after, ended, slots, batch)
+        if "masks" in columns:
+            batch["action_masks"] = columns["masks"].take(rows, axis=0)
+            batch["next_action_masks"] = columns["masks"].take((last + self.num_envs) % self._length, axis=0)
+            batch["next_action_masks"][ended] = self._finals.masks[slots]
+        index = self._frames_of(rows, last, ended)
+        if self.copy is None:
+            tensors = self._send(self._observations(index, ended, slots) | batch)
         else:
-            obs = self._stacks(rows) if self._channels else self._obs.take(rows, axis=0)
-            tensors = self._send({"obs": obs, "next_obs": self._next_obs(last, after, ended, slots), **batch})
+            tensors = self.copy.gather(index, {**batch, "ended": ended, "finals": self._finals.obs[slots]})
+            tensors["next_obs"][:, -1].index_copy_(0, tensors.pop("ended"), tensors.pop("finals"))
+            tensors |= {name: tensors[name].reshape(-1, *self.obs_shape) for name in index}
         return {**tensors, "indices": torch.from_numpy(rows)}
-
-    def _gather_on_device(
-        self, rows: Array, last: Array, after: Array, ended: Array, slots: Array, arrays: dict[str, Array]
-    ) -> dict[str, Tensor]:
-        """`arrays` with the observations before and after, gathered there."""
-        assert self.copy is not None
-        wanted = {"obs": rows, "next_obs": after % self._length}
-        if self._channels:
-            wanted = {"obs": self._stack_index(rows), "next_obs": self._next_stack_index(last, after, ended)}
-        batch = self.copy.gather(wanted, {**arrays, "ended": ended, "finals": self._finals.obs[slots[ended]]})
-        positions, finals, next_obs = batch.pop("ended"), batch.pop("finals"), batch["next_obs"]
-        if len(ended):
-            (next_obs[:, -1] if self._channels else next_obs).index_copy_(0, positions, finals)
-        return {name: x.reshape(-1, *self.obs_shape) if name in wanted else x for name, x in batch.items()}
 
     def _look_ahead(self, rows: Array) -> tuple[Array, Array, Any]:
         """Discounted reward sums [B], the last row of each window [B], and gamma ** length."""
         if self.n_step == 1:
-            return self._rewards.take(rows), rows, self._powers[1]
+            return self.columns["rewards"].take(rows), rows, self._powers[1]
         window = (rows[:, None] + self._window * self.num_envs) % self._length
         room = (self._heads[rows % self.num_envs] - rows // self.num_envs) % self._slots
-        ended = self._final_slots.take(window) >= 0
+        ended = self.columns["final_slots"].take(window) >= 0
         # Rows beyond the newest one are stale; `room` cuts them off.
         lengths = np.minimum(np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, self.n_step), room)
-        rewards = self._rewards.take(window) * self._powers[:-1]
+        rewards = self.columns["rewards"].take(window) * self._powers[:-1]
         rewards[self._window >= lengths[:, None]] = 0.0
         last = window[np.arange(len(rows)), lengths - 1]
         return rewards.sum(axis=1), last, self._powers.take(lengths)
 
-    def _next_obs(self, last: Array, after: Array, ended: Array, slots: Array) -> Array:
+    def _frames_of(self, rows: Array, last: Array, ended: Array) -> dict[str, Array]:
+        """Rows [B, k] of the frames of both observations; where an episode ended, the last one is a placeholder."""
+        after = self._stack_index((last + self.num_envs) % self._length)
         if self._channels:
-            frames = self._obs.take(self._next_stack_index(last, after, ended), axis=0)
-            frames[ended, -1] = self._finals.obs[slots[ended]]
-            return frames.reshape(len(last), *self.obs_shape)
-        next_obs = self._obs.take(after, axis=0, mode="wrap")
-        if len(ended):
-            next_obs[ended] = self._finals.obs[slots[ended]]
-        return next_obs
-
-    def _next_stack_index(self, last: Array, after: Array, ended: Array) -> Array:
-        """Rows [B, k] of the frames of the next stacks; where an episode ended, the last one is a placeholder."""
-        index = self._stack_index(after % self._length)
-        index[ended, :-1] = self._stack_index(last[ended])[:, 1:]
-        return index
+            after[ended, :-1] = self._stack_index(last[ended])[:, 1:]
+        return {"obs": self._stack_index(rows), "next_obs": after}
 
     def _stack_index(self, rows: Array) -> Array:
         """Rows [B, k] of the frames of the stacks at `rows`; never before the episode's first frame."""
-        assert self._ages is not None
-        back = np.minimum(self._backwards, self._ages.take(rows)[:, None])
-        index: Array = (rows[:, None] - back * self.num_envs) % self._length
+        index = rows[:, None]
+        if self._channels:
+            back = np.minimum(self._backwards, self.columns["ages"].take(rows)[:, None])
+            index = (index - back * self.num_envs) % self._length
         return index
 
-    def _stacks(self, rows: Array) -> Array:
-        return self._obs.take(self._stack_index(rows), axis=0).reshape(len(rows), *self.obs_shape)
+    def _observations(self, index: Mapping[str, Array], ended: Array, slots: Array) -> dict[str, Array]:
+        """The observations made of these frames, and of the final ones in these slots where an episode ended."""
+        found = {name: self.columns["obs"].take(frames, axis=0) for name, frames in index.items()}
+        if len(ended):
+            found["next_obs"][ended, -1] = self._finals.obs[slots]
+        return {name: frames.reshape(-1, *self.obs_shape) for name, frames in found.items()}
 
     def transitions(self) -> dict[str, Array]:
         """Every one-step transition, each environment's in time order, as numpy arrays; the newest row of an episode
         that is still going is marked truncated, because the next row belongs to another environment."""
-        oldest = (self._heads - self._sizes) % self._slots
-        parts = [
-            (oldest[env] + np.arange(self._sizes[env])) % self._slots * self.num_envs + env for env in self._env
-        ]
-        rows = np.concatenate(parts)
-        after = (rows + self.num_envs) % self._length
-        slots = self._final_slots[rows]
-        truncated = self._truncated[rows]
+        envs, turns = self._oldest(np.arange(len(self)), self._sizes)
+        rows = turns % self._slots * self.num_envs + envs
+        slots = self.columns["final_slots"][rows]
+        found = {name: self.columns[name][rows] for name in ("actions", "rewards", "terminated", "truncated")}
         ends = np.cumsum(self._sizes)[self._sizes > 0] - 1
-        truncated[ends] |= ~self._terminated[rows[ends]]
-        return {
-            "obs": self._stacks(rows) if self._channels else self._obs[rows],
-            "actions": self._actions[rows], "rewards": self._rewards[rows],
-            "next_obs": self._next_obs(rows, after, np.flatnonzero(slots >= 0), slots),
-            "terminated": self._terminated[rows], "truncated": truncated,
-        }  # fmt: skip
+        found["truncated"][ends] |= ~found["terminated"][ends]
+        ended = np.flatnonzero(slots >= 0)
+        return found | self._observations(self._frames_of(rows, rows, ended), ended, slots[ended])
+
+    # resuming -------------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> dict[str, Any]:
+        return super()._layout() | {"frame_stack": self.frame_stack, "masks": "masks" in self.columns}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as views of the filled part: write them before the next `add`."""
+        return super().state_dict() | {"finals": self._finals.state_dict(), "lockstep": self._lockstep}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken; a state of another layout is refused."""
+        self.columns["final_slots"].fill(-1)
+        super().load_state_dict(state)
+        self._finals.load_state_dict(state["finals"])
+        self._lockstep, self.ahead = bool(state["lockstep"]), None
+
+
+def _at(array: Any, rows: Array) -> Any:
+    """These rows of an array, which may be missing."""
+    return None if array is None else array[rows]

@@ -1,4 +1,4 @@
-"""The replay store: steps go into a buffer, batches are samples (the DQN family, DDPG, TD3, SAC, NAF, D4PG, RLPD)."""
+"""The stores with a replay buffer: steps go into it, batches are samples of transitions, or windows for Dreamer."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
-from rl_training.data import PrioritizedReplayBuffer, ReplayBuffer
+from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer
 from rl_training.data.experience import Experience, Request
-from rl_training.data.memory import fits_on_gpu, format_bytes
-from rl_training.data.store import StoreContext
+from rl_training.data.memory import format_bytes
+from rl_training.data.store import Store, StoreContext
 from rl_training.data.support import SupportWatch
+from rl_training.data.transfer import fits_on_gpu
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 
 WIDE_BATCH = 500_000  # bytes of observations from which a GPU gathers a batch faster than the host sends it
 
 
-class BufferStore:
-    """Shared by the stores with a buffer: the generator, the `credit` for updates, and the saved state.
+class BufferStore(Store):
+    """Shared by the stores with a buffer: the `credit` for updates, and the buffer in the saved state.
 
     A subclass makes the `buffer` and defines the unit of its credit.
     """
 
     buffer: Any
     credit: float
-
-    def __init__(self, context: StoreContext) -> None:
-        self.params, self.spaces, self.rng = context.params, context.spaces, context.rng
-        self.metrics: dict[str, float] = {}
+    counters = ("credit",)
 
     def random_steps(self, step: int) -> int:
         """The number of transitions from `step` on that use random actions."""
@@ -45,23 +43,25 @@ class BufferStore:
         learned: int = step + experience.transitions - self.params.learning_starts
         return max(0, min(experience.transitions, learned))
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether the buffer has what learning needs; not after a resume without it, until it is filled again."""
+        return len(self.buffer) >= min(self.params.learning_starts, self.buffer.capacity)
+
     def state_dict(self) -> dict[str, Any]:
-        """Generator, credit, and under `replay` the buffer."""
-        return {"rng": self.rng.bit_generator.state, "credit": self.credit, "replay": self.buffer.state_dict()}
+        """The state of a store, and under `replay` the buffer."""
+        return super().state_dict() | {"replay": self.buffer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """The inverse of `state_dict`; a checkpoint may lack its buffer."""
-        self.rng.bit_generator.state = state["rng"]
-        if type(state["credit"]) not in (int, float):
-            raise TypeError(f"credit is a {type(state['credit']).__name__}")
-        self.credit = state["credit"]
+        super().load_state_dict(state)
         if "replay" not in state:
             return ["the checkpoint has no replay buffer; it is filled again before learning continues."]
         self.buffer.load_state_dict(state["replay"])
         return []
 
     def close(self) -> None:
-        """Remove the buffer's files; the checkpoint has their contents."""
+        """Remove the buffer's files."""
         self.buffer.close()
 
 
@@ -124,8 +124,8 @@ class ReplayStore(BufferStore):
         """Yield `gradient_updates_per_step` samples for each training turn that is due."""
         if self.support is not None:
             self.metrics |= self.support.widen(algorithm)
-        if len(self.buffer) < min(self.params.learning_starts, self.buffer.capacity):
-            self.credit = 0  # resumed without its buffer: fill it again first
+        if not self.is_filled:
+            self.credit = 0
         while self.credit >= self.params.train_frequency and len(self.buffer):
             self.credit -= self.params.train_frequency
             for _ in range(self.params.gradient_updates_per_step):
@@ -145,33 +145,78 @@ class ReplayStore(BufferStore):
 
     def sample(self) -> dict[str, Any]:
         """One batch."""
-        if isinstance(self.buffer, PrioritizedReplayBuffer):
-            return self.buffer.sample(self.params.batch_size, self.rng, beta=self.prioritized_beta)
-        return self.buffer.sample(self.params.batch_size, self.rng)
+        beta = {"beta": self.prioritized_beta} if self.params.prioritized else {}
+        return self.buffer.sample(self.params.batch_size, self.rng, **beta)
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
         """Update priorities from the errors of an update."""
         if isinstance(self.buffer, PrioritizedReplayBuffer) and result.priorities is not None:
             self.buffer.update_priorities(batch["indices"], result.priorities)
-        if self.support is not None and "clipped_targets" in result.metrics:
-            self.support.watch_clipping(result.metrics["clipped_targets"])
+
+
+class SequenceStore(BufferStore):
+    """Keeps steps, and samples windows [B, L].
+
+    Every environment step since `learning_starts` makes `train_ratio` replayed steps due. An update replays
+    `batch_size * sequence_length` steps, and runs when that many are due.
+    """
+
+    buffer: RecurrentReplayBuffer
+
+    def __init__(self, context: StoreContext) -> None:
+        super().__init__(context)
+        self.credit = 0.0  # steps to replay that are due
+        self.train_ratio: float = self.params.train_ratio
+        self.layout = context.layout(1, masks=False)
+        self.buffer = RecurrentReplayBuffer(
+            self.params.buffer_capacity, context.num_envs, sequence_length=self.params.sequence_length,
+            **describe_rows(self.params, self.spaces, context.device),
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """The buffer's size, for the start of a run."""
+        return f"sequence replay of {self.buffer.capacity:,} steps: {self.buffer.describe_size()}"
+
+    def request(self, step: int) -> Request:
+        """Request one step of every environment, with random actions until `learning_starts`."""
+        return Request(steps=1, random=self.random_steps(step))
+
+    def add(self, experience: Experience, step: int) -> int:
+        """Add to the buffer; every step from `learning_starts` on makes `train_ratio` replayed steps due."""
+        self.credit += self.train_ratio * self.keep(experience, step)
+        return experience.transitions
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """Yield a batch for each update that is due."""
+        replayed = self.params.batch_size * self.params.sequence_length
+        if not self.is_filled or not self.buffer.num_windows():
+            self.credit = 0.0
+        while self.credit >= replayed:
+            self.credit -= replayed
+            yield "policy", self.buffer.sample(self.params.batch_size, self.rng)
 
 
 def make_buffer(
     params: Any, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1
 ) -> ReplayBuffer:
-    """Make the buffer for these hyper-parameters."""
-    layout: dict[str, Any] = {
-        "n_step": params.n_step, "gamma": params.gamma, "device": device, "obs_shape": spaces.obs_shape,
-        "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
-        "continuous": spaces.action_kind == "continuous", "frame_stack": frame_stack,
-        "mask_size": spaces.action_dim if spaces.has_action_mask else 0, "folder": params.replay_folder,
-        "on_device": goes_to_device(params, spaces, device, frame_stack), "reuses_batches": True,
+    """Make the buffer of transitions for these hyper-parameters."""
+    rows = describe_rows(params, spaces, device, frame_stack) | {
+        "n_step": params.n_step, "gamma": params.gamma, "frame_stack": frame_stack, "reuses_batches": True,
+        "mask_size": spaces.action_dim if spaces.has_action_mask else 0,
     }  # fmt: skip
-    if params.prioritized:
-        layout |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
-    kind = PrioritizedReplayBuffer if params.prioritized else ReplayBuffer
-    return kind(params.buffer_capacity, num_envs, **layout)
+    if not params.prioritized:
+        return ReplayBuffer(params.buffer_capacity, num_envs, **rows)
+    rows |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
+    return PrioritizedReplayBuffer(params.buffer_capacity, num_envs, **rows)
+
+
+def describe_rows(params: Any, spaces: EnvSpaces, device: str, frame_stack: int = 1) -> dict[str, Any]:
+    """The arguments that every buffer takes: what a row is, and where rows are kept."""
+    return {
+        "obs_shape": spaces.obs_shape, "obs_dtype": spaces.obs_dtype, "action_shape": spaces.action_shape,
+        "continuous": spaces.action_kind == "continuous", "folder": params.replay_folder, "device": device,
+        "on_device": goes_to_device(params, spaces, device, frame_stack),
+    }  # fmt: skip
 
 
 def goes_to_device(params: Any, spaces: EnvSpaces, device: str, frame_stack: int = 1) -> bool:

@@ -1,58 +1,57 @@
-"""One preallocated ring per environment: `EnvRings`, and `TransitionRings`, into which a replay buffer writes."""
+"""One preallocated ring per environment: `EnvRings`, its parts, and `RecurrentReplayBuffer`, which samples windows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from rl_training.data.device_copy import DeviceCopy
-from rl_training.data.finals import FinalObservations
-from rl_training.data.mapped import MappedFolder
 from rl_training.data.memory import (
     Array,
     ArraySpec,
+    MappedFolder,
     allocate,
     check_same_layout,
-    filled_parts,
     format_bytes,
-    replay_specs,
-    restore_parts,
     rows_per_env,
+    step_specs,
 )  # fmt: skip
+from rl_training.data.transfer import DeviceCopy, as_tensors
 from rl_training.errors import UserError
 
 CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
 
-_STACK_CHECKS = 1000  # steps during which observations are checked to be frame stacks
-
 
 class EnvRings:
-    """The newest rows of `num_envs` environments in shared arrays `[rows, num_envs, ...]`.
+    """The newest rows of `num_envs` environments in shared arrays `[slots, num_envs, ...]`.
 
-    `_heads` are the rows to write next; `_sizes` is how many rows before them can be sampled.
+    In `columns` they are flat: a row's index is `slot * num_envs + env`. `_heads` are the slots to write next, and the
+    `_sizes` rows before them can be sampled. With `on_device`, observations are in the device's memory too, and those
+    of a batch are gathered there.
     """
 
+    kind: ClassVar[str]  # in messages
+
     def __init__(
-        self, capacity: int, num_envs: int, specs: Mapping[str, ArraySpec], folder: str | Path | None, what: str,
-        first: int = 0, copy_to: torch.device | None = None,
+        self, capacity: int, num_envs: int, specs: Mapping[str, ArraySpec], *, obs_shape: Sequence[int], first: int = 0,
+        folder: str | Path | None = None, device: str | torch.device = "cpu", on_device: bool = False,
     ) -> None:  # fmt: skip
         self.rows_per_env, self.num_envs = rows_per_env(capacity, num_envs), num_envs
+        self.capacity = self.rows_per_env * num_envs  # rows held when full
+        self.obs_shape, self.device = tuple(obs_shape), torch.device(device)
         self.folder = None if folder is None else MappedFolder(folder)
-        self._arrays = allocate(specs, self.folder, f"a {what} of {capacity} steps")
-        obs = self._arrays["obs"]
-        self.copy = None if copy_to is None else DeviceCopy(obs.reshape(-1, *obs.shape[2:]), copy_to)
+        self._arrays = allocate(specs, self.folder, f"a {self.kind} of {capacity} steps")
+        self.columns = {name: array.reshape(-1, *array.shape[2:]) for name, array in self._arrays.items()}
+        self.copy = DeviceCopy(self.columns["obs"], self.device) if on_device else None
+        self._slots = len(self._arrays["rewards"])
+        self._length = self._slots * num_envs
         self._env = np.arange(num_envs)
         self._heads = np.full(num_envs, first, dtype=np.int64)
         self._sizes = np.zeros(num_envs, dtype=np.int64)
-
-    @property
-    def capacity(self) -> int:
-        """Rows held when full."""
-        return self.rows_per_env * self.num_envs
 
     def __len__(self) -> int:
         return int(self._sizes.sum())
@@ -73,227 +72,204 @@ class EnvRings:
         if self.folder is not None:
             self.folder.close()
 
-    def _filled_state(self, filled: int) -> dict[str, Any]:
-        """The first `filled` rows of the arrays, as views, and the positions of the rings."""
-        arrays = filled_parts(self._arrays, filled)
-        return {"arrays": arrays, "heads": self._heads.copy(), "sizes": self._sizes.copy()}
+    # rows -----------------------------------------------------------------------------------------------------------
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        restore_parts(self._arrays, state["arrays"])
+    def _rows_at(self, offset: int, envs: Array) -> Array:
+        """The rows `offset` slots from the heads of these environments."""
+        rows: Array = (self._heads[envs] + offset) % self._slots * self.num_envs + envs
+        return rows
+
+    def _oldest(self, ranks: Array, counts: Array) -> tuple[Array, Array]:
+        """Environments and slots (of any number of turns) of ranks below `counts.sum()`, if each environment has
+        `counts` [N] rows, from its oldest one on, and the environments follow each other."""
+        ends = counts.cumsum()
+        envs = ends.searchsorted(ranks, side="right")
+        return envs, (self._heads - self._sizes - ends + counts)[envs] + ranks
+
+    def _moved(self, rows: Array, obs: Array) -> Array:
+        """The indices of those of these observations [N, ...] that are not the ones stored at `rows` [N]."""
+        stored = self.columns["obs"][rows]
+        obs = np.asarray(obs).astype(stored.dtype, copy=False)
+        if stored.tobytes() == obs.tobytes():
+            return rows[:0]
+        return np.flatnonzero((stored != obs).reshape(len(rows), -1).any(axis=1))
+
+    def _write(self, rows: Array, **values: Any) -> None:
+        for name, value in values.items():
+            self.columns[name][rows] = value
+        if self.copy is not None and "obs" in values:
+            self.copy.follow(rows)
+
+    def _advance(self, envs: Array) -> None:
+        self._heads[envs] = (self._heads[envs] + 1) % self._slots
+        self._sizes[envs] = np.minimum(self._sizes[envs] + 1, self.rows_per_env)
+
+    # resuming -------------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "capacity": self.capacity, "num_envs": self.num_envs, "obs_shape": list(self.obs_shape),
+            "obs_dtype": str(self.columns["obs"].dtype), "action_shape": list(self.columns["actions"].shape[1:]),
+            "action_dtype": str(self.columns["actions"].dtype),
+        }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as views of the filled part: write them before the next `add`."""
+        current = self._slots > self.rows_per_env  # the slot at the head holds an observation
+        filled = self._slots if (self._sizes == self.rows_per_env).any() else int(self._heads.max()) + current
+        arrays = {name: array[:filled] for name, array in self._arrays.items()}
+        return {"layout": self._layout(), "arrays": arrays, "heads": self._heads.copy(), "sizes": self._sizes.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken; a state of another layout is refused."""
+        check_same_layout(state["layout"], self._layout(), self.kind)
+        for name, array in self._arrays.items():
+            array[: len(state["arrays"][name])] = state["arrays"][name]
         self._heads[:], self._sizes[:] = state["heads"], state["sizes"]
         if self.copy is not None:
             self.copy.reload(len(state["arrays"]["obs"]) * self.num_envs)
 
 
-class TransitionRings(EnvRings):
-    """Storage, writing and resuming for `ReplayBuffer`, which adds the reading.
+class FinalObservations:
+    """A pool with one slot per episode end still in the ring; it starts small, grows by half, and reuses free slots."""
 
-    All rings are in one array `[slots, num_envs, ...]`; a row's index is `slot * num_envs + env`. `_heads` are the
-    slots of the current observations: their rows have no action yet, and the `_sizes` rows before them can be sampled.
-    Rings are in lockstep, and written with slices, until an environment skips a step.
-    """
-
-    def __init__(
-        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], frame_stack: int = 1, mask_size: int = 0,
-        folder: str | Path | None = None, copy_to: torch.device | None = None, **layout: Any,
-    ) -> None:  # fmt: skip
-        specs = replay_specs(
-            capacity, num_envs, obs_shape=obs_shape, frame_stack=frame_stack, mask_size=mask_size, **layout
-        )
-        # Rings start after the room for the first frame's history.
-        super().__init__(capacity, num_envs, specs, folder, "replay buffer", frame_stack - 1, copy_to)
-        arrays = self._arrays
-        self.obs_shape, self.frame_stack = tuple(obs_shape), frame_stack
-        self._slots = len(arrays["rewards"])
-        self._length = self._slots * num_envs  # of the flat arrays
-        flat = {name: array.reshape(self._length, *array.shape[2:]) for name, array in arrays.items()}
-        self._obs, self._actions, self._rewards = flat["obs"], flat["actions"], flat["rewards"]
-        self._terminated, self._truncated = flat["terminated"], flat["truncated"]
-        self._ages, self._masks = flat.get("ages"), flat.get("masks")
-        self._final_slots = flat["final_slots"]  # of the rows where an episode ended, else -1
-        self._final_slots.fill(-1)
-        self._finals = FinalObservations(specs["obs"], mask_size, self.folder, self.capacity)
-        self._channels = self._obs.shape[1] if frame_stack > 1 else 0
-        self._lockstep, self._started, self._wrapped, self._steps_checked = True, False, False, 0
-
-    def __len__(self) -> int:
-        return int(self._sizes[0]) * self.num_envs if self._lockstep else super().__len__()
+    def __init__(self, obs: ArraySpec, mask_size: int, folder: MappedFolder | None, capacity: int) -> None:
+        self._folder, self._what = folder, f"a replay buffer of {capacity} steps"
+        self._free: list[int] = []
+        self._used = 0  # slots that were ever given out
+        self.obs, self.masks = np.empty((0, *obs.shape[2:]), obs.dtype), np.empty((0, mask_size), bool)
+        self._grow(max(16, capacity // 256))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays as they are now, final observations included."""
-        return super().nbytes + self._finals.nbytes
+        """Bytes allocated now."""
+        return self.obs.nbytes + self.masks.nbytes
 
-    # writing ----------------------------------------------------------------------------------------------------
+    def put(self, obs: Array, masks: Array | None) -> Array:
+        """Store observations [K, ...] and the legal actions there [K, A] (None: all legal); returns their slots [K]."""
+        reused = [self._free.pop() for _ in range(min(len(obs), len(self._free)))]
+        end = self._used + len(obs) - len(reused)
+        slots = np.array([*reused, *range(self._used, end)], dtype=np.int64)
+        self._make_room(end)
+        self.obs[slots], self.masks[slots] = obs, True if masks is None else masks
+        return slots
+
+    def free(self, slots: Array) -> None:
+        """Release slots whose rows have left the ring."""
+        self._free.extend(slots.tolist())
+
+    def _make_room(self, used: int) -> None:
+        if used > len(self.obs):
+            self._grow(max(used, len(self.obs) + len(self.obs) // 2))
+        self._used = used
+
+    def _grow(self, count: int) -> None:
+        old, name = self.obs, f"finals_{count}"
+        self.obs = allocate({name: ArraySpec((count, *old.shape[1:]), old.dtype)}, self._folder, self._what)[name]
+        self.obs[: len(old)] = old
+        self.masks = np.concatenate([self.masks, np.ones((count - len(old), self.masks.shape[1]), dtype=bool)])
+        if self._folder is not None and len(old):
+            self._folder.remove(f"finals_{len(old)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The used part, as views."""
+        masks = self.masks[: self._used] if self.masks.shape[1] else None
+        return {"obs": self.obs[: self._used], "masks": masks, "free": np.array(self._free, dtype=np.int64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._make_room(len(state["obs"]))
+        self.obs[: self._used] = state["obs"]
+        if state["masks"] is not None:
+            self.masks[: self._used] = state["masks"]
+        self._free = [int(slot) for slot in state["free"]]
+
+
+class RecurrentReplayBuffer(EnvRings):
+    """The newest rows of `num_envs` environments, one ring each, sampled as windows of `sequence_length` rows.
+
+    A row is an ARRIVAL: `obs[t]`, the action that LED there (`actions[t]`, taken at `obs[t - 1]`), the reward received
+    on arriving, and whether `obs[t]` is terminal or the last one before a time limit. An episode of T steps is T + 1
+    rows: its first row has `is_first` true, reward 0 and action 0 (not a real action: a learner zeroes state and
+    action there), its last one is the true final observation. So h_t = f(h_{t-1}, z_{t-1}, actions[t]) and the reward
+    and continue heads at t predict `rewards[t]` and `1 - terminated[t]`: nothing has to be shifted.
+
+    Windows may start inside an episode and may run across its end (`is_first` marks the next one's start), but never
+    across the ring's write position. `capacity` counts rows.
+    """
+
+    kind = "sequence buffer"
+
+    def __init__(
+        self, capacity: int, num_envs: int = 1, *, obs_shape: Sequence[int], sequence_length: int = 64,
+        folder: Any = None, device: Any = "cpu", on_device: bool = False, **layout: Any,
+    ) -> None:  # fmt: skip
+        """`layout`: obs_dtype, action_shape, continuous."""
+        rows = rows_per_env(capacity, num_envs)
+        lead = (rows, num_envs)
+        specs = {**step_specs(lead, obs_shape, **layout), "is_first": ArraySpec(lead, np.dtype(bool))}
+        if not 1 <= sequence_length <= rows:
+            raise UserError(
+                f"sequence_length is {sequence_length}, but buffer_capacity leaves {rows} rows for each environment."
+            )
+        self.sequence_length = sequence_length
+        places: dict[str, Any] = {"folder": folder, "device": device, "on_device": on_device}
+        super().__init__(capacity, num_envs, specs, obs_shape=obs_shape, **places)
 
     def add(
         self, obs: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, next_obs: Array, *,
-        final_obs: Array | None = None, valid: Array | None = None, masks: Array | None = None,
-        next_masks: Array | None = None, final_masks: Array | None = None, envs: Array | None = None,
+        final_obs: Array | None = None, valid: Array | None = None, envs: Array | None = None,
     ) -> None:  # fmt: skip
-        """Store one step of N environments, everything [N, ...]; the new rows can be sampled at once.
-
-        The actions were taken at `obs`; the next ones are taken at `next_obs`. Where an episode ended, `final_obs` is
-        its true last observation; without it, `next_obs` is used (next-step autoreset, or plain tuples of a data set).
-        Rows with `valid` false only reset: nothing is stored for them. If `obs` is not the last `next_obs`, something
-        else moved the environment: its open episode ends there as a truncation. `masks` are the legal actions
-        [N, A] in `obs`, `next_masks` in `next_obs`, `final_masks` in `final_obs` (all legal when None). `envs` are the
-        environments of the N rows (None: all).
-        """
-        done = np.logical_or(terminated, truncated)
-        if self.frame_stack > 1 and self._steps_checked < _STACK_CHECKS:
-            self._check_stacks(obs, next_obs, done, final_obs is not None, valid)
-        self._lockstep = self._lockstep and envs is None
+        """Store one step of N environments, everything [N, ...], with the arguments of `ReplayBuffer.add`."""
         of = self._env if envs is None else envs
-        self._meet(obs, masks, of)
-        pick: Any = slice(None)  # of the rows given
-        if valid is not None and not valid.all():
-            self._lockstep = False
-            pick, idle = np.flatnonzero(valid), np.flatnonzero(~valid)
-            self._write_current(of[idle], next_obs[idle], None if next_masks is None else next_masks[idle], 0)
-        envs = None if self._lockstep else of[pick]
-        rows = self._rows_at(0, envs)
-        self._drop_oldest(envs)
-        self._actions[rows], self._rewards[rows] = actions[pick], rewards[pick]
-        self._terminated[rows], self._truncated[rows] = terminated[pick], truncated[pick]
-        if done.any():
-            ended = np.flatnonzero(done if valid is None else done & valid)
-            finals, legal = (next_obs, next_masks) if final_obs is None else (final_obs, final_masks)
-            frames = self._newest_frames(finals[ended])
-            self._keep_finals(self._rows_at(0, of[ended]), frames, None if legal is None else legal[ended])
+        self._meet(obs, of)
+        done = np.logical_or(terminated, truncated)
+        arrivals = next_obs
+        if final_obs is not None and done.any():
+            arrivals = np.where(done.reshape(-1, *[1] * (next_obs.ndim - 1)), final_obs, next_obs)
+        resets = np.zeros_like(done) if valid is None else ~valid
+        live = np.flatnonzero(~resets)
+        self._append(
+            of[live], obs=arrivals[live], actions=actions[live], rewards=rewards[live], terminated=terminated[live],
+            truncated=truncated[live], is_first=False,
+        )  # fmt: skip
+        self._begin(of, resets | done if final_obs is not None else resets, next_obs)
+
+    def _meet(self, obs: Array, of: Array) -> None:
+        """Begin an episode wherever `obs` is not the observation that arrived last (a start, or moved from outside);
+        the one before it is truncated if it had not ended."""
+        newest = self._rows_at(-1, of)
+        begins = self._sizes[of] == 0
+        begins[self._moved(newest, obs)] = True
+        if begins.any():
+            cut = newest[begins & (self._sizes[of] > 0)]
+            self._write(cut, truncated=self.columns["truncated"][cut] | ~self.columns["terminated"][cut])
+            self._begin(of, begins, np.asarray(obs))
+
+    def _begin(self, of: Array, begins: Array, obs: Array) -> None:
+        if begins.any():
+            start = {"actions": 0, "rewards": 0.0, "terminated": False, "truncated": False, "is_first": True}
+            self._append(of[begins], obs=obs[begins], **start)
+
+    def _append(self, envs: Array, **values: Any) -> None:
+        self._write(self._rows_at(0, envs), **values)
         self._advance(envs)
-        ages = 0 if self._ages is None else np.where(done[pick], 0, self._ages[rows] + 1)
-        self._write_current(envs, next_obs[pick], None if next_masks is None else next_masks[pick], ages)
-        self._added(rows)
 
-    def _added(self, rows: slice | Array) -> None:
-        """For subclasses: these rows have just been written."""
+    def num_windows(self) -> int:
+        """How many different windows can be sampled now."""
+        return int(np.maximum(self._sizes - self.sequence_length + 1, 0).sum())
 
-    def _dropped(self, rows: slice | Array) -> None:
-        """For subclasses: these rows are no longer sampled."""
-
-    def _rows_at(self, offset: int, envs: Array | None) -> slice | Array:
-        """Rows `offset` slots from each head: one slice [N] while all rings are in lockstep, else indices."""
-        if envs is None:
-            start = (int(self._heads[0]) + offset) % self._slots * self.num_envs
-            return slice(start, start + self.num_envs)
-        rows: Array = (self._heads[envs] + offset) % self._slots * self.num_envs + envs
-        return rows
-
-    def _newest_frames(self, obs: Array) -> Array:
-        return obs[:, -self._channels :] if self._channels else obs
-
-    def _meet(self, obs: Array, masks: Array | None, of: Array) -> None:
-        """Make `obs` the current observation; it nearly always is already, bit for bit."""
-        envs = None if self._lockstep else of
-        rows = self._rows_at(0, envs)
-        if not self._started or (len(of) < self.num_envs and not self._sizes[of].any()):
-            self._started = True
-            self._write_current(envs, obs, masks, self._write_history(obs, envs))
-            return
-        frames = self._newest_frames(np.asarray(obs)).astype(self._obs.dtype, copy=False)
-        stored = self._obs[rows]
-        if stored.tobytes() == frames.tobytes():
-            return
-        moved = np.flatnonzero((stored != frames).reshape(len(of), -1).any(axis=1))
-        is_open = (self._sizes[of[moved]] > 0) & (self._final_slots[self._rows_at(-1, of[moved])] < 0)
-        newest = self._rows_at(-1, of[moved[is_open]])
-        self._truncated[newest] = True
-        legal = None if self._masks is None else self._masks[rows][moved[is_open]]
-        self._keep_finals(newest, stored[moved[is_open]], legal)
-        self._write_current(of[moved], obs[moved], None if masks is None else masks[moved], 0)
-
-    def _write_history(self, obs: Array, envs: Array | None) -> int | Array:
-        """Store the older frames of the very first observations, which may lie inside an episode (a resumed run);
-        returns how many of them count."""
-        if self._ages is None:
-            return 0
-        frames = np.asarray(obs).reshape(len(obs), self.frame_stack, *self._obs.shape[1:])
-        for back in range(1, self.frame_stack):
-            self._write_obs(self._rows_at(-back, envs), frames[:, -1 - back])
-        repeated = (frames == frames[:, -1:]).all(axis=tuple(range(1, frames.ndim)))
-        return np.where(repeated, 0, self.frame_stack - 1)
-
-    def _write_current(self, envs: Array | None, obs: Array, masks: Array | None, ages: int | Array) -> None:
-        """Put observations into the head slots; `ages` counts the steps since their episode began."""
-        rows = self._rows_at(0, envs)
-        self._write_obs(rows, self._newest_frames(obs))
-        if self._ages is not None:
-            self._ages[rows] = np.minimum(ages, self.frame_stack - 1)
-        if self._masks is not None:
-            self._masks[rows] = True if masks is None else masks
-
-    def _write_obs(self, rows: slice | Array, frames: Array) -> None:
-        self._obs[rows] = frames
-        if self.copy is not None:
-            self.copy.follow(rows)
-
-    def _drop_oldest(self, envs: Array | None) -> None:
-        if envs is not None:
-            envs = envs[self._sizes[envs] == self.rows_per_env]
-        if (self._sizes[0] < self.rows_per_env) if envs is None else not len(envs):
-            return
-        rows = self._rows_at(-self.rows_per_env, envs)
-        slots = self._final_slots[rows]
-        self._finals.free(slots[slots >= 0])
-        self._final_slots[rows] = -1
-        self._dropped(rows)
-
-    def _keep_finals(self, rows: slice | Array, frames: Array, masks: Array | None) -> None:
-        if len(frames):
-            self._final_slots[rows] = self._finals.put(frames, masks)
-
-    def _advance(self, envs: Array | None) -> None:
-        if envs is None:  # plain numbers cost less than arrays of one
-            head = int(self._heads[0]) + 1
-            self._wrapped = self._wrapped or head == self._slots
-            self._heads.fill(head % self._slots)
-            self._sizes.fill(min(int(self._sizes[0]) + 1, self.rows_per_env))
-            return
-        heads = self._heads[envs] + 1
-        self._wrapped = self._wrapped or bool((heads == self._slots).any())
-        self._heads[envs] = heads % self._slots
-        self._sizes[envs] = np.minimum(self._sizes[envs] + 1, self.rows_per_env)
-
-    def _check_stacks(self, obs: Array, next_obs: Array, done: Array, has_finals: bool, valid: Array | None) -> None:
-        """Refuse observations that cannot be rebuilt from frames stored once."""
-        self._steps_checked += 1
-        c = self._channels
-        going = ~done if valid is None else ~done & valid
-        shifted = np.array_equal(next_obs[going, :-c], obs[going, c:])
-        begins = np.zeros_like(done) if valid is None else ~valid
-        begins = begins | done if has_finals else begins
-        starts = next_obs[begins].reshape(-1, self.frame_stack, *self._obs.shape[1:])
-        if not shifted or not (starts == starts[:, -1:]).all():
-            raise UserError(
-                f"the observations are not stacks of {self.frame_stack} frames, oldest first, that begin an episode "
-                "with its first frame repeated; set frame_stack to 1 to store them whole."
-            )
-
-    # resuming ---------------------------------------------------------------------------------------------------
-
-    def _layout(self) -> dict[str, Any]:
-        return {
-            "capacity": self.capacity, "num_envs": self.num_envs, "frame_stack": self.frame_stack,
-            "obs_shape": list(self.obs_shape), "obs_dtype": str(self._obs.dtype),
-            "action_shape": list(self._actions.shape[1:]), "action_dtype": str(self._actions.dtype),
-            "masks": self._masks is not None,
-        }  # fmt: skip
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as views of the filled part: write them before the next `add`."""
-        filled = self._slots if self._wrapped else int(self._heads.max()) + 1
-        return {
-            "layout": self._layout(), **self._filled_state(filled), "finals": self._finals.state_dict(),
-            "lockstep": self._lockstep, "started": self._started, "wrapped": self._wrapped,
-            "steps_checked": self._steps_checked,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken; a state of another layout is refused."""
-        check_same_layout(state["layout"], self._layout(), "replay buffer")
-        self._final_slots.fill(-1)
-        self._restore(state)
-        self._finals.load_state_dict(state["finals"])
-        self._lockstep, self._started = bool(state["lockstep"]), bool(state["started"])
-        self._wrapped, self._steps_checked = bool(state["wrapped"]), int(state["steps_checked"])
+    def sample(
+        self, batch_size: int, rng: np.random.Generator, sequence_length: int | None = None
+    ) -> dict[str, Tensor]:
+        """`batch_size` windows, uniformly: obs, actions, rewards, terminated, truncated, is_first, each [B, L, ...]."""
+        length = sequence_length or self.sequence_length
+        starts = np.maximum(self._sizes - length + 1, 0)
+        if not starts.any():
+            raise ValueError(f"no environment has {length} rows yet")
+        envs, first = self._oldest(rng.integers(0, starts.sum(), batch_size), starts)
+        rows = (first[:, None] + np.arange(length)) % self._slots * self.num_envs + envs[:, None]
+        others = {name: array.take(rows, axis=0) for name, array in self.columns.items() if name != "obs"}
+        if self.copy is None:
+            return as_tensors({"obs": self.columns["obs"].take(rows, axis=0), **others}, self.device)
+        return self.copy.gather({"obs": rows}, others)

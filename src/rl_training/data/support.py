@@ -9,17 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_training.algorithms.base import read_metrics
 from rl_training.data.experience import Experience
 
 EDGE = 0.05  # of the support, on both sides
-
-
 LONGEST = 10_000  # rewards of an episode that are kept until it ends
-
-
-LOOK_EVERY, LOOKS, MUCH_CLIPPED = 100, 10, 0.1  # updates between checks of `clipped_targets`, and the limit
-
 
 
 def discounted_returns(rewards: Sequence[float], gamma: float) -> Iterator[float]:
@@ -28,7 +21,6 @@ def discounted_returns(rewards: Sequence[float], gamma: float) -> Iterator[float
     for earned in reversed(rewards):
         total = earned + gamma * total
         yield total
-
 
 
 class SupportWatch:
@@ -44,19 +36,19 @@ class SupportWatch:
         self._rewards: list[list[float]] = [[] for _ in range(num_envs)]  # of the current episodes
         self._reached: list[float] | None = list(self.ends)  # where the learner's ends are, if known
         self._warned = False
-        self._updates = self._looks_at_clipping = 0
 
     def look(self, experience: Experience, gamma: float) -> None:
         """Compare the rewards of new experience and the returns of episodes that ended in it."""
         if self._warned and not any(self.moves):
             return  # there is nothing left to say
+        row: dict[str, Any]
         for row in experience.rows():
-            rewards, valid, envs = (row.get(name) for name in ("rewards", "valid", "envs"))
-            ended = row["terminated"] | row["truncated"]  # type: ignore[operator]
-            for i, reward in enumerate(rewards.tolist()):  # type: ignore[union-attr]
+            envs = range(len(self._rewards)) if row.get("envs") is None else row["envs"]
+            ended, valid = row["terminated"] | row["truncated"], row["valid"]
+            for i, (env, reward) in enumerate(zip(envs, row["rewards"].tolist(), strict=True)):
                 if valid is not None and not valid[i]:
                     continue
-                earned = self._rewards[i if envs is None else envs[i]]
+                earned = self._rewards[env]
                 earned.append(reward)
                 self._meet(reward, "reward")
                 if ended[i] or len(earned) == LONGEST:
@@ -82,17 +74,6 @@ class SupportWatch:
                 f"a {what} of {value:.4g} was stored, {where}: values there are clipped; widen the support, or leave "
                 f"{name} out.", stacklevel=2,
             )  # fmt: skip
-
-    def watch_clipping(self, clipped: Any) -> None:
-        """Warn once if many targets of updates have been outside the support for a while."""
-        self._updates += 1
-        if self._updates % LOOK_EVERY or self._looks_at_clipping >= LOOKS:
-            return
-        share = read_metrics({"share": clipped})["share"]
-        self._looks_at_clipping = self._looks_at_clipping + 1 if share > MUCH_CLIPPED else 0
-        if self._looks_at_clipping == LOOKS:
-            ends = "v_min is {:g} and v_max {:g}".format(*self.ends)
-            warnings.warn(f"{share:.0%} of the targets are outside the support ({ends}); widen them.", stacklevel=2)
 
     def widen(self, algorithm: Any) -> dict[str, float]:
         """Move the learner's atoms to the ends, those of all ranks together; return the ends as metrics."""

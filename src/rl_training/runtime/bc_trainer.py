@@ -13,7 +13,7 @@ from rl_training.config.params import Facts, Params, Reason, Reasons
 from rl_training.config.replay import DatasetParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
-from rl_training.data.dataset_store import DatasetStore
+from rl_training.data.recorded_store import DatasetStore
 from rl_training.run.workflows import train_function
 
 

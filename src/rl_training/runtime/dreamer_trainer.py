@@ -11,7 +11,7 @@ from rl_training.config.networks import make_input
 from rl_training.config.params import Activation, Facts, Reason, Reasons, Widths
 from rl_training.config.replay import SequenceParams
 from rl_training.config.spec import AlgorithmSpec
-from rl_training.data.sequence_store import SequenceStore
+from rl_training.data.replay_store import SequenceStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models import dreamer

@@ -13,7 +13,7 @@ from rl_training.config.params import Reason, Reasons, Widths
 from rl_training.config.replay import ExpertParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
-from rl_training.data.demonstration_store import DemonstrationStore
+from rl_training.data.rollout_store import DemonstrationStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator
 from rl_training.run.workflows import train_function

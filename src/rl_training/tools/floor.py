@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_training.data.memory import torch_dtype
+from rl_training.data.transfer import torch_dtype
 from rl_training.envs.device import DeviceEngine, advance
 from rl_training.envs.random_play import draw, make_stepper
 from rl_training.run.build import Session

@@ -1,4 +1,4 @@
-"""Recorded data in a run: finding a dataset, and replay that mixes it into every batch (RLPD)."""
+"""The stores of recorded data: alone (BC), or in every batch of a replay store (RLPD); and finding the data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Batch
+from rl_training.algorithms.base import Algorithm, Array, Batch
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.experience import Request
 from rl_training.data.loading import find_npz
 from rl_training.data.replay_store import ReplayStore
-from rl_training.data.store import StoreContext
+from rl_training.data.store import Store, StoreContext
 from rl_training.envs.factory import make_env
 from rl_training.envs.gym_spaces import in_words
 from rl_training.envs.recipe import EnvRecipe
@@ -22,6 +24,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.validation import StrictModel
 
+MOST_HELDOUT = 1024  # held-out rows per evaluation
 READERS = {"dataset_path": ("npz", "checkpoint", "minari"), "dataset_id": ("minari",)}  # kinds that read a field
 
 
@@ -70,21 +73,20 @@ def refuse_missing(name: str, path: str | os.PathLike[str], wanted: str) -> None
         raise UserError(f"{name} is {path}, which does not exist; it must be {wanted}.")
 
 
-def describe_origin(params: Any, dataset: TransitionDataset, env_id: str) -> str:
-    """Where the data comes from, printed when a run starts."""
+def describe_origin(params: Any, dataset: TransitionDataset, env_id: str, checkpoint: str | None = None) -> str:
+    """Where the data comes from, printed when a run starts; `checkpoint` says what was read of one, if not its replay.
+
+    The note about another id is for a version, a variant, or a mistake.
+    """
     named = {
         "random": "random play",
-        "npz": f"{params.dataset_path}",
+        "npz": params.dataset_path,
         "minari": f"the Minari data set {params.dataset_id}",
-        "checkpoint": f"the replay in {params.dataset_path}",
+        "checkpoint": checkpoint or f"the replay in {params.dataset_path}",
     }
-    return f"{named[params.dataset_kind]}{note_other_env(dataset, env_id)}"
-
-
-def note_other_env(dataset: TransitionDataset, env_id: str) -> str:
-    """A note if the data was recorded in an environment with another id: a version, a variant, or a mistake."""
-    recorded_in = dataset.metadata.get("env_id")
-    return f" (note: recorded in {recorded_in}, not in {env_id})" if recorded_in not in (None, env_id) else ""
+    there = dataset.metadata.get("env_id")
+    note = f" (note: recorded in {there}, not in {env_id})" if there not in (None, env_id) else ""
+    return f"{named[params.dataset_kind]}{note}"
 
 
 def fit_dataset(dataset: TransitionDataset, spaces: EnvSpaces) -> TransitionDataset:
@@ -113,18 +115,14 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None, recording
     return dataset if size is None or size >= len(dataset) else dataset.take(slice(len(dataset) - size, None))
 
 
-def check_same_data(digest: str | None, dataset: TransitionDataset | None, what: str) -> None:
-    """Refuse to continue with data other than what the checkpoint was trained with."""
-    if digest != (None if dataset is None else dataset.sha256):
-        raise UserError(f"the {what} is not what the checkpoint was trained with (its hash differs).")
-
-
 class PriorReplayStore(ReplayStore):
     """Replay in which exactly `offline_batch_ratio` of every batch is prior data."""
 
+    counters = ("credit", "pretrain_updates_done")
+    recorded = {"dataset": "prior data"}
+
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
-        self.device = context.device
         ratio, size = self.params.offline_batch_ratio, self.params.batch_size
         self.offline_batch_size = round(ratio * size)
         needs_data = self.offline_batch_size or self.params.offline_pretrain_updates
@@ -163,9 +161,7 @@ class PriorReplayStore(ReplayStore):
 
     def _offline(self, size: int) -> dict[str, Any]:
         assert self.dataset is not None
-        batch = self.dataset.minibatch(self.rng, size, gamma=self.gamma, device=self.device)
-        batch.pop("behavior_logprobs", None)
-        return batch
+        return self.dataset.minibatch(self.rng, size, gamma=self.gamma, device=self.device)
 
     def sample(self) -> dict[str, Any]:
         """A batch whose first `offline_batch_size` rows are prior data."""
@@ -178,13 +174,44 @@ class PriorReplayStore(ReplayStore):
         online = self.buffer.sample(online_size, self.rng)
         return {name: torch.cat([offline[name], online[name]]) for name in offline}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of a replay store, with the hash of the prior data."""
-        digest = None if self.dataset is None else self.dataset.sha256
-        return super().state_dict() | {"pretrain_updates_done": self.pretrain_updates_done, "dataset_sha256": digest}
 
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`; other prior data is refused."""
-        check_same_data(state["dataset_sha256"], self.dataset, "prior data")
-        self.pretrain_updates_done = int(state["pretrain_updates_done"])
-        return super().load_state_dict(state)
+class DatasetStore(Store):
+    """One minibatch per turn, counted as one timestep; no environment is stepped.
+
+    Whole episodes are held out; every `heldout_interval` updates a batch includes rows of them.
+    """
+
+    counters = ("updates",)
+    recorded = {"dataset": "recorded data"}
+
+    def __init__(self, context: StoreContext) -> None:
+        super().__init__(context)
+        self.layout = context.layout(0)
+        self.dataset = find_data_of(context)
+        self.training, self.heldout = self.dataset.split(self.params.heldout_fraction, context.seed)
+        self.updates = 0
+
+    def describe(self) -> str:
+        """The number of training and held-out rows and their origin, printed when a run starts."""
+        origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
+        return f"{len(self.training):,} recorded transitions, {len(self.heldout):,} more held out, from {origin}"
+
+    def batches(self, algorithm: Algorithm, step: int) -> Iterator[tuple[str, Batch]]:
+        """One minibatch, with held-out rows when they are due."""
+        batch = self._take(self.training, self.rng.integers(0, len(self.training), self.params.batch_size))
+        if self.updates % self.params.heldout_interval == 0:
+            heldout = self._take(self.heldout, self._heldout_rows())
+            batch |= {f"heldout_{name}": value for name, value in heldout.items()}
+        self.updates += 1
+        yield "policy", batch
+
+    def _heldout_rows(self) -> Array:
+        """All held-out rows if there are few, otherwise a random sample."""
+        count = len(self.heldout)
+        # always drawn: later batches, and so recorded runs, depend on the generator's state
+        drawn = self.rng.integers(0, count, min(MOST_HELDOUT, count))
+        return np.arange(count) if count <= MOST_HELDOUT else drawn
+
+    def _take(self, dataset: TransitionDataset, rows: Array) -> dict[str, Tensor]:
+        arrays = {"obs": dataset.obs, "actions": dataset.actions}
+        return {name: torch.from_numpy(array.take(rows, axis=0)).to(self.device) for name, array in arrays.items()}
