@@ -380,8 +380,8 @@ def test_native_atari_goes_on_exactly(
 ) -> None:
     """With no-ops, after each emulator was seeded again, each at the end of a game of its own, and reset since."""
     pytest.importorskip("ale_py")
-    monkeypatch.setattr("rl_training.envs.atari.MOST_STEPS", most_steps)
-    monkeypatch.setattr("rl_training.envs.atari.MOST_RESETS", 1)
+    monkeypatch.setattr("rl_training.envs.native.MOST_STEPS", most_steps)
+    monkeypatch.setattr("rl_training.envs.native.MOST_RESETS", 1)
     atari = {"frame_stack": 3, "terminal_on_life_loss": True}
     kwargs = {"frameskip": 1, "repeat_action_probability": sticky, "wrappers": {"atari": atari}}
     assert_continues("ALE/Breakout-v5", "native", tmp_path, 560, 30, **kwargs)

@@ -10,8 +10,8 @@ from rl_training.config.known_keys import nearest_setting
 from rl_training.config.params import SCHEDULE, Params, change_params, parameter_names
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
+from rl_training.envs.recipe import MadeEnvironment, UserEnv, name_env
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.user_env import MadeEnvironment, UserEnv, name_env
 from rl_training.errors import UserError
 from rl_training.validation import validate
 

@@ -12,8 +12,8 @@ from gymnasium import spaces as gs
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from rl_training.envs.engines import Step
 from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.stepper import Step
 from rl_training.errors import UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them

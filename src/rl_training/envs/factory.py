@@ -1,16 +1,21 @@
-"""Make one environment with its wrappers, from an id, `module:Class` or a callable."""
+"""Make one environment with its wrappers, from an id, `module:Class` or a callable; import what a name stands for.
+
+A name such as `module:Class` may come from a file, and a file must not run code. Importing a module runs it, so a
+module that only a file names is not imported (`check_module`), and what it holds is used only if it is a class of the
+wanted kind. A function is used only if the user named it (`named_by_user`).
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 
-from rl_training.envs.entry_points import check_module, import_entry_point, looks_like_entry_point
-from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.user_env import Env, device_kinds
+from rl_training.envs.recipe import Env, EnvRecipe, device_kinds, is_provided, looks_like_entry_point
 from rl_training.envs.wrappers import wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 
@@ -101,3 +106,39 @@ def register_on_demand(env_id: str) -> None:
             gym.register_envs(ale_py)
     except ImportError:
         raise UserError(f"{env_id} needs the extra {extra!r} (pip install 'rl-training[{extra}]').") from None
+
+
+def check_module(field: str, value: str, argument: str | None = None) -> None:
+    """Refuse `module:name` from a file if its module would have to be imported for it."""
+    module = value.partition(":")[0]
+    if not is_provided(module):
+        raise UserError(
+            f"{field} {value!r} comes from a file, and a file does not decide which modules are imported; if you trust "
+            f"it, add --import {module} (in Python: import {module} first, or give {argument or field}={value!r})."
+        )
+
+
+def import_entry_point(
+    field: str, value: str, kind: type, named_by_user: bool, option: str, argument: str | None = None
+) -> Callable[..., Any]:
+    """Import the object that `module:name` in a field names; if the user did not name it, only a class of that kind."""
+    module_name, _, name = value.partition(":")
+    hint = f"; a module is named without .py: {module_name[:-3]}:{name}" if module_name.endswith(".py") else ""
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
+    kinds = (kind, *device_kinds()) if kind is gym.Env else (kind,)
+    maker: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(maker):
+        own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]
+        noun = "environment" if kind is gym.Env else "network"
+        near = did_you_mean(name, own) if own else f"it defines no {noun}."
+        raise UserError(f"{field} {value!r}: {module_name} has no class or function {name!r}; {near}")
+    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, kinds)):
+        wanted = "gymnasium.Env" if kind is gym.Env else "torch.nn.Module"
+        raise UserError(
+            f"{field} {value!r} comes from a file and is not a {wanted} class, so it is not called; if you trust "
+            f"it, name it yourself: {option}{value} or --import {module_name}, in Python {argument or field}={value!r}."
+        )
+    return maker

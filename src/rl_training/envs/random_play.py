@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from rl_training.envs.action_masks import read_masks
 from rl_training.envs.engines import make_engine
 from rl_training.envs.episodes import Differences
 from rl_training.envs.factory import make_env
+from rl_training.envs.inputs import read_masks
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.remote import register_missing
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Stepper
+from rl_training.envs.workers import register_missing
 from rl_training.play import Act, Played, close_all, closed_after, play
 
 MOST_SECONDS = 2.0  # of one comparison

@@ -10,9 +10,10 @@ from gymnasium import spaces as gs
 from pydantic import Field
 
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
-from rl_training.envs.user_env import Env
 from rl_training.errors import UserError
 from rl_training.validation import StrictModel
+
+Env = gym.Env[Any, Any]
 
 
 class PixelOptions(StrictModel):

@@ -1,16 +1,19 @@
-"""ALE's own vector environment as an engine: C++ threads step Atari emulators, and a resume replays their games."""
+"""Engines whose environments are stepped by other code, in C++ or as one array: CartPole, Atari games and EnvPool."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces as gs
 
-from rl_training.envs.engines import Step
 from rl_training.envs.episodes import episode_seed
+from rl_training.envs.factory import register_on_demand
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.stepper import Engine, Step
 from rl_training.envs.wrappers import lost
 from rl_training.errors import UserError
 
@@ -19,16 +22,55 @@ MOST_STEPS = 10_000  # between two seedings with sticky actions: a resume replay
 KNOWN = ("frameskip", "obs_type", "repeat_action_probability", "full_action_space", "max_num_frames_per_episode")
 
 
-class AtariEngine:
-    """Same-step autoreset; observations are those of `wrappers.atari` in the other engines.
+class CartPoleEngine(Engine):
+    """Gymnasium's own vectorized CartPole: all environments as one array, next-step autoreset."""
 
-    The emulators do not expose their state. It is a function of the seed, the number of resets since seeding, and the
-    actions since the last reset. With sticky actions, which draw from the emulator's generator, it is a function of the
-    seed and all actions since seeding. So, to limit the replay, each emulator is seeded again (which reloads its game)
-    at the end of a game from time to time.
+    resets_next_step = True
+    state_format = "cartpole"
+
+    def __init__(self, env: Any, seed: int) -> None:
+        self.env, self.seed = env, seed
+        env.action_space = SimpleNamespace(contains=lambda actions: True)  # its check costs a seventh of a step
+
+    def reset(self) -> tuple[Array, Array | None]:
+        """The first observations."""
+        return self.env.reset(seed=self.seed)[0], None
+
+    def step(self, actions: Array) -> Step:
+        """Step every environment; a row that ended in the last step resets in this one and is not valid."""
+        resets = self.env.prev_done
+        obs, rewards, terminated, truncated, _ = self.env.step(actions)
+        return Step(obs, rewards, terminated, truncated, valid=~resets if np.count_nonzero(resets) else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arrays and the generator, which are the whole state."""
+        env = self.env
+        generator = env.np_random.bit_generator.state
+        return {"state": env.state, "steps": env.steps.copy(), "prev_done": env.prev_done, "generator": generator}
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
+        """Restore the arrays and the generator."""
+        env = self.env
+        env.reset(seed=self.seed)
+        env.state, env.steps = np.array(state["state"]), np.array(state["steps"])
+        env.prev_done = np.array(state["prev_done"])
+        env.np_random.bit_generator.state = state["generator"]
+        return env.state.T.astype(np.float32), None
+
+    def close(self) -> None:
+        """Close the window, if there is one."""
+        self.env.close()
+
+
+class AtariEngine(Engine):
+    """ALE's vector environment: C++ threads, same-step autoreset.
+
+    Observations are those of `wrappers.atari` in the other engines. The emulators do not expose their state. It is a
+    function of the seed, the number of resets since seeding, and the actions since the last reset. With sticky actions,
+    which draw from the emulator's generator, it is a function of the seed and all actions since seeding. So, to limit
+    the replay, each emulator is seeded again (which reloads its game) at the end of a game from time to time.
     """
 
-    resets_next_step = False
     state_format = "atari games"
 
     def __init__(
@@ -118,8 +160,6 @@ class AtariEngine:
         counts = {"seedings": self._seedings, "resets": self._resets, "since": self._since}
         return {name: array.copy() for name, array in counts.items()} | {"played": played}
 
-    brief_state = state_dict
-
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Replay the stored actions; an emulator whose replay starts later than another's first takes any actions."""
         played = np.array(state["played"], dtype=np.int64)
@@ -144,17 +184,99 @@ class AtariEngine:
         vars(self.env).pop("ale", None)
 
 
+class PoolEngine(Engine):
+    """EnvPool: C++ threads, next-step autoreset; its state cannot be saved, so a resume starts new episodes."""
+
+    resets_next_step = True
+
+    def __init__(self, pool: Any, spaces: EnvSpaces) -> None:
+        self.pool, self.spaces = pool, spaces
+        self._dtype = pool.action_space.dtype
+        self._ended = np.zeros(0, dtype=bool)
+
+    def reset(self) -> tuple[Array, Array | None]:
+        """The first observations."""
+        obs, info = self.pool.reset()
+        self._ended = np.zeros(len(info["env_id"]), dtype=bool)
+        return self.spaces.encode(obs), None
+
+    def step(self, actions: Array) -> Step:
+        """Step every environment; a row that ended in the last step resets in this one and is not valid."""
+        resets = self._ended
+        obs, rewards, terminated, truncated, _ = self.pool.step(actions.astype(self._dtype))
+        self._ended = terminated | truncated
+        valid = ~resets if np.count_nonzero(resets) else None
+        return Step(self.spaces.encode(obs), rewards.astype(np.float32), terminated, truncated, valid=valid)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.close()
+
+
+def is_cartpole(recipe: EnvRecipe) -> bool:
+    """Whether this is the CartPole that Gymnasium has vector code for."""
+    entry = getattr(gym.registry.get(recipe.env_id), "vector_entry_point", None) if recipe.is_plain else None
+    return entry == "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+
+
+def _is_atari(recipe: EnvRecipe) -> bool:
+    if recipe.maker is not None:
+        return False
+    register_on_demand(recipe.env_id)
+    return getattr(gym.registry.get(recipe.env_id), "entry_point", None) == "ale_py.env:AtariEnv"
+
+
 def find_obstacle(recipe: EnvRecipe) -> str | None:
-    """Why ALE's vector environment cannot step this environment, as half a sentence; None if it can."""
-    options = recipe.wrappers
-    if not options.atari or options.pixels or options.frame_stack > 1:
-        return "ALE's vector code needs env_kwargs.wrappers.atari, and its only other wrapper is clip_reward"
-    unknown = [name for name in recipe.kwargs if name not in KNOWN]
-    return f"ALE's vector code has no env_kwargs.{unknown[0]}" if unknown else None
+    """Why there is no engine here for this environment, as half a sentence; None if there is one."""
+    if is_cartpole(recipe):
+        return None
+    if _is_atari(recipe):
+        options = recipe.wrappers
+        if not options.atari or options.pixels or options.frame_stack > 1:
+            return "ALE's vector code needs env_kwargs.wrappers.atari, and its only other wrapper is clip_reward"
+        unknown = [name for name in recipe.kwargs if name not in KNOWN]
+        return f"ALE's vector code has no env_kwargs.{unknown[0]}" if unknown else None
+    try:
+        import envpool
+    except ImportError:
+        return f"{recipe.env_id} has no vector implementation here (EnvPool, the extra 'envpool', is not installed)"
+    if recipe.env_id not in envpool.list_all_envs():
+        return f"{recipe.env_id} has no vector implementation here or in EnvPool"
+    if not recipe.is_plain or recipe.kwargs:
+        return "EnvPool takes no env_kwargs but max_episode_steps and normalizing wrappers"
+    return None
 
 
-def make_native_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> AtariEngine:
-    """The engine over `num_envs` emulators, with the wrappers of the recipe done in C++."""
+def make_native_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> Engine:
+    """The engine over `num_envs` environments, for a recipe without an obstacle."""
+    limit: dict[str, Any] = {"max_episode_steps": recipe.max_episode_steps} if recipe.max_episode_steps else {}
+    if is_cartpole(recipe):
+        vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
+        return CartPoleEngine(vector.unwrapped, seed)
+    if _is_atari(recipe):
+        return _make_atari_engine(recipe, spaces, num_envs, seed)
+    import envpool
+
+    first_seed = episode_seed(seed, 0, 0) >> 2  # EnvPool counts up from it, in 31 bits
+    pool = envpool.make(recipe.env_id, env_type="gymnasium", num_envs=num_envs, seed=first_seed, **limit)
+    for name in ("observation_space", "action_space"):
+        ours, theirs = getattr(spaces, name), getattr(pool, name)
+        if not _agree(ours, theirs):
+            raise UserError(
+                f"vectorization is 'native', but EnvPool's {recipe.env_id} has the {name} {theirs}, not {ours}; "
+                "use auto, sync or async."
+            )
+    return PoolEngine(pool, spaces)
+
+
+def _agree(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, gs.Box) and isinstance(theirs, gs.Box):
+        return ours.shape == theirs.shape and np.allclose(ours.low, theirs.low) and np.allclose(ours.high, theirs.high)
+    return isinstance(ours, gs.Discrete) and bool(ours == theirs)
+
+
+def _make_atari_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> AtariEngine:
+    """The wrappers of the recipe are done in C++."""
     import ale_py
 
     if tuple(map(int, ale_py.__version__.split(".")[:2])) < (0, 12):
