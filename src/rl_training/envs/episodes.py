@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_training.envs.hidden_state import checksum, hidden_state
-from rl_training.envs.wrappers import find_lives
+from rl_training.envs.wrappers import LifeEpisodes, layers
 from rl_training.errors import UserError
 
 
@@ -43,7 +43,7 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         self._at_first = hidden_state(env).sums
         self._dtype = env.action_space.dtype
         self._emulator = getattr(env.unwrapped, "ale", None)
-        self._lives = find_lives(env)
+        self._lives = next((layer for layer in layers(env) if isinstance(layer, LifeEpisodes)), None)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the next episode of the sequence; a seed given here is ignored."""

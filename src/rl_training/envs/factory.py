@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium as gym
 
 from rl_training.envs.recipe import Env, EnvRecipe, device_kinds, is_provided, looks_like_entry_point
-from rl_training.envs.wrappers import wrap
+from rl_training.envs.wrappers import layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 
 
@@ -81,11 +81,8 @@ def explain(error: BaseException, recipe: EnvRecipe) -> UserError:
 
 def episode_limit(env: Env) -> int | None:
     """Steps after which a wrapper or the emulator truncates an episode, or None."""
-    limits = []
-    while isinstance(env, gym.Wrapper):
-        limits += [env._max_episode_steps] if isinstance(env, gym.wrappers.TimeLimit) else []
-        env = env.env
-    if (emulator := getattr(env, "ale", None)) is not None:
+    limits = [layer._max_episode_steps for layer in layers(env) if isinstance(layer, gym.wrappers.TimeLimit)]
+    if (emulator := getattr(env.unwrapped, "ale", None)) is not None:
         limits.append(emulator.getInt("max_num_frames_per_episode"))
     return min((limit for limit in limits if limit), default=None)
 

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 
+from rl_training.envs.wrappers import layers
+
 MOST_BYTES = 1 << 27  # of one environment; an attribute may have half of what the attributes before it left
 NODE_BYTES = 1 << 10  # a Python object takes about as long to read as this many bytes of an array
 UNREAD = {"spec", "_cached_spec", "render_mode"}  # attributes of an environment that no step changes
@@ -54,17 +56,14 @@ class HiddenState(NamedTuple):
 
 def hidden_state(env: gym.Env[Any, Any]) -> HiddenState:
     """The attributes of the environment and of each wrapper."""
-    layers: list[Any] = [env]
-    while isinstance(layers[-1], gym.Wrapper):
-        layers.append(layers[-1].env)
-    found, left = HiddenState({}, {}), MOST_BYTES
-    for layer in layers:
+    known, found, left = layers(env), HiddenState({}, {}), MOST_BYTES
+    for layer in known:
         for name, value in _attributes(layer).items():
             key = f"{type(layer).__name__}.{name.lstrip('_')}"
             while key in found.sums:  # another wrapper of the same class
                 key += "'"
             if name != "env":
-                reader = _Reader(layers, left // 2)
+                reader = _Reader(known, left // 2)
                 found.sums[key] = reader.read(value)
                 left -= left // 2 - max(0, reader.left)
                 if reader.unseen:

@@ -73,18 +73,32 @@ class AtariEngine(Engine):
 
     state_format = "atari games"
 
-    def __init__(
-        self, env: Any, spaces: EnvSpaces, seed: int, *, clip: tuple[float, float] | None, by_life: bool, sticky: bool
-    ) -> None:
-        self.env, self.spaces, self.seed = env, spaces, seed
-        self.clip, self.by_life, self.sticky = clip, by_life, sticky
-        count = env.num_envs
-        self._newest = env.single_observation_space.shape[0] - 1  # the index of the newest frame
-        self._ages = np.zeros(count, dtype=np.int64)  # steps since the episode began
-        self._lives = np.zeros(count, dtype=np.int32)
-        self._seedings = np.full(count, -1)  # how often each emulator was seeded, minus one
-        self._resets = np.zeros(count, dtype=np.int64)  # how often each was reset since seeding; 0 with sticky actions
-        self._since = np.zeros(count, dtype=np.int64)  # the row of `_played` where its replay begins
+    def __init__(self, recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> None:
+        import ale_py
+
+        if tuple(map(int, ale_py.__version__.split(".")[:2])) < (0, 12):
+            raise UserError(f"vectorization is 'native', but ale-py is {ale_py.__version__}; it must be 0.12 or newer.")
+        from ale_py.vector_env import AtariVectorEnv
+
+        options = recipe.wrappers.atari
+        assert options is not None
+        given = {**gym.spec(recipe.env_id).kwargs, **recipe.kwargs}
+        limits = [limit for limit in (recipe.max_episode_steps, given["max_num_frames_per_episode"]) if limit]
+        self.env = AtariVectorEnv(
+            given["game"], num_envs, max_num_frames_per_episode=min(limits, default=2**30),
+            repeat_action_probability=given["repeat_action_probability"], full_action_space=given["full_action_space"],
+            autoreset_mode="SameStep", img_height=options.screen_size, img_width=options.screen_size,
+            stack_num=options.frame_stack, frameskip=options.frame_skip, noop_max=options.noop_max + 1,  # exclusive
+            episodic_life=False, reward_clipping=False, use_fire_reset=False,
+        )  # fmt: skip
+        self.spaces, self.seed, self.clip = spaces, seed, recipe.wrappers.clip_range
+        self.by_life, self.sticky = options.terminal_on_life_loss, given["repeat_action_probability"] > 0.0
+        self._newest = options.frame_stack - 1  # the index of the newest frame
+        self._ages = np.zeros(num_envs, dtype=np.int64)  # steps since the episode began
+        self._lives = np.zeros(num_envs, dtype=np.int32)
+        self._seedings = np.full(num_envs, -1)  # how often each emulator was seeded, minus one
+        self._resets = np.zeros(num_envs, dtype=np.int64)  # since seeding; 0 with sticky actions
+        self._since = np.zeros(num_envs, dtype=np.int64)  # the row of `_played` where its replay begins
         self._played = bytearray()  # the actions of all emulators, one row per step
 
     def reset(self) -> tuple[Array, Array | None]:
@@ -254,7 +268,7 @@ def make_native_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed
         vector = gym.make_vec(recipe.env_id, num_envs, "vector_entry_point", **limit, **recipe.kwargs)
         return CartPoleEngine(vector.unwrapped, seed)
     if _is_atari(recipe):
-        return _make_atari_engine(recipe, spaces, num_envs, seed)
+        return AtariEngine(recipe, spaces, num_envs, seed)
     import envpool
 
     first_seed = episode_seed(seed, 0, 0) >> 2  # EnvPool counts up from it, in 31 bits
@@ -273,28 +287,3 @@ def _agree(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, gs.Box) and isinstance(theirs, gs.Box):
         return ours.shape == theirs.shape and np.allclose(ours.low, theirs.low) and np.allclose(ours.high, theirs.high)
     return isinstance(ours, gs.Discrete) and bool(ours == theirs)
-
-
-def _make_atari_engine(recipe: EnvRecipe, spaces: EnvSpaces, num_envs: int, seed: int) -> AtariEngine:
-    """The wrappers of the recipe are done in C++."""
-    import ale_py
-
-    if tuple(map(int, ale_py.__version__.split(".")[:2])) < (0, 12):
-        raise UserError(f"vectorization is 'native', but ale-py is {ale_py.__version__}; it must be 0.12 or newer.")
-    from ale_py.vector_env import AtariVectorEnv
-
-    options = recipe.wrappers.atari
-    assert options is not None
-    given = {**gym.spec(recipe.env_id).kwargs, **recipe.kwargs}
-    limits = [limit for limit in (recipe.max_episode_steps, given["max_num_frames_per_episode"]) if limit]
-    env = AtariVectorEnv(
-        given["game"], num_envs, max_num_frames_per_episode=min(limits, default=2**30),
-        repeat_action_probability=given["repeat_action_probability"], full_action_space=given["full_action_space"],
-        autoreset_mode="SameStep", img_height=options.screen_size, img_width=options.screen_size,
-        stack_num=options.frame_stack, frameskip=options.frame_skip, noop_max=options.noop_max + 1,  # exclusive
-        episodic_life=False, reward_clipping=False, use_fire_reset=False,
-    )  # fmt: skip
-    sticky = given["repeat_action_probability"] > 0.0
-    return AtariEngine(
-        env, spaces, seed, clip=recipe.wrappers.clip_range, by_life=options.terminal_on_life_loss, sticky=sticky
-    )

@@ -18,6 +18,7 @@ from rl_training.envs.hidden_state import hidden_state
 from rl_training.envs.inputs import read_masks
 from rl_training.envs.recipe import Env, EnvRecipe, device_kinds
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.wrappers import layers
 from rl_training.errors import MISSING, RESET, UserError, first_line, is_users_file, show_line, user_line
 from rl_training.play import close_all
 
@@ -154,11 +155,9 @@ def find_unread_masks(env: gym.Env[Any, Any], info: Any) -> Iterator[Problem]:
     if "action_mask" in keys or isinstance(env.action_space, gs.Box):
         return
     found = [f"info[{key!r}] is not read as a mask" for key in MASK_METHODS if key in keys]
-    layer: Any = env
-    while layer is not None:
+    for layer in layers(env):
         names = (name for name in MASK_METHODS if callable(getattr(type(layer), name, None)))
         found += [f"{type(layer).__name__}.{name}(){definition(layer, name)} is not read" for name in names]
-        layer = layer.env if isinstance(layer, gym.Wrapper) else None
     if found:
         yield Problem("action masks", found[0], "put the mask into info['action_mask'] of what reset and step return")
 

@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -61,7 +60,7 @@ def read_env(env: Any) -> UserEnv | None:
     if isinstance(env, gym.Env):
         return MadeEnvironment(env)
     if isinstance(env, device_kinds()):  # it has no state, so everything can share it
-        maker: Any = partial(_itself, env)
+        maker: Any = lambda: env  # noqa: E731
         maker.__name__ = type(env).__name__
         return cast(UserEnv, maker)
     if not (env is None or callable(env) or isinstance(env, str | tuple)):
@@ -74,10 +73,6 @@ def device_kinds() -> tuple[Any, ...]:
     """`DeviceEnvironment` if its module has been imported; otherwise no instance can exist."""
     device = sys.modules.get("rl_training.envs.device")
     return () if device is None else (device.DeviceEnvironment,)
-
-
-def _itself(env: Any) -> Any:
-    return env
 
 
 def name_env(env: UserEnv) -> str:

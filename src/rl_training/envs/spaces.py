@@ -144,12 +144,10 @@ class EnvSpaces:
         if isinstance(space, gs.Box):
             low, high = self._action_bounds
             return partial(_scale, low=low, high=high, half=0.5 * (high - low), shape=shape, dtype=space.dtype)
-        if isinstance(space, gs.Discrete):
-            start = int(space.start)
-            return (lambda actions: actions + start) if start else (lambda actions: actions)
-        if isinstance(space, gs.MultiDiscrete):
-            return lambda actions: (actions.reshape(-1, *shape) + space.start).astype(space.dtype, copy=False)
-        return lambda actions: actions.reshape(-1, *shape).astype(space.dtype)
+        start = getattr(space, "start", 0)
+        if isinstance(space, gs.Discrete) and start == 0:
+            return lambda actions: actions
+        return lambda actions: (actions.reshape(-1, *shape) + start).astype(space.dtype, copy=False)
 
     def as_given(self, actions: Array) -> Sequence[Any]:
         """Convert a policy's actions `[N, ...]` to arguments of each environment's `step`: a discrete one is an int."""
@@ -165,10 +163,8 @@ class EnvSpaces:
             span = np.where(high > low, high - low, 1.0).astype(np.float32)  # if low == high, there is one action
             scaled: Array = np.clip(2.0 * (flat - low) / span - 1.0, -1.0, 1.0)
             return scaled
-        if isinstance(space, gs.Discrete):
-            return np.asarray(actions, dtype=np.int64).reshape(len(actions)) - int(space.start)
-        start = space.start if isinstance(space, gs.MultiDiscrete) else 0
-        return (np.asarray(actions, dtype=np.int64) - start).reshape(len(actions), -1)
+        shifted = np.asarray(actions, dtype=np.int64) - getattr(space, "start", 0)
+        return shifted.reshape(len(actions), *self.action_shape)
 
     @cached_property
     def _action_bounds(self) -> tuple[Array, Array]:

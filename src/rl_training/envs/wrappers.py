@@ -148,10 +148,9 @@ class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated or self.goes_on, truncated, info
 
 
-def find_lives(env: Env) -> LifeEpisodes | None:
-    """The `LifeEpisodes` wrapper around an environment, if there is one."""
-    while isinstance(env, gym.Wrapper):
-        if isinstance(env, LifeEpisodes):
-            return env
-        env = env.env
-    return None
+def layers(env: Any) -> list[Any]:
+    """An environment and what it wraps, from the outermost wrapper to the environment itself."""
+    found = [env]
+    while isinstance(found[-1], gym.Wrapper):
+        found.append(found[-1].env)
+    return found
