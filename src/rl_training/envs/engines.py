@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,11 +16,10 @@ from rl_training.envs.probe import definition
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, Step
-from rl_training.envs.workers import Workers, pickle_registrations, register_missing, share_arrays
+from rl_training.envs.workers import Workers, pickle_registrations, register_missing
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import close_all
 
-FINALS = {"final_obs", "final_masks"}
 REPLAY_SECONDS = 1.0  # allowed per step of an episode that a worker replays, in addition to worker_timeout
 
 
@@ -108,108 +106,55 @@ def _replace(rows: Array, places: Any, others: Array | None) -> Array:
     return copied
 
 
-def share_rows(spaces: EnvSpaces, count: int, descriptor: int | None = None) -> tuple[dict[str, Array], int]:
-    """The actions of `count` environments and the parts of their `Step` in shared memory, and its descriptor."""
-    obs, mask, action = (spaces.obs_shape, spaces.obs_dtype), ((spaces.action_dim,), bool), spaces.action_space
-    layout: dict[str, tuple[tuple[int, ...], Any]] = {
-        "actions": ((), np.int64) if spaces.action_kind == "discrete" else (action.shape or (), action.dtype),
-        "obs": obs, "final_obs": obs, "rewards": ((), np.float32), "terminated": ((), bool), "truncated": ((), bool),
-    }  # fmt: skip
-    if spaces.has_action_mask:
-        layout |= {"masks": mask, "final_masks": mask}
-    arrays, descriptor = share_arrays([((count, *shape), dtype) for shape, dtype in layout.values()], descriptor)
-    return dict(zip(layout, arrays, strict=True)), descriptor
-
-
-class SharedRow:
-    """Environment `index` of an `AsyncEngine`, in its worker process: it reads its action and writes its results."""
-
-    def __init__(
-        self, make: Callable[[], ReplayableEpisodes], index: int, registrations: Mapping[str, bytes],
-        spaces: Mapping[str, Any], count: int, descriptor: int,
-    ) -> None:  # fmt: skip
-        register_missing(registrations)
-        known, self.index = EnvSpaces.from_dict(spaces), index
-        rows, _ = share_rows(known, count, descriptor)
-        os.close(descriptor)
-        self.row = {name: array[index : index + 1] for name, array in rows.items()}
-        self.engine = SyncEngine([make()], known)
-
-    def _keep(self, **parts: Array | None) -> None:
-        for name, part in parts.items():
-            if part is not None:
-                self.row[name][:] = part
-
-    def reset(self) -> None:
-        """Start the first episode."""
-        obs, masks = self.engine.reset()
-        self._keep(obs=obs, masks=masks)
-
-    def step(self) -> None:
-        """Take one step; at the end of an episode, start the next one."""
-        self._keep(**self.engine.step(self.row["actions"].copy())._asdict())
-
-    def state(self) -> dict[str, Any]:
-        """The state of the episode."""
-        episode: dict[str, Any] = self.engine.state_dict()["episodes"][0]
-        return episode
-
-    def restore(self, episodes: list[dict[str, Any]]) -> None:
-        """Replay the episode."""
-        obs, masks = self.engine.load_state_dict({"episodes": [episodes[self.index]]})
-        self._keep(obs=obs, masks=masks)
-
-    def close(self) -> None:
-        """Close the environment."""
-        self.engine.close()
-
-
 class AsyncEngine(Engine):
-    """One worker process per environment; actions and results go through shared memory, states through messages."""
+    """One worker process per environment, each with a `SyncEngine` of its own."""
 
     state_format = "episodes"
 
     def __init__(self, makers: Sequence[Callable[[], ReplayableEpisodes]], spaces: EnvSpaces, timeout: float) -> None:
-        self.rows, descriptor = share_rows(spaces, len(makers))
-        given = pickle_registrations(), spaces.to_dict(), len(makers), descriptor
-        try:
-            remotes = [partial(SharedRow, maker, index, *given) for index, maker in enumerate(makers)]
-            self.workers = Workers(remotes, spaces.env_id, timeout, [descriptor])
-        finally:
-            os.close(descriptor)
+        given = pickle_registrations(), spaces.to_dict()
+        self.workers = Workers([partial(_make_one, maker, *given) for maker in makers], spaces.env_id, timeout)
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations and masks."""
-        self.workers.call("reset")
-        return self._starts()
+        return _join_starts(self.workers.call("reset"))
 
     def step(self, actions: Array) -> Step:
         """Step every environment; those that end are reset at once."""
-        self.rows["actions"][:] = actions
-        self.workers.call("step")
-        parts: dict[str, Any] = {name: self.rows[name].copy() for name in self.rows.keys() - FINALS - {"actions"}}
-        ended = np.flatnonzero(parts["terminated"] | parts["truncated"])
-        if len(ended):
-            for name in FINALS & self.rows.keys():
-                parts[name] = _replace(parts[name.removeprefix("final_")], ended, self.rows[name][ended])
-        return Step(**parts)
-
-    def _starts(self) -> tuple[Array, Array | None]:
-        return self.rows["obs"].copy(), self.rows["masks"].copy() if "masks" in self.rows else None
+        steps: list[Step] = self.workers.call_each("step", [(actions[i : i + 1],) for i in range(len(actions))])
+        if any(step.final_obs is not None for step in steps):  # the others' final rows are arbitrary
+            steps = [
+                step._replace(final_obs=step.obs, final_masks=step.masks) if step.final_obs is None else step
+                for step in steps
+            ]
+        return Step(*(None if part[0] is None else np.concatenate(part) for part in zip(*steps, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""
-        return {"episodes": self.workers.call("state")}
+        return {"episodes": [state["episodes"][0] for state in self.workers.call("state_dict")]}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Replay every current episode, each in its own process; a long one may take longer than a step."""
         longest = max(len(episode["actions"]) for episode in state["episodes"])
-        self.workers.call("restore", state["episodes"], extra=REPLAY_SECONDS * longest)
-        return self._starts()
+        states = [({"episodes": [episode]},) for episode in state["episodes"]]
+        return _join_starts(self.workers.call_each("load_state_dict", states, extra=REPLAY_SECONDS * longest))
 
     def close(self) -> None:
         """End the processes."""
         self.workers.close()
+
+
+def _make_one(
+    make: Callable[[], ReplayableEpisodes], registrations: Mapping[str, bytes], spaces: Mapping[str, Any]
+) -> SyncEngine:
+    """The engine of one environment, in a worker process."""
+    register_missing(registrations)
+    return SyncEngine([make()], EnvSpaces.from_dict(spaces))
+
+
+def _join_starts(starts: list[tuple[Array, Array | None]]) -> tuple[Array, Array | None]:
+    rows, masks = zip(*starts, strict=True)
+    return np.concatenate(rows), None if masks[0] is None else np.concatenate(masks)
 
 
 def _make_replayable(recipe: EnvRecipe, seed: int, index: int) -> ReplayableEpisodes:

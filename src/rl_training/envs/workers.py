@@ -223,14 +223,17 @@ class Workers(WorkerPool):
 
     # all at once: a failure in one ends all ---------------------------------------------------------------------
 
-    def call(self, method: str, *arguments: Any, extra: float = 0.0) -> list[Any]:
-        """Call a method of every object, all at once, with `extra` seconds of time; return the results in order."""
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every object, all at once; return the results in order."""
+        return self.call_each(method, [arguments] * self.count)
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], extra: float = 0.0) -> list[Any]:
+        """`call` with other arguments for each object, and `extra` seconds of time."""
         if self._busy or not self._workers:
             raise EnvironmentFailure.of(self.name, "was interrupted" if self._busy else "has lost its worker processes")
-        request = pickle.dumps((method, arguments))
         try:
             limit = f"{TIMEOUT} and {extra:g} more" if extra else TIMEOUT
-            return self._exchange([request] * self.count, self.timeout + extra, limit)
+            return self._exchange([pickle.dumps((method, given)) for given in arguments], self.timeout + extra, limit)
         except (EnvironmentFailure, UserError):
             with suppress(EnvironmentFailure, UserError):  # report the first failure
                 self.close()
