@@ -213,8 +213,7 @@ def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], T
             return inside.view(-1, *space.shape).to(dtype)
 
         return scale
-    if isinstance(space, gs.Discrete):
-        start = int(space.start)
-        return (lambda actions: actions + start) if start else (lambda actions: actions)
-    first = torch.as_tensor(getattr(space, "start", np.zeros(space.shape, np.int64)), device=device)
-    return lambda actions: (actions.view(-1, *space.shape) + first).to(dtype)
+    start = torch.as_tensor(getattr(space, "start", 0), device=device)
+    if isinstance(space, gs.Discrete) and start == 0:
+        return lambda actions: actions
+    return lambda actions: (actions.view(-1, *space.shape) + start).to(dtype)

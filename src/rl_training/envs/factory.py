@@ -56,16 +56,16 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         ) from None
     except (Exception, SystemExit) as error:
         raise explain(error, recipe) from error
+    limit = recipe.max_episode_steps
     if isinstance(env, device_kinds()):
         from rl_training.envs.device import OneEnvironment  # torch
         from rl_training.envs.device_checks import check_attributes
 
         check_attributes(env, recipe.env_id)
-        limit = recipe.max_episode_steps or env.max_episode_steps
-        return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
+        limit, env = limit or env.max_episode_steps, OneEnvironment(env)
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
-    return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
+    return gym.wrappers.TimeLimit(env, limit) if limit else env
 
 
 def explain(error: BaseException, recipe: EnvRecipe) -> UserError:
@@ -89,18 +89,12 @@ def episode_limit(env: Env) -> int | None:
 
 def register_on_demand(env_id: str) -> None:
     """Register Atari and MinAtar by importing their packages, which Gymnasium does not do by itself."""
-    extra = "results" if env_id.startswith("MinAtar/") else "atari"
     if env_id in gym.registry or not (env_id.startswith(("MinAtar/", "ALE/")) or "NoFrameskip" in env_id):
         return
+    is_minatar = env_id.startswith("MinAtar/")
+    extra, module = ("results", "rl_training.envs.minatar") if is_minatar else ("atari", "ale_py")
     try:
-        if extra == "results":
-            from rl_training.envs.minatar import register_games
-
-            register_games()
-        else:
-            import ale_py
-
-            gym.register_envs(ale_py)
+        importlib.import_module(module)
     except ImportError:
         raise UserError(f"{env_id} needs the extra {extra!r} (pip install 'rl-training[{extra}]').") from None
 

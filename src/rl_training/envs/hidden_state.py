@@ -129,7 +129,7 @@ class _Reader:
             self.met[id(value)] = len(self.met), value  # which also keeps its id from being used again
         self.add(cls.__qualname__.encode())
         attributes = _attributes(value)  # first, because this may create an empty __dict__
-        parts = [*_kind(cls).read(self, value), *attributes, *attributes.values()]
+        parts = [*_kind(cls)[0](self, value), *attributes, *attributes.values()]
         if 8 * len(parts) > self.left:
             raise _TooLarge
         if SCALARS.issuperset(map(type, parts)):
@@ -181,24 +181,16 @@ class _Reader:
         return [arguments, *state[:1], *(list(items) for items in state[1:3] if items is not None)]
 
 
-class _Kind(NamedTuple):
-    """How objects of a class are read: by the reader, and their attributes except some."""
-
-    read: Callable[[_Reader, Any], list[Any]]
-    slots: list[tuple[str, Any]]
-    has_dict: bool
-    unread: set[str]
-
-
 @lru_cache(maxsize=4096)
-def _kind(cls: type) -> _Kind:
+def _kind(cls: type) -> tuple[Callable[[_Reader, Any], list[Any]], list[tuple[str, Any]], bool, set[str]]:
+    """How objects of a class are read; their slots, whether they have a `__dict__`, and attributes that are not read."""
     slots = [
         (name, member) for base in cls.__mro__ if "__slots__" in vars(base)
         for name, member in vars(base).items() if type(member) is types.MemberDescriptorType
     ]  # fmt: skip
     for closed, reader in CLOSED:
         if issubclass(cls, closed):
-            return _Kind(reader, [], False, set())
+            return reader, [], False, set()
     is_rebuilt = not REBUILT.isdisjoint(map(_package, cls.__mro__))
     pointers = len(slots) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     read = next((reader for bases, reader in READERS if issubclass(cls, bases)), None)
@@ -207,7 +199,7 @@ def _kind(cls: type) -> _Kind:
     if read is None and cls.__basicsize__ - object.__basicsize__ > 8 * pointers and not is_rebuilt:  # it has data in C
         read = _Reader.open_copied if _package(cls) in COPYABLE else _Reader.miss
     unread = UNREAD if issubclass(cls, gym.Env) else {"this"} if is_rebuilt else set()  # SWIG's object in C
-    return _Kind(read or (lambda reader, value: []), slots, cls.__dictoffset__ != 0, unread)
+    return read or (lambda reader, value: []), slots, cls.__dictoffset__ != 0, unread
 
 
 def _attributes(value: Any) -> dict[str, Any]:
