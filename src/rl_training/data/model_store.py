@@ -20,7 +20,7 @@ from rl_training.data.prior_store import check_same_data, describe_origin, find_
 from rl_training.data.replay_store import ReplayStore
 from rl_training.data.store import StoreContext
 from rl_training.data.synthetic import SyntheticBuffer
-from rl_training.envs.terminations import known_termination, never
+from rl_training.envs.recipe import known_termination, never
 from rl_training.errors import UserError
 
 CHUNK = 2_048  # states rolled out together, so that the activations of one step stay in the cache

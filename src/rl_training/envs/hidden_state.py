@@ -117,7 +117,7 @@ class _Reader:
 
     def open(self, value: Any) -> list[Any]:
         """Add what is plain in a value, and return its other parts."""
-        cls = type(value)
+        cls: Any = type(value)
         if cls in SCALARS or cls is memoryview:
             self.add(value if cls is memoryview else marshal.dumps(value, 2))
             return []
@@ -159,7 +159,7 @@ class _Reader:
         if plain.dtype.hasobject:
             return [kind, *plain.ravel().tolist()]
         flat = np.ascontiguousarray(plain).reshape(-1)
-        return [kind, memoryview(flat.view(np.uint8))] if flat.nbytes else [kind]
+        return [kind, flat.view(np.uint8).data] if flat.nbytes else [kind]
 
     def open_tensor(self, value: Any) -> list[Any]:
         """Type, shape and numbers."""
@@ -169,7 +169,7 @@ class _Reader:
 
     def open_copied(self, value: Any) -> list[Any]:
         """What Python would make a copy of an object in C from, such as the list and the position of its iterator."""
-        cls = type(value)
+        cls: Any = type(value)
         try:
             reduce = copyreg.dispatch_table.get(cls)
             copied: Any = cls.__reduce_ex__(value, 4) if reduce is None else reduce(value)
@@ -182,8 +182,8 @@ class _Reader:
 
 
 @lru_cache(maxsize=4096)
-def _kind(cls: type) -> tuple[Callable[[_Reader, Any], list[Any]], list[tuple[str, Any]], bool, set[str]]:
-    """How objects of a class are read; their slots, whether they have a `__dict__`, and attributes that are not read."""
+def _kind(cls: Any) -> tuple[Callable[[_Reader, Any], list[Any]], list[tuple[str, Any]], bool, set[str]]:
+    """How objects of a class are read; their slots, whether they have a `__dict__`, and the attributes to leave out."""
     slots = [
         (name, member) for base in cls.__mro__ if "__slots__" in vars(base)
         for name, member in vars(base).items() if type(member) is types.MemberDescriptorType
@@ -204,7 +204,8 @@ def _kind(cls: type) -> tuple[Callable[[_Reader, Any], list[Any]], list[tuple[st
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, those in `__slots__` first."""
-    _, slots, has_dict, unread = _kind(type(value))
+    cls: Any = type(value)
+    _, slots, has_dict, unread = _kind(cls)
     found = {}
     for name, slot in slots:
         try:

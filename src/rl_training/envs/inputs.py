@@ -60,22 +60,20 @@ def masks_for_prediction(spaces: EnvSpaces, action_mask: Any, count: int, *, is_
         raise UserError(f"action_mask is given, but {spaces.env_id} has no action masks; leave it out.")
     if hasattr(action_mask, "tolist"):
         action_mask = action_mask.tolist()
-    if not is_batch:
-        return _read_mask(spaces, action_mask, "action_mask")[None]
-    if not isinstance(action_mask, (list, tuple)) or len(action_mask) != count:
-        size = len(action_mask) if isinstance(action_mask, (list, tuple)) else "no"
+    rows = action_mask if is_batch else [action_mask]
+    if not isinstance(rows, (list, tuple)) or len(rows) != count:
+        size = len(rows) if isinstance(rows, (list, tuple)) else "no"
         raise UserError(f"action_mask has {size} rows; obs is a batch of {count}, and each row needs a mask.")
-    return np.stack([_read_mask(spaces, mask, f"action_mask[{i}]") for i, mask in enumerate(action_mask)])
-
-
-def _read_mask(spaces: EnvSpaces, mask: Any, where: str) -> Array:
-    has_parts = isinstance(mask, (list, tuple)) and any(np.iterable(part) for part in mask)
-    parts = [read_numbers(part, spaces.env_id, where) for part in (mask if has_parts else [mask])]
-    flat = _flatten(parts, spaces, where)
-    if not np.isin(flat, (0, 1)).all():
-        raise UserError(f"{where} contains something other than 0 and 1; 1 allows an action and 0 forbids it.")
-    _check_masks(flat[None].astype(bool), spaces, where)
-    return flat.astype(bool)
+    masks = []
+    for i, mask in enumerate(rows):
+        where = f"action_mask[{i}]" if is_batch else "action_mask"
+        has_parts = isinstance(mask, (list, tuple)) and any(np.iterable(part) for part in mask)
+        parts = [read_numbers(part, spaces.env_id, where) for part in (mask if has_parts else [mask])]
+        masks.append(_flatten(parts, spaces, where))
+        if not np.isin(masks[-1], (0, 1)).all():
+            raise UserError(f"{where} contains something other than 0 and 1; 1 allows an action and 0 forbids it.")
+        _check_masks(masks[-1][None].astype(bool), spaces, where)
+    return np.stack(masks).astype(bool)
 
 
 def encode_for_prediction(spaces: EnvSpaces, observation: Any) -> tuple[Array, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -97,8 +96,8 @@ def compare_restored(
     rng = np.random.default_rng(seed)
     begun = time.perf_counter()
     with ExitStack() as opened:
-        makers = [partial(make_stepper, recipe, spaces, seed, 1, vectorization, worker_timeout)] * 2
-        original, copy = (opened.enter_context(closing(make())) for make in makers)
+        given = recipe, spaces, seed, 1, vectorization, worker_timeout
+        original, copy = (opened.enter_context(closing(make_stepper(*given))) for _ in range(2))
         original.start()
         for _ in range(before):
             original.step(draw(spaces, rng, 1, original.masks))

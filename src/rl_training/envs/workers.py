@@ -38,6 +38,10 @@ ENTRY = Path(__file__).with_name("worker_process.py")
 LOOK_EVERY = 0.5  # seconds between checks of the processes; usually a closed socket shows the end at once
 CLOSE_SECONDS = 10.0  # for `close` of the objects
 ALIGNMENT = 64  # bytes, of arrays in shared memory
+ENDS: dict[int | None, str] = {
+    None: "stopped answering", -signal.SIGSEGV: "ended in a segmentation fault",
+    -signal.SIGKILL: "was killed by signal 9, often because memory ran out",
+}  # fmt: skip
 TIMEOUT = "worker_timeout"  # the setting that most limits come from
 LEAVE_SECONDS = 2.0  # for a process to end after `close`, or after a failure
 
@@ -71,12 +75,8 @@ class Worker:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_SECONDS)
         code = self.process.returncode
-        if code is None:
-            return "stopped answering"
-        if code == -signal.SIGSEGV:
-            return "ended in a segmentation fault"
-        if code == -signal.SIGKILL:
-            return "was killed by signal 9, often because memory ran out"
+        if code is None or code in ENDS:
+            return ENDS[code]
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
     def end(self, deadline: float) -> None:
