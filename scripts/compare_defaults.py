@@ -148,9 +148,7 @@ class Examiner:
         import gymnasium as gym
 
         if job.env.startswith("MinAtar/"):
-            from rl_training.envs.minatar import register_games
-
-            register_games()
+            pass  # registers them
         self.make, self.job, self.settings = lambda: gym.make(job.env), job, settings
         self.envs: list[Any] = []
         self.curve: list[tuple[int, float]] = []

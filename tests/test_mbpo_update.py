@@ -18,8 +18,7 @@ from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
 from rl_training.config.params import read_params
 from rl_training.data.model_store import ModelReplayStore, SyntheticBuffer
-from rl_training.envs.recipe import read_recipe
-from rl_training.envs.terminations import KNOWN, known_termination, never
+from rl_training.envs.recipe import TERMINATIONS, known_termination, never, read_recipe
 from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
@@ -408,7 +407,7 @@ def test_where_nothing_ends_a_round_keeps_every_row(store: ModelReplayStore, end
         np.testing.assert_array_equal(rounds[0]["next_obs"], rounds[1]["next_obs"])
 
 
-@pytest.mark.parametrize("env_id", KNOWN)
+@pytest.mark.parametrize("env_id", TERMINATIONS)
 def test_known_ends_are_the_environments_own(env_id: str) -> None:
     if env_id.endswith("-v5"):
         pytest.importorskip("mujoco")

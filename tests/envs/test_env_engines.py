@@ -380,8 +380,8 @@ def test_native_atari_goes_on_exactly(
 ) -> None:
     """With no-ops, after each emulator was seeded again, each at the end of a game of its own, and reset since."""
     pytest.importorskip("ale_py")
-    monkeypatch.setattr("rl_training.envs.atari.MOST_STEPS", most_steps)
-    monkeypatch.setattr("rl_training.envs.atari.MOST_RESETS", 1)
+    monkeypatch.setattr("rl_training.envs.native.MOST_STEPS", most_steps)
+    monkeypatch.setattr("rl_training.envs.native.MOST_RESETS", 1)
     atari = {"frame_stack": 3, "terminal_on_life_loss": True}
     kwargs = {"frameskip": 1, "repeat_action_probability": sticky, "wrappers": {"atari": atari}}
     assert_continues("ALE/Breakout-v5", "native", tmp_path, 560, 30, **kwargs)
@@ -502,7 +502,7 @@ def test_a_state_from_before_returns_were_stored_is_read() -> None:
         record(stepper, 7)
         state = stepper.state_dict()
         for episode in state["engine"]["episodes"]:
-            for name in ("return", "mask", "attributes", "unseen"):
+            for name in ("return", "action_mask", "checksums", "unseen"):
                 del episode[name]
         assert other.load_state_dict(state) == []
 
@@ -538,12 +538,11 @@ def test_another_engine_or_number_of_environments_starts_afresh() -> None:
             record(other, 3)
 
 
-def test_actions_of_long_episodes_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes, "PACK_EVERY", 4)
+def test_actions_of_an_episode_are_kept_as_one_array() -> None:
     for name, shape in (("Walk", ()), ("BoxActions", (2,))):
         env = ReplayableEpisodes(getattr(env_zoo, name)(length=50), 0, 0)
         env.reset()
-        assert env.actions().shape == (0,)
+        assert env.actions().shape == (0, *shape)
         taken = [env.action_space.sample() for _ in range(8)]
         for count, action in enumerate(taken, start=1):
             env.step(action)

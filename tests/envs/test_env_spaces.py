@@ -11,10 +11,9 @@ import pytest
 from gymnasium import spaces as gs
 
 import env_zoo
-from rl_training.envs.action_masks import read_action_mask
 from rl_training.envs.factory import make_env
 from rl_training.envs.gym_spaces import build_space, describe_space, image_layout
-from rl_training.envs.prediction_input import encode_for_prediction
+from rl_training.envs.inputs import encode_for_prediction, read_masks
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
@@ -213,13 +212,13 @@ def test_masks_are_flat_booleans() -> None:
     spaces = spaces_of("MaskedFactors")
     assert spaces.has_action_mask
     for mask in ((np.array([1, 0, 1]), np.ones(5)), [[1, 0, 1], [1] * 5], np.array([1, 0, 1, 1, 1, 1, 1, 1])):
-        assert read_action_mask({"action_mask": mask}, spaces).tolist() == [True, False] + [True] * 6
-    assert read_action_mask({}, spaces).all()
+        assert np.array_equal(read_masks([{"action_mask": mask}], spaces), [[True, False] + [True] * 6])  # type: ignore[arg-type]
+    assert np.all(read_masks([{}], spaces))
 
 
 def test_a_mask_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(UserError, match="4 entries; its action space needs 8") as error:
-        read_action_mask({"action_mask": np.ones(4)}, spaces_of("MaskedFactors"))
+        read_masks([{"action_mask": np.ones(4)}], spaces_of("MaskedFactors"))
     one_sentence(error)
 
 

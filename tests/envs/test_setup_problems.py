@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from env_zoo import Walk
 from resume_cases import tiny
 from rl_training.cli.main import app
-from rl_training.envs.setup_problems import find_problems
+from rl_training.envs.probe import find_problems
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.run.workflows import TrainResult, train
 from rl_training.tools import doctor
@@ -109,7 +109,8 @@ def test_a_failure_in_a_process_has_its_line_too() -> None:
 
 def test_several_rewards_of_a_process_are_named_too() -> None:
     write("float32), 1.0, self.t", "float32), np.ones(2), self.t")
-    with pytest.raises(EnvironmentFailure, match="returned several numbers as a reward from step, but it must be one"):
+    said = rf"returned several numbers as a reward from step \(mine.py, line {STEP}\), but it must be one"
+    with pytest.raises(EnvironmentFailure, match=said):
         run(vectorization="async")
 
 

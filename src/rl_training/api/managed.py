@@ -13,10 +13,9 @@ from rl_training.config.params import dump_params, read_params
 from rl_training.config.settings import UNSAID, AnyConfig, fill_defaults, read_config
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, names_config
-from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
+from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
-from rl_training.envs.user_env import NAMELESS, UserEnv, name_env, read_env
+from rl_training.envs.recipe import NAMELESS, UserEnv, name_env, read_env, read_recipe
 from rl_training.errors import UserError, did_you_mean
 from rl_training.record.checkpoints import save_checkpoint
 from rl_training.run.acting import ActingSession

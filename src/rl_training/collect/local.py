@@ -10,8 +10,7 @@ import numpy as np
 from rl_training.algorithms.base import Array
 from rl_training.collect.behaviour import Behaviour
 from rl_training.data.experience import Experience, ExperienceLayout, Request, Timed, untimed
-from rl_training.envs.engines import Step
-from rl_training.envs.stepper import Stepper
+from rl_training.envs.stepper import Step, Stepper
 from rl_training.errors import UserError
 
 

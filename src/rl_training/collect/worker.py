@@ -17,9 +17,9 @@ from rl_training.collect.local import LocalCollector
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import make_engine
 from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.remote import register_missing, share_arrays
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
+from rl_training.envs.workers import register_missing, share_arrays
 
 MEMORIES = 2  # workers fill one while the learner reads the other
 FIXED, FIRST = "fixed", "first"  # a turn takes one answer from every worker, or the first that arrive

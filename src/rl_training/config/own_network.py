@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rl_training.envs.entry_points import check_module, import_entry_point
+from rl_training.envs.factory import check_module, import_entry_point
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 

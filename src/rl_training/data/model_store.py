@@ -20,7 +20,7 @@ from rl_training.data.recorded_store import describe_origin, find_data_of
 from rl_training.data.replay_store import ReplayStore
 from rl_training.data.store import Store, StoreContext
 from rl_training.data.transfer import fits_on_gpu
-from rl_training.envs.terminations import known_termination, never
+from rl_training.envs.recipe import known_termination, never
 from rl_training.errors import UserError
 
 CHUNK = 2_048  # states rolled out together, so that the activations of one step stay in the cache

@@ -12,8 +12,8 @@ from gymnasium import spaces as gs
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from rl_training.envs.engines import Step
 from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.stepper import Step
 from rl_training.errors import UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
@@ -213,8 +213,7 @@ def map_actions(spaces: EnvSpaces, device: torch.device) -> Callable[[Tensor], T
             return inside.view(-1, *space.shape).to(dtype)
 
         return scale
-    if isinstance(space, gs.Discrete):
-        start = int(space.start)
-        return (lambda actions: actions + start) if start else (lambda actions: actions)
-    first = torch.as_tensor(getattr(space, "start", np.zeros(space.shape, np.int64)), device=device)
-    return lambda actions: (actions.view(-1, *space.shape) + first).to(dtype)
+    start = torch.as_tensor(getattr(space, "start", 0), device=device)
+    if isinstance(space, gs.Discrete) and start == 0:
+        return lambda actions: actions
+    return lambda actions: (actions.view(-1, *space.shape) + start).to(dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -87,28 +88,6 @@ def check_used_functions(env: gym.Env[Any, Any], recipe: EnvRecipe, vectorizatio
 
 def check_functions(env: DeviceEnvironment, env_id: str, device: str = "cpu") -> None:
     """Call the functions for a few rows; a UserError names the first rule that is broken."""
-    trial = _try_out(env, env_id, device)
-    for rule in (_keeps_state, _has_shapes, _stays_on_device, _has_types, _uses_noise):
-        for fault in rule(trial):
-            raise UserError(f"{env_id}: {fault}.")
-
-
-class Trial(NamedTuple):
-    """The results of an environment's functions for `ROWS` rows."""
-
-    env: DeviceEnvironment
-    device: str
-    first: State
-    state: State  # after a step
-    rows: dict[str, Any]  # rewards, terminated, and what observe returned
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by the names that error messages use."""
-        return {f"state{keystr(at)}": part for at, part in tree_flatten_with_path(self.state)[0]} | self.rows
-
-
-def _try_out(env: DeviceEnvironment, env_id: str, device: str) -> Trial:
     space = copy.deepcopy(env.action_space)
     space.seed(0)
     actions = torch.from_numpy(np.stack([space.sample() for _ in range(ROWS)])).to(device)
@@ -121,58 +100,52 @@ def _try_out(env: DeviceEnvironment, env_id: str, device: str) -> Trial:
         found = f"{len(given)} values" if isinstance(given, tuple) else f"a {type(given).__name__}"
         raise UserError(f"{env_id}: step returned {found}; it must return the next state, rewards and terminated.")
     state, rewards, terminated = given
-    obs = _call(env, env_id, "observe", state)
-    return Trial(env, device, first, state, {"rewards": rewards, "terminated": terminated, "observe": obs})
+    rows = {"rewards": rewards, "terminated": terminated, "observe": _call(env, env_id, "observe", state)}
+    faults = chain(_faults_of_state(env, first, state, device), _faults_of_tensors(env, state, rows, device))
+    if fault := next(faults, None):
+        raise UserError(f"{env_id}: {fault}.")
 
 
-# The rules: each yields a description of every violation.
-
-
-def _keeps_state(trial: Trial) -> Iterator[str]:
+def _faults_of_state(env: DeviceEnvironment, first: State, state: State, device: str) -> Iterator[str]:
+    """The rules that a state and the next one break."""
     was, now = (
         {"": type(tree).__name__}
         | {keystr(at): f"{list(part.shape)} of {part.dtype}" for at, part in tree_flatten_with_path(tree)[0]}
-        for tree in (trial.first, trial.state)
+        for tree in (first, state)
     )
     for at in was | now:
         if was.get(at) != now.get(at):
             kinds = f"{was.get(at, 'missing')} after reset and {now.get(at, 'missing')} after step"
             yield f"state{at} is {kinds}; both must be the same"
+    all_alike = tree_map(lambda x: x[:1].expand_as(x) if x.dim() else x, first)
+    if device == "cpu" and env.reset_noise and _sums(first) == _sums(all_alike):
+        how = "use it, or set reset_noise = 0 if all episodes start alike"
+        yield f"reset returns the same state for all noise; {how}"
 
 
-def _has_shapes(trial: Trial) -> Iterator[str]:
-    for name, part in trial.rows.items():
-        wanted = (ROWS, *trial.env.observation_space.shape) if name == "observe" else (ROWS,)
+def _faults_of_tensors(env: DeviceEnvironment, state: State, rows: dict[str, Any], device: str) -> Iterator[str]:
+    """The rules that a state, rewards, terminated and observations break by their shape, device or type."""
+    space = env.observation_space
+    for name, part in rows.items():
+        wanted = (ROWS, *space.shape) if name == "observe" else (ROWS,)
         if not isinstance(part, Tensor) or part.shape != wanted:
             found = f"the shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"the type {type(part).__name__}"
             yield f"{name} of {ROWS} environments has {found}, not the shape {wanted}"
-    for name, part in trial.tensors.items():
+            return
+    tensors = {f"state{keystr(at)}": part for at, part in tree_flatten_with_path(state)[0]} | rows
+    for name, part in tensors.items():
         if part.shape[:1] != (ROWS,):
             yield f"{name} of {ROWS} environments has the shape {tuple(part.shape)}, not ({ROWS}, ...)"
-
-
-def _stays_on_device(trial: Trial) -> Iterator[str]:
-    for name, part in trial.tensors.items():
-        if (found := part.device.type) != torch.device(trial.device).type:
-            where = f"{name} is on {found}, but the device is {trial.device}"
+        if (found := part.device.type) != torch.device(device).type:
+            where = f"{name} is on {found}, but the device is {device}"
             yield f"{where}; make it like a given tensor (torch.zeros_like)"
-
-
-def _has_types(trial: Trial) -> Iterator[str]:
-    space, terminated, obs = trial.env.observation_space, *(trial.rows[at].dtype for at in ("terminated", "observe"))
+    terminated, obs = rows["terminated"].dtype, rows["observe"].dtype
     if terminated != torch.bool:
         yield f"terminated is of {terminated}; it must be of torch.bool"
     if image_layout(space) is not None and obs not in (torch.uint8, torch.bool):
         yield f"observe gives an image of {obs}; it must be of torch.uint8"
     if obs.is_floating_point and space.dtype.kind != "f":
         yield f"observe gives {obs}; its observation space says {space.dtype}"
-
-
-def _uses_noise(trial: Trial) -> Iterator[str]:
-    first, used = trial.first, trial.device == "cpu" and trial.env.reset_noise
-    if used and _is_same(first, tree_map(lambda x: x[:1].expand_as(x), first)):
-        how = "use it, or set reset_noise = 0 if all episodes start alike"
-        yield f"reset returns the same state for all noise; {how}"
 
 
 def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:
@@ -182,7 +155,7 @@ def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:
     copies = tree_map(torch.clone, given)
     try:
         result = getattr(env, name)(*given)
-        held, before = dict(vars(env)), _marks(env)
+        before = {key: checksum(value) for key, value in vars(env).items()}
         again = getattr(env, name)(*tree_map(torch.clone, copies))
     except Exception as error:
         what = f"{type(error).__name__}: {error}".rstrip(".") + user_line(traceback.format_exception(error))
@@ -191,26 +164,14 @@ def _call(env: DeviceEnvironment, env_id: str, name: str, *given: Any) -> Any:
         raise UserError(f"{env_id}: {name} returned a value of type {type(odd[0]).__name__}; it must return tensors.")
     if any(part.device.type != "cpu" for part in tree_flatten((given, result))[0]):
         return result
-    if not _is_same(given, copies):
+    if _sums(given) != _sums(copies):
         raise UserError(f"{env_id}: {name} changes a tensor that it is given; it must return new tensors.")
-    if changed := [key for key in held if before[key] != _marks(env).get(key)]:
+    if changed := [key for key in before if before[key] != checksum(vars(env).get(key))]:
         raise UserError(f"{env_id}: {name} changes self.{changed[0]}; what changes must be part of the state.")
-    if not _is_same(result, again):
+    if _sums(result) != _sums(again):
         raise UserError(f"{env_id}: {name} gives two results for the same input; random numbers must come from noise.")
     return result
 
 
-def _is_same(one: State, two: State) -> bool:
-    """Whether two trees hold the same numbers, NaN included."""
-    left, right = tree_flatten(one)[0], tree_flatten(two)[0]
-    return len(left) == len(right) and all(
-        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(left, right, strict=True)
-    )
-
-
-def _marks(env: DeviceEnvironment) -> dict[str, Any]:
-    """Marks by which a replaced attribute, or one that was changed in place, can be recognized."""
-    return {
-        name: (id(value), value._version) if isinstance(value, Tensor) else checksum(value)
-        for name, value in vars(env).items()
-    }
+def _sums(tree: State) -> list[int]:
+    return [checksum(part) for part in tree_flatten(tree)[0]]

@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_training.envs.hidden_state import checksum, hidden_state
-from rl_training.envs.wrappers import find_lives
+from rl_training.envs.wrappers import LifeEpisodes, layers
 from rl_training.errors import UserError
-
-PACK_EVERY = 4096  # actions; a list of small arrays takes ten times the memory of one array
 
 
 def episode_seed(run_seed: int, index: int, episode: int) -> int:
@@ -38,27 +36,29 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         self.run_seed, self.index = run_seed, index
         self.episode = -1
         self.before_reset: dict[str, Any] | None = None
-        self._packed: list[NDArray[Any]] = []
-        self._recent: list[Any] = []
+        self._steps = 0
+        self._taken = bytearray()  # the actions; a list of small arrays takes ten times the memory
         self._return: Any = 0.0
         self._info: Any = {}
         self._at_first = hidden_state(env).sums
+        self._dtype = env.action_space.dtype
         self._emulator = getattr(env.unwrapped, "ale", None)
-        self._lives = find_lives(env)
+        self._lives = next((layer for layer in layers(env) if isinstance(layer, LifeEpisodes)), None)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the next episode of the sequence; a seed given here is ignored."""
-        self._return = 0.0
-        if self._game_goes_on:
-            observation, self._info = self.env.reset()
-            return observation, self._info
-        self._packed, self._recent = [], []
-        self.episode += 1
-        if self._emulator is not None and self.episode > 0:
-            self.before_reset = self._save_emulator()
-            observation, self._info = self.env.reset()
-        else:
-            observation, self._info = self.env.reset(seed=episode_seed(self.run_seed, self.index, self.episode))
+        self._return, seed = 0.0, None
+        if not self._game_goes_on:
+            self._steps = 0
+            self._taken.clear()
+            self.episode += 1
+            if self._emulator is not None and self.episode > 0:
+                generator = self.env.unwrapped.np_random.bit_generator.state
+                state = self._emulator.cloneSystemState().serialize()
+                self.before_reset = {"emulator": state, "generator": dict(generator)}
+            else:
+                seed = episode_seed(self.run_seed, self.index, self.episode)
+        observation, self._info = self.env.reset(seed=seed)
         return observation, self._info
 
     @property
@@ -68,11 +68,8 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, remember the action, and sum the environment's own rewards."""
-        recent = self._recent
-        recent.append(action)
-        if len(recent) == PACK_EVERY:
-            self._packed.append(np.asarray(recent))
-            self._recent = []
+        self._steps += 1
+        self._taken += np.asarray(action, self._dtype).tobytes()
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._return += reward
         self._info = info
@@ -82,40 +79,42 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
 
     def actions(self) -> NDArray[Any]:
         """The actions since the episode began, or since its game began if a lost life ends an episode."""
-        recent = [np.asarray(self._recent)] if self._recent or not self._packed else []
-        return np.concatenate([*self._packed, *recent])
+        return np.frombuffer(bytes(self._taken), self._dtype).reshape(self._steps, *(self.action_space.shape or ()))
 
     def episode_state(self) -> dict[str, Any]:
         """The data needed to replay this episode, and its results so far."""
         hidden = hidden_state(self.env)
+        mask = self._info.get("action_mask") if isinstance(self._info, Mapping) else None
         return {
             "episode": self.episode, "actions": self.actions(), "before_reset": self.before_reset,
-            "return": float(np.sum(self._return)), "mask": checksum(self._mask()),
-            "attributes": {name: value for name, value in hidden.sums.items() if value != self._at_first.get(name)},
+            "return": float(np.sum(self._return)), "action_mask": checksum(mask),
+            "checksums": {name: value for name, value in hidden.sums.items() if value != self._at_first.get(name)},
             "unseen": hidden.unseen,
         }  # fmt: skip
 
     def brief_state(self) -> dict[str, Any]:
-        """`episode_state` without checksums of attributes, and with the number of actions instead of the actions."""
+        """`episode_state` without checksums, and with the number of actions instead of the actions."""
         return {
-            "episode": self.episode, "before_reset": self.before_reset, "return": float(np.sum(self._return)),
-            "steps": PACK_EVERY * len(self._packed) + len(self._recent),
+            "episode": self.episode, "before_reset": self.before_reset, "steps": self._steps,
+            "return": float(np.sum(self._return)),
         }  # fmt: skip
-
-    def _mask(self) -> Any:
-        return self._info.get("action_mask") if isinstance(self._info, Mapping) else None
 
     def restore_episode(self, state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Replay an episode; return the observation and info at its end.
 
         The user's own environment, used again, may begin where the stored one ended; its attributes count as changed.
         """
-        moved = state.get("attributes", {})
+        moved = state.get("checksums", {})
         self._at_first = {name: value for name, value in self._at_first.items() if moved.get(name) != value}
         if state["before_reset"] is not None:
+            import ale_py
+
+            if self._emulator is None:
+                raise UserError("the checkpoint holds an Atari emulator's state; this environment has no emulator.")
             self.episode = -1
             self.reset()
-            self._load_emulator(state["before_reset"])
+            self._emulator.restoreSystemState(ale_py.ALEState(state["before_reset"]["emulator"]))
+            self.env.unwrapped.np_random.bit_generator.state = state["before_reset"]["generator"]
         self.episode = state["episode"] - 1
         observation, info = self.reset()
         for action in _as_given(np.asarray(state["actions"])):
@@ -126,19 +125,6 @@ class ReplayableEpisodes(gym.Wrapper[Any, Any, Any, Any]):
                 if not goes_on:  # the stored episode did not end here, so it cannot be replayed
                     break
         return observation, info
-
-    def _save_emulator(self) -> dict[str, Any]:
-        assert self._emulator is not None
-        generator = self.env.unwrapped.np_random.bit_generator
-        return {"emulator": self._emulator.cloneSystemState().serialize(), "generator": dict(generator.state)}
-
-    def _load_emulator(self, state: dict[str, Any]) -> None:
-        import ale_py
-
-        if self._emulator is None:
-            raise UserError("the checkpoint holds an Atari emulator's state; this environment has no emulator.")
-        self._emulator.restoreSystemState(ale_py.ALEState(state["emulator"]))
-        self.env.unwrapped.np_random.bit_generator.state = state["generator"]
 
 
 class Differences(NamedTuple):
@@ -162,15 +148,15 @@ def join_names(names: Iterable[str]) -> str:
 def differences(stored: dict[str, Any], replayed: dict[str, Any]) -> Differences:
     """The differences of a replayed episode from the stored one.
 
-    An older checkpoint does not store all of this, so there is less to compare.
+    An older checkpoint does not store all of this, or other checksums, so there is less to compare.
     """
     if stored["episode"] != replayed["episode"]:
         return Differences(["length of the episode"], [], [])
-    names = {"return": "return", "mask": "action mask"}
+    names = {"return": "return", "action_mask": "action mask"}
     seen = [name for key, name in names.items() if key in stored and stored[key] != replayed[key]]
-    before, after = stored.get("attributes", replayed["attributes"]), replayed["attributes"]
+    before, after = stored.get("checksums", replayed["checksums"]), replayed["checksums"]
     hidden = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    unseen = {**stored["unseen"], **replayed["unseen"]} if "attributes" in stored else {}
+    unseen = {**stored["unseen"], **replayed["unseen"]} if "checksums" in stored else {}
     return Differences(seen, hidden, [f"{name} ({what})" for name, what in unseen.items()])
 
 

@@ -1,17 +1,22 @@
-"""Make one environment with its wrappers, from an id, `module:Class` or a callable."""
+"""Make one environment with its wrappers, from an id, `module:Class` or a callable; import what a name stands for.
+
+A name such as `module:Class` may come from a file, and a file must not run code. Importing a module runs it, so a
+module that only a file names is not imported (`check_module`), and what it holds is used only if it is a class of the
+wanted kind. A function is used only if the user named it (`named_by_user`).
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 
-from rl_training.envs.entry_points import check_module, import_entry_point, looks_like_entry_point
-from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.user_env import Env, device_kinds
-from rl_training.envs.wrappers import wrap
+from rl_training.envs.recipe import Env, EnvRecipe, device_kinds, is_provided, looks_like_entry_point
+from rl_training.envs.wrappers import layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 
 
@@ -51,16 +56,16 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         ) from None
     except (Exception, SystemExit) as error:
         raise explain(error, recipe) from error
+    limit = recipe.max_episode_steps
     if isinstance(env, device_kinds()):
         from rl_training.envs.device import OneEnvironment  # torch
         from rl_training.envs.device_checks import check_attributes
 
         check_attributes(env, recipe.env_id)
-        limit = recipe.max_episode_steps or env.max_episode_steps
-        return gym.wrappers.TimeLimit(OneEnvironment(env), limit) if limit else OneEnvironment(env)
+        limit, env = limit or env.max_episode_steps, OneEnvironment(env)
     if not isinstance(env, gym.Env):
         raise UserError(f"{recipe.env_id} made a {type(env).__name__}; it must make a gymnasium.Env.")
-    return gym.wrappers.TimeLimit(env, recipe.max_episode_steps) if recipe.max_episode_steps else env
+    return gym.wrappers.TimeLimit(env, limit) if limit else env
 
 
 def explain(error: BaseException, recipe: EnvRecipe) -> UserError:
@@ -76,28 +81,55 @@ def explain(error: BaseException, recipe: EnvRecipe) -> UserError:
 
 def episode_limit(env: Env) -> int | None:
     """Steps after which a wrapper or the emulator truncates an episode, or None."""
-    limits = []
-    while isinstance(env, gym.Wrapper):
-        limits += [env._max_episode_steps] if isinstance(env, gym.wrappers.TimeLimit) else []
-        env = env.env
-    if (emulator := getattr(env, "ale", None)) is not None:
+    limits = [layer._max_episode_steps for layer in layers(env) if isinstance(layer, gym.wrappers.TimeLimit)]
+    if (emulator := getattr(env.unwrapped, "ale", None)) is not None:
         limits.append(emulator.getInt("max_num_frames_per_episode"))
     return min((limit for limit in limits if limit), default=None)
 
 
 def register_on_demand(env_id: str) -> None:
     """Register Atari and MinAtar by importing their packages, which Gymnasium does not do by itself."""
-    extra = "results" if env_id.startswith("MinAtar/") else "atari"
     if env_id in gym.registry or not (env_id.startswith(("MinAtar/", "ALE/")) or "NoFrameskip" in env_id):
         return
+    is_minatar = env_id.startswith("MinAtar/")
+    extra, module = ("results", "rl_training.envs.minatar") if is_minatar else ("atari", "ale_py")
     try:
-        if extra == "results":
-            from rl_training.envs.minatar import register_games
-
-            register_games()
-        else:
-            import ale_py
-
-            gym.register_envs(ale_py)
+        importlib.import_module(module)
     except ImportError:
         raise UserError(f"{env_id} needs the extra {extra!r} (pip install 'rl-training[{extra}]').") from None
+
+
+def check_module(field: str, value: str, argument: str | None = None) -> None:
+    """Refuse `module:name` from a file if its module would have to be imported for it."""
+    module = value.partition(":")[0]
+    if not is_provided(module):
+        raise UserError(
+            f"{field} {value!r} comes from a file, and a file does not decide which modules are imported; if you trust "
+            f"it, add --import {module} (in Python: import {module} first, or give {argument or field}={value!r})."
+        )
+
+
+def import_entry_point(
+    field: str, value: str, kind: type, named_by_user: bool, option: str, argument: str | None = None
+) -> Callable[..., Any]:
+    """Import the object that `module:name` in a field names; if the user did not name it, only a class of that kind."""
+    module_name, _, name = value.partition(":")
+    hint = f"; a module is named without .py: {module_name[:-3]}:{name}" if module_name.endswith(".py") else ""
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
+    kinds = (kind, *device_kinds()) if kind is gym.Env else (kind,)
+    maker: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(maker):
+        own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]
+        noun = "environment" if kind is gym.Env else "network"
+        near = did_you_mean(name, own) if own else f"it defines no {noun}."
+        raise UserError(f"{field} {value!r}: {module_name} has no class or function {name!r}; {near}")
+    if not named_by_user and not (isinstance(maker, type) and issubclass(maker, kinds)):
+        wanted = "gymnasium.Env" if kind is gym.Env else "torch.nn.Module"
+        raise UserError(
+            f"{field} {value!r} comes from a file and is not a {wanted} class, so it is not called; if you trust "
+            f"it, name it yourself: {option}{value} or --import {module_name}, in Python {argument or field}={value!r}."
+        )
+    return maker

@@ -15,40 +15,45 @@ MOST_FACTORS = 2**20  # of an action; a few bytes can describe a MultiBinary of 
 SMALLEST_SIDE = 3  # of an image; anything smaller is too small for a convolution and is read as a vector
 
 
+# What each space is made from, by the names of its attributes and arguments
+ARGUMENTS = {
+    "Box": ("low", "high", "dtype"), "Discrete": ("n", "start", "dtype"), "MultiDiscrete": ("nvec", "start", "dtype"),
+    "MultiBinary": ("n",),
+}  # fmt: skip
+
+
 def describe_space(space: gs.Space[Any]) -> dict[str, Any]:
     """A Gymnasium space as plain data."""
-    if isinstance(space, gs.Box):
-        return {"type": "Box", "low": space.low, "high": space.high, "dtype": str(space.dtype)}
-    if isinstance(space, gs.Discrete):
-        return {"type": "Discrete", "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
-    if isinstance(space, gs.MultiDiscrete):
-        return {"type": "MultiDiscrete", "nvec": space.nvec, "start": space.start, "dtype": str(space.dtype)}
-    if isinstance(space, gs.MultiBinary):
-        return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
     if isinstance(space, gs.Dict):
         # pairs, because the order of the parts is the order in which they are flattened
         return {"type": "Dict", "parts": [[name, describe_space(part)] for name, part in space.spaces.items()]}
     if isinstance(space, gs.Tuple):
         return {"type": "Tuple", "parts": [describe_space(part) for part in space.spaces]}
-    raise UserError(f"the space {in_words(space)} is not supported.")
+    kind = next((kind for kind in ARGUMENTS if isinstance(space, getattr(gs, kind))), None)
+    if kind is None:
+        raise UserError(f"the space {in_words(space)} is not supported.")
+    return {"type": kind} | {name: _as_plain(getattr(space, name)) for name in ARGUMENTS[kind]}
+
+
+def _as_plain(value: Any) -> Any:
+    """An argument of a space as an array, a list, an int or a text."""
+    if isinstance(value, np.dtype):
+        return str(value)
+    return value if isinstance(value, np.ndarray) else np.asarray(value).tolist()
 
 
 def build_space(data: Mapping[str, Any]) -> gs.Space[Any]:
     """The inverse of `describe_space`."""
-    match data["type"]:
-        case "Box":
-            return gs.Box(np.asarray(data["low"]), np.asarray(data["high"]), dtype=np.dtype(data["dtype"]).type)
-        case "Discrete":
-            return gs.Discrete(data["n"], start=data["start"], dtype=np.dtype(data["dtype"]).type)
-        case "MultiDiscrete":
-            dtype = np.dtype(data["dtype"]).type
-            return gs.MultiDiscrete(np.asarray(data["nvec"]), dtype=dtype, start=np.asarray(data["start"]))
-        case "MultiBinary":
-            return gs.MultiBinary(data["n"])
-        case "Dict":
-            return gs.Dict([(name, build_space(part)) for name, part in data["parts"]])
-        case _:
-            return gs.Tuple([build_space(part) for part in data["parts"]])
+    if data["type"] == "Dict":
+        return gs.Dict([(name, build_space(part)) for name, part in data["parts"]])
+    if data["type"] == "Tuple":
+        return gs.Tuple([build_space(part) for part in data["parts"]])
+    given = {name: data[name] for name in ARGUMENTS[data["type"]]}
+    given = {name: np.asarray(value) if isinstance(value, list) else value for name, value in given.items()}
+    if "dtype" in given:
+        given["dtype"] = np.dtype(given["dtype"]).type
+    space: gs.Space[Any] = getattr(gs, data["type"])(**given)
+    return space
 
 
 def in_words(space: gs.Space[Any]) -> str:

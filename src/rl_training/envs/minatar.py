@@ -1,4 +1,4 @@
-"""MinAtar's games as `MinAtar/<Game>-v1`. MinAtar is GPL, so this module is imported only if a game is requested."""
+"""Registers MinAtar's games as `MinAtar/<Game>-v1`. MinAtar is GPL: this is imported only if a game is requested."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ class MinAtarGame(BaseEnv):  # type: ignore[misc]  # MinAtar has no types
         return obs, info
 
 
-def register_games() -> None:
-    """Put the games into Gymnasium's registry."""
-    for game in GAMES:
-        env_id = f"MinAtar/{game.title().replace('_', '')}-v1"
-        if env_id not in gym.registry:
-            gym.register(env_id, f"{__name__}:{MinAtarGame.__name__}", kwargs={"game": game})
+for game in GAMES:
+    name = game.title().replace("_", "")
+    gym.register(f"MinAtar/{name}-v1", f"{__name__}:{MinAtarGame.__name__}", kwargs={"game": game})

@@ -5,21 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from rl_training.envs.action_masks import read_masks
 from rl_training.envs.engines import make_engine
 from rl_training.envs.episodes import Differences
 from rl_training.envs.factory import make_env
+from rl_training.envs.inputs import read_masks
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.remote import register_missing
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Stepper
+from rl_training.envs.workers import register_missing
 from rl_training.play import Act, Played, close_all, closed_after, play
 
 MOST_SECONDS = 2.0  # of one comparison
@@ -97,8 +96,8 @@ def compare_restored(
     rng = np.random.default_rng(seed)
     begun = time.perf_counter()
     with ExitStack() as opened:
-        makers = [partial(make_stepper, recipe, spaces, seed, 1, vectorization, worker_timeout)] * 2
-        original, copy = (opened.enter_context(closing(make())) for make in makers)
+        given = recipe, spaces, seed, 1, vectorization, worker_timeout
+        original, copy = (opened.enter_context(closing(make_stepper(*given))) for _ in range(2))
         original.start()
         for _ in range(before):
             original.step(draw(spaces, rng, 1, original.masks))

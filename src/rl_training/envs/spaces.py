@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -28,13 +27,11 @@ Array = NDArray[Any]
 
 
 class ImagePart(NamedTuple):
-    """An image inside a Dict or Tuple: its columns in the flattened observation, and its layout there."""
+    """An image inside a Dict or Tuple."""
 
-    columns: slice
-    space: gs.Box
-    layout: str
     shape: tuple[int, ...]  # with channels first
     scale: float
+    columns: Array  # of its pixels in the flattened observation, channels first
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,20 +94,23 @@ class EnvSpaces:
         """The images of a mixed observation, in its order."""
         parts, start = [], 0
         for _, space in leaf_spaces(self.observation_space):
-            columns = slice(start, start + int(gs.flatdim(space)))
+            size = int(gs.flatdim(space))
             if (layout := image_layout(space)) is not None:
                 assert isinstance(space, gs.Box)
-                parts.append(ImagePart(columns, space, layout, *read_image(space, layout)))
-            start = columns.stop
+                columns = _channels_first(np.arange(start, start + size).reshape(1, *space.shape), layout)
+                parts.append(ImagePart(*read_image(space, layout), columns.ravel()))
+            start += size
         return parts
+
+    @cached_property
+    def pixel_columns(self) -> Array:
+        """The columns of the flattened observation that belong to images, in the order in which they are stored."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(part.columns for part in self.image_parts)])
 
     @cached_property
     def vector_columns(self) -> Array:
         """The columns of the flattened observation that belong to no image."""
-        is_pixel = np.zeros(self.obs_dim, dtype=bool)
-        for part in self.image_parts:
-            is_pixel[part.columns] = True
-        return np.flatnonzero(~is_pixel)
+        return np.setdiff1d(np.arange(self.obs_dim), self.pixel_columns)
 
     @property
     def action_dim(self) -> int:
@@ -144,12 +144,10 @@ class EnvSpaces:
         if isinstance(space, gs.Box):
             low, high = self._action_bounds
             return partial(_scale, low=low, high=high, half=0.5 * (high - low), shape=shape, dtype=space.dtype)
-        if isinstance(space, gs.Discrete):
-            start = int(space.start)
-            return (lambda actions: actions + start) if start else (lambda actions: actions)
-        if isinstance(space, gs.MultiDiscrete):
-            return lambda actions: (actions.reshape(-1, *shape) + space.start).astype(space.dtype, copy=False)
-        return lambda actions: actions.reshape(-1, *shape).astype(space.dtype)
+        start = getattr(space, "start", 0)
+        if isinstance(space, gs.Discrete) and start == 0:
+            return lambda actions: actions
+        return lambda actions: (actions.reshape(-1, *shape) + start).astype(space.dtype, copy=False)
 
     def as_given(self, actions: Array) -> Sequence[Any]:
         """Convert a policy's actions `[N, ...]` to arguments of each environment's `step`: a discrete one is an int."""
@@ -165,10 +163,8 @@ class EnvSpaces:
             span = np.where(high > low, high - low, 1.0).astype(np.float32)  # if low == high, there is one action
             scaled: Array = np.clip(2.0 * (flat - low) / span - 1.0, -1.0, 1.0)
             return scaled
-        if isinstance(space, gs.Discrete):
-            return np.asarray(actions, dtype=np.int64).reshape(len(actions)) - int(space.start)
-        start = space.start if isinstance(space, gs.MultiDiscrete) else 0
-        return (np.asarray(actions, dtype=np.int64) - start).reshape(len(actions), -1)
+        shifted = np.asarray(actions, dtype=np.int64) - getattr(space, "start", 0)
+        return shifted.reshape(len(actions), *self.action_shape)
 
     @cached_property
     def _action_bounds(self) -> tuple[Array, Array]:
@@ -232,19 +228,15 @@ class EnvSpaces:
         if self.obs_kind == "image":
             return _channels_first(np.asarray(observations).astype(np.uint8, copy=False), self.image_layout)
         rows = np.asarray(observations)
-        images = (
-            _channels_first(rows[:, part.columns].astype(np.uint8).reshape(-1, *part.space.shape), part.layout)
-            for part in self.image_parts
-        )
-        floats = np.ascontiguousarray(rows[:, self.vector_columns], dtype=np.float32)
-        return np.concatenate([*(image.reshape(len(rows), -1) for image in images), floats.view(np.uint8)], axis=1)
+        pixels, vector = (rows.take(columns, axis=1) for columns in (self.pixel_columns, self.vector_columns))
+        floats = np.ascontiguousarray(vector, dtype=np.float32)
+        return np.concatenate([pixels.astype(np.uint8), floats.view(np.uint8)], axis=1)
 
     def floats_of(self, encoded: Array) -> Array:
         """The part of encoded observations that may contain NaN: the vector of mixed ones `[N, V]`, else everything."""
         if self.obs_kind != "mixed":
             return encoded
-        pixels = self.obs_shape[0] - 4 * len(self.vector_columns)
-        return np.ascontiguousarray(encoded[:, pixels:]).view(np.float32)
+        return np.ascontiguousarray(encoded[:, len(self.pixel_columns) :]).view(np.float32)
 
     def decode(self, encoded: Array) -> Array:
         """The inverse of `encode`; observations that `make_env` flattened stay flat."""
@@ -253,12 +245,8 @@ class EnvSpaces:
         if self.obs_kind == "vector":
             shape = self.observation_space.shape if self.raw_observation["type"] == "Box" else None
             return encoded if shape is None else encoded.reshape(len(encoded), *shape)
-        rows, start = np.empty((len(encoded), self.obs_dim), np.float32), 0
-        for part in self.image_parts:
-            size = math.prod(part.shape)
-            image = encoded[:, start : start + size].reshape(-1, *part.shape)
-            rows[:, part.columns] = _channels_back(image, part.layout).reshape(len(rows), -1)
-            start += size
+        rows = np.empty((len(encoded), self.obs_dim), np.float32)
+        rows[:, self.pixel_columns] = encoded[:, : len(self.pixel_columns)]
         rows[:, self.vector_columns] = self.floats_of(encoded)
         return rows
 

@@ -7,12 +7,59 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl_training.envs.engines import Engine, Step
 from rl_training.envs.episodes import Differences, differences, join_names
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import EnvironmentFailure
 
 CAN_BE_LEFT = True  # a signal may interrupt this code (run/interruption.py)
+
+
+class Step(NamedTuple):
+    """One step of N environments, rows in order.
+
+    `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and arbitrary values in the
+    others; it is None if no row ended. `final_masks` are the legal actions there. `valid` is None, or false in the rows
+    in which an engine with next-step autoreset only reset.
+    """
+
+    obs: Array
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    final_obs: Array | None = None
+    masks: Array | None = None
+    valid: Array | None = None
+    final_masks: Array | None = None
+
+
+class Engine:
+    """Steps N environments with actions in the environment's own form."""
+
+    resets_next_step = False  # if true, the row after an end holds the final observation, and its step only resets
+    state_format = ""  # engines with the same format read each other's states; empty: it cannot be saved
+
+    def reset(self) -> tuple[Array, Array | None]:
+        """The first observations and masks."""
+        raise NotImplementedError
+
+    def step(self, actions: Array) -> Step:
+        """Step every environment."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to continue from here."""
+        return {}
+
+    def brief_state(self) -> dict[str, Any]:
+        """The state without the parts that grow with an episode, for a caller that records the actions."""
+        return self.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
+        """Restore the environments; return their current observations and masks."""
+        return self.reset()
+
+    def close(self) -> None:
+        """Close the environments."""
 
 
 class Episode(NamedTuple):

@@ -1,11 +1,14 @@
 """Worker processes: new interpreters with one object each, whose methods are called by name. None can hang or outlive
 a run.
 
-The object defines what a worker does: `envs/remote.py` steps one environment, `tools/doctor.py` plays one.
+The object defines what a worker does: `envs/engines.py` steps one environment, `tools/doctor.py` plays one. What all of
+them need is here too: shared memory, and the environments that are registered in this process.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import pickle
 import select
@@ -13,22 +16,32 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
+import numpy as np
 
+from rl_training.envs.spaces import Array
 from rl_training.envs.worker_process import receive, send
 from rl_training.errors import EnvironmentFailure, UserError, user_line
 
 ENTRY = Path(__file__).with_name("worker_process.py")
 LOOK_EVERY = 0.5  # seconds between checks of the processes; usually a closed socket shows the end at once
 CLOSE_SECONDS = 10.0  # for `close` of the objects
+ALIGNMENT = 64  # bytes, of arrays in shared memory
+ENDS: dict[int | None, str] = {
+    None: "stopped answering", -signal.SIGSEGV: "ended in a segmentation fault",
+    -signal.SIGKILL: "was killed by signal 9, often because memory ran out",
+}  # fmt: skip
 TIMEOUT = "worker_timeout"  # the setting that most limits come from
 LEAVE_SECONDS = 2.0  # for a process to end after `close`, or after a failure
 
@@ -40,8 +53,9 @@ class WorkerFailure(EnvironmentFailure):
 class Worker:
     """One process and the socket to it."""
 
-    def __init__(self, descriptors: Sequence[int]) -> None:
+    def __init__(self, timeout: float, descriptors: Sequence[int]) -> None:
         self.line, other = socket.socketpair()
+        self.line.settimeout(timeout)
         self.poll = select.poll()
         self.poll.register(self.line, select.POLLIN)
         # Linux ends the process with the thread that starts it. That is right for the main thread, which lives as long
@@ -61,12 +75,8 @@ class Worker:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_SECONDS)
         code = self.process.returncode
-        if code is None:
-            return "stopped answering"
-        if code == -signal.SIGSEGV:
-            return "ended in a segmentation fault"
-        if code == -signal.SIGKILL:
-            return "was killed by signal 9, often because memory ran out"
+        if code is None or code in ENDS:
+            return ENDS[code]
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
     def end(self, deadline: float) -> None:
@@ -157,14 +167,12 @@ class Workers(WorkerPool):
         self, makers: Sequence[Callable[[], Any]], name: str, timeout: float, descriptors: Sequence[int] = ()
     ) -> None:
         super().__init__(makers, name, timeout)
-        self._workers: list[Worker] = []
-        self._index_of: dict[int, int] = {}  # by the descriptor of a worker's line
-        self._busy: set[int] = set()  # workers with a pending answer
-        self._poll = select.poll()  # of all lines
         self._descriptors = descriptors
+        self._workers: list[Worker] = []
+        self._busy: set[int] = set()  # workers with a pending answer
         try:
-            for index in range(self.count):  # start all of them before waiting for the first
-                self._workers.append(self._spawn(index))
+            for _ in makers:  # start all of them before waiting for the first
+                self._workers.append(Worker(timeout, descriptors))
             self._exchange(self._makers, timeout)
         except OSError as error:
             self._end()
@@ -175,40 +183,26 @@ class Workers(WorkerPool):
             self._end()
             raise
 
-    def _spawn(self, index: int) -> Worker:
-        worker = Worker(self._descriptors)
-        worker.line.settimeout(self.timeout)
-        self._index_of[worker.line.fileno()] = index
-        self._poll.register(worker.line, select.POLLIN)
-        return worker
-
     # one at a time: the caller handles failures -----------------------------------------------------------------
 
     def ask(self, index: int, method: str, *arguments: Any) -> None:
         """Call a method of one object; `get` has its result."""
-        self._busy.add(index)
-        self._on_line(index, send, pickle.dumps((method, arguments)))
+        self._send(index, pickle.dumps((method, arguments)))
 
     def ready(self, wanted: Iterable[int], seconds: float) -> list[int]:
         """The workers that have answered, or ended, within that time."""
+        lines = {self._workers[index].line.fileno(): index for index in wanted}
         poll = select.poll()
-        for index in wanted:
-            poll.register(self._workers[index].line, select.POLLIN)
-        return [self._index_of[line] for line, _ in poll.poll(1e3 * seconds)]
+        for line in lines:
+            poll.register(line, select.POLLIN)
+        return [lines[line] for line, _ in poll.poll(1e3 * seconds)]
 
     def get(self, index: int, seconds: float | None = None) -> Any:
         """Return the pending result of a worker; wait at most that long (None: `timeout`)."""
         limit = self.timeout if seconds is None else seconds
-        left, deadline = limit, time.monotonic() + limit
         if index not in self._busy:
             raise self._silent(index, limit)
-        while not self._workers[index].poll.poll(1e3 * min(LOOK_EVERY, max(0.0, left))):
-            if self._workers[index].process.poll() is not None:
-                raise self._ended(index)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._silent(index, limit)
-        return self._take_answer(index)
+        return self._wait_for([index], limit)[0]
 
     def has_ended(self, index: int) -> bool:
         """Whether the process is gone."""
@@ -218,58 +212,65 @@ class Workers(WorkerPool):
         """Replace a process with a new one, whatever its state."""
         old = self._workers[index]
         if old.line.fileno() >= 0:  # otherwise an earlier restart failed
-            self._poll.unregister(old.line)
-            del self._index_of[old.line.fileno()]
             old.line.close()
             old.end(time.monotonic())
         try:
-            self._workers[index] = self._spawn(index)
+            self._workers[index] = Worker(self.timeout, self._descriptors)
         except OSError as error:
             raise self._failure(index, f"needs a new process, which cannot start ({error})") from None
-        self._busy.add(index)
-        self._on_line(index, send, self._makers[index])
+        self._send(index, self._makers[index])
         self.get(index)
 
     # all at once: a failure in one ends all ---------------------------------------------------------------------
 
-    def call(self, method: str, *arguments: Any, extra: float = 0.0) -> list[Any]:
-        """Call a method of every object, all at once, with `extra` seconds of time; return the results in order."""
-        return self.call_pickled(pickle.dumps((method, arguments)), extra)
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every object, all at once; return the results in order."""
+        return self.call_each(method, [arguments] * self.count)
 
-    def call_pickled(self, request: bytes, extra: float = 0.0) -> list[Any]:
-        """`call`, with (method, arguments) already pickled."""
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]], extra: float = 0.0) -> list[Any]:
+        """`call` with other arguments for each object, and `extra` seconds of time."""
         if self._busy or not self._workers:
             raise EnvironmentFailure.of(self.name, "was interrupted" if self._busy else "has lost its worker processes")
         try:
             limit = f"{TIMEOUT} and {extra:g} more" if extra else TIMEOUT
-            return self._exchange([request] * self.count, self.timeout + extra, limit)
+            return self._exchange([pickle.dumps((method, given)) for given in arguments], self.timeout + extra, limit)
         except (EnvironmentFailure, UserError):
             with suppress(EnvironmentFailure, UserError):  # report the first failure
                 self.close()
             raise
 
     def _exchange(self, requests: list[bytes], timeout: float, limit: str = TIMEOUT) -> list[Any]:
-        """Send each worker its request, and wait for every answer or for the first failure.
-
-        `limit` names the setting that the timeout comes from.
-        """
-        deadline = time.monotonic() + timeout
-        self._busy.update(range(self.count))
+        """Send each worker its request, and wait for every answer or for the first failure."""
         for index, request in enumerate(requests):
-            self._on_line(index, send, request)
-        results: list[Any] = [None] * self.count
-        for index, worker in enumerate(self._workers):  # in turn while nobody is late: it takes the fewest wake-ups
-            if not worker.poll.poll(1e3 * LOOK_EVERY):
-                break
-            results[index] = self._take_answer(index)
-        while self._busy:
-            ready = self._poll.poll(1e3 * LOOK_EVERY)
-            for line, _ in ready:
-                index = self._index_of[line]
-                results[index] = self._take_answer(index)
-            if not ready:
-                self._look_at_processes(deadline, timeout, limit)
-        return results
+            self._send(index, request)
+        return self._wait_for(range(self.count), timeout, limit)
+
+    def _send(self, index: int, request: bytes) -> None:
+        self._busy.add(index)
+        self._on_line(index, send, request)
+
+    def _wait_for(self, wanted: Sequence[int], seconds: float, limit: str = TIMEOUT) -> list[Any]:
+        """The answers of these workers, awaited in turn: it takes the fewest wake-ups. If one is late, look at all.
+
+        A process may have ended while a program that it started keeps its socket open. `limit` names the setting that
+        the time comes from.
+        """
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        for index in wanted:
+            while index not in results:
+                left = deadline - time.monotonic()
+                if self._workers[index].poll.poll(1e3 * min(LOOK_EVERY, max(0.0, left))):
+                    results[index] = self._take_answer(index)
+                    continue
+                for other in self.ready(set(wanted) - results.keys(), 0.0):
+                    results[other] = self._take_answer(other)
+                for late in sorted(set(wanted) - results.keys()):
+                    if self.has_ended(late):
+                        raise self._ended(late)
+                    if time.monotonic() > deadline:
+                        raise self._silent(late, seconds, limit)
+        return [results[index] for index in wanted]
 
     def _take_answer(self, index: int) -> Any:
         succeeded, result = pickle.loads(self._on_line(index, receive))
@@ -285,14 +286,6 @@ class Workers(WorkerPool):
             raise self._silent(index, self.timeout) from None
         except (EOFError, OSError):
             raise self._ended(index) from None
-
-    def _look_at_processes(self, deadline: float, timeout: float, limit: str) -> None:
-        """Find a process that takes too long, or that ended while a program that it started keeps its socket open."""
-        for index in sorted(self._busy):
-            if self._workers[index].process.poll() is not None:
-                raise self._ended(index)
-            if time.monotonic() > deadline:
-                raise self._silent(index, timeout, limit)
 
     def _ended(self, index: int) -> WorkerFailure:
         return self._failure(index, f"failed: its process {self._workers[index].describe_end()}")
@@ -313,3 +306,46 @@ class Workers(WorkerPool):
         deadline = time.monotonic() + LEAVE_SECONDS
         for worker in workers:
             worker.end(deadline)
+
+
+def share_arrays(
+    layout: Sequence[tuple[tuple[int, ...], Any]], descriptor: int | None = None
+) -> tuple[list[Array], int]:
+    """Arrays of these shapes and types in unnamed shared memory, and its descriptor; or open a given descriptor."""
+    sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout]
+    starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+    descriptor = _open_memory(starts[-1]) if descriptor is None else descriptor
+    memory = mmap.mmap(descriptor, starts[-1])
+    arrays = [np.ndarray(shape, dtype, memory, at) for (shape, dtype), at in zip(layout, starts[:-1], strict=True)]
+    return arrays, descriptor
+
+
+def _open_memory(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rl_training")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def pickle_registrations() -> dict[str, bytes]:
+    """The environments that other code registered with Gymnasium, which a new interpreter does not know."""
+    found = {}
+    for name, spec in gym.registry.items():
+        if str(spec.entry_point).startswith("gymnasium.envs."):
+            continue
+        with suppress(Exception):  # an environment that cannot be pickled is an error only if it is used
+            found[name] = cloudpickle.dumps(spec)
+    return found
+
+
+def register_missing(registrations: Mapping[str, bytes]) -> None:
+    """Register with Gymnasium what `pickle_registrations` found and this process does not have yet."""
+    # a module that registers its environments when it is imported finds them there
+    warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry")
+    for name, pickled in registrations.items():
+        if name not in gym.registry:
+            with suppress(Exception):
+                gym.registry[name] = cloudpickle.loads(pickled)

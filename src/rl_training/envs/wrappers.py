@@ -10,9 +10,10 @@ from gymnasium import spaces as gs
 from pydantic import Field
 
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
-from rl_training.envs.user_env import Env
 from rl_training.errors import UserError
 from rl_training.validation import StrictModel
+
+Env = gym.Env[Any, Any]
 
 
 class PixelOptions(StrictModel):
@@ -147,10 +148,9 @@ class LifeEpisodes(gym.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated or self.goes_on, truncated, info
 
 
-def find_lives(env: Env) -> LifeEpisodes | None:
-    """The `LifeEpisodes` wrapper around an environment, if there is one."""
-    while isinstance(env, gym.Wrapper):
-        if isinstance(env, LifeEpisodes):
-            return env
-        env = env.env
-    return None
+def layers(env: Any) -> list[Any]:
+    """An environment and what it wraps, from the outermost wrapper to the environment itself."""
+    found = [env]
+    while isinstance(found[-1], gym.Wrapper):
+        found.append(found[-1].env)
+    return found

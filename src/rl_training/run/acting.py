@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Carry
-from rl_training.envs.action_masks import read_masks
+from rl_training.envs.inputs import read_masks
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.play import Act
 from rl_training.speed.host_step import HostStep

@@ -31,14 +31,13 @@ from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.data.store import Store, StoreContext
-from rl_training.envs.engines import is_cartpole, make_engine
-from rl_training.envs.probe import probe
-from rl_training.envs.recipe import EnvRecipe, read_recipe
-from rl_training.envs.remote import pickle_registrations
-from rl_training.envs.setup_problems import HIDDEN
+from rl_training.envs.engines import make_engine
+from rl_training.envs.native import is_cartpole
+from rl_training.envs.probe import HIDDEN, probe
+from rl_training.envs.recipe import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
-from rl_training.envs.user_env import GIVE_ONE, MadeEnvironment, UserEnv
+from rl_training.envs.workers import pickle_registrations
 from rl_training.errors import UserError
 from rl_training.run import recording
 from rl_training.run.learner import build_algorithm, check_same_spaces

@@ -22,9 +22,8 @@ from rl_training.data.replay_store import make_buffer
 from rl_training.envs.episodes import episode_seed
 from rl_training.envs.factory import make_env
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import EnvRecipe, read_recipe
+from rl_training.envs.recipe import EnvRecipe, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
 from rl_training.run.acting import ActingSession

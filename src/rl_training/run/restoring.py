@@ -11,7 +11,7 @@ from rl_training.config.params import change_params, dump_params, read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, settings_in
 from rl_training.envs.random_play import compare_restored
-from rl_training.envs.user_env import UserEnv
+from rl_training.envs.recipe import UserEnv
 from rl_training.errors import UserError, counted
 from rl_training.run.build import Session, closed_on_error, describe_machine, open_session
 from rl_training.run.folder import run_dir_of

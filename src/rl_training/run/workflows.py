@@ -18,11 +18,10 @@ from rl_training.config.own_network import network_of
 from rl_training.config.settings import AnyConfig, keys_located, read_config
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.train_config import TrainConfig, load_config
-from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
+from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.recipe import UserEnv, read_env, read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.user_env import UserEnv, read_env
 from rl_training.errors import UserError, counted
 from rl_training.record.checkpoints import pack_tree, unpack_tree
 from rl_training.run.acting import ActingSession, acting_lock

@@ -29,9 +29,8 @@ from rl_training.envs.random_play import (
     reuses_arrays,
 )
 from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.remote import pickle_registrations
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.workers import WorkerFailure, Workers
+from rl_training.envs.workers import WorkerFailure, Workers, pickle_registrations
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.play import closed_after
 from rl_training.record.logger import format_duration

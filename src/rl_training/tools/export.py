@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
-from rl_training.envs.prediction_input import encode_for_prediction
+from rl_training.envs.inputs import encode_for_prediction
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import TrainingFailure, UserError
 from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array
 from rl_training.data import TransitionDataset
+from rl_training.envs.recipe import UserEnv
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError
 from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint
 from rl_training.run.recording import play_policy

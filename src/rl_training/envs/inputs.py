@@ -1,19 +1,79 @@
-"""Convert the arguments of `predict`, raw observations and action masks, to what the algorithm reads."""
+"""Read what environments and callers give: action masks, and the observations that `predict` gets.
+
+A mask has one entry per choice; 1 allows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces as gs
 
-from rl_training.envs.action_masks import check_masks, flatten_mask
 from rl_training.envs.gym_spaces import in_words
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.errors import UserError
 
 FEW = 8  # numbers that a sentence shows
+
+
+def read_masks(infos: Iterable[Any], spaces: EnvSpaces, *, check: bool = False) -> Array | None:
+    """The masks `[N, action_dim]` in the infos of N environments, or None if they have none; no mask allows all.
+
+    With `check`, a mask that forbids everything is a UserError.
+    """
+    if not spaces.has_action_mask:
+        return None
+    given = (info.get("action_mask") if isinstance(info, Mapping) else None for info in infos)
+    everything = np.ones(spaces.action_dim, dtype=bool)
+    masks = [everything if mask is None else _flatten(mask, spaces, "info['action_mask']") for mask in given]
+    stacked = np.stack(masks).astype(bool)
+    if check:
+        _check_masks(stacked, spaces, f"info['action_mask'] of {spaces.env_id}")
+    return stacked
+
+
+def _flatten(mask: Any, spaces: EnvSpaces, where: str) -> Array:
+    """A mask, given whole or as one part per factor of the action, as `[action_dim]` numbers."""
+    flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, (list, tuple)) else np.ravel(mask)
+    if flat.size != spaces.action_dim:
+        raise UserError(
+            f"{where} of {spaces.env_id} has {flat.size} entries; its action space needs {spaces.action_dim}."
+        )
+    return flat
+
+
+def _check_masks(masks: Array, spaces: EnvSpaces, where: str) -> None:
+    """Refuse masks [N, action_dim] that leave no legal choice for the action or for one of its factors."""
+    legal = np.logical_or.reduceat(masks, spaces.factor_starts, axis=1)
+    if not legal.all():
+        part = f" in part {legal.all(axis=0).argmin()}" if spaces.action_shape else ""
+        raise UserError(f"{where} forbids every action{part}; at least one entry there must be 1.")
+
+
+def masks_for_prediction(spaces: EnvSpaces, action_mask: Any, count: int, *, is_batch: bool) -> Array | None:
+    """The caller's mask (one, or one per row of a batch) as `[count, action_dim]`; None allows all actions."""
+    if action_mask is None:
+        return None
+    if not spaces.has_action_mask:
+        raise UserError(f"action_mask is given, but {spaces.env_id} has no action masks; leave it out.")
+    if hasattr(action_mask, "tolist"):
+        action_mask = action_mask.tolist()
+    rows = action_mask if is_batch else [action_mask]
+    if not isinstance(rows, (list, tuple)) or len(rows) != count:
+        size = len(rows) if isinstance(rows, (list, tuple)) else "no"
+        raise UserError(f"action_mask has {size} rows; obs is a batch of {count}, and each row needs a mask.")
+    masks = []
+    for i, mask in enumerate(rows):
+        where = f"action_mask[{i}]" if is_batch else "action_mask"
+        has_parts = isinstance(mask, (list, tuple)) and any(np.iterable(part) for part in mask)
+        parts = [read_numbers(part, spaces.env_id, where) for part in (mask if has_parts else [mask])]
+        masks.append(_flatten(parts, spaces, where))
+        if not np.isin(masks[-1], (0, 1)).all():
+            raise UserError(f"{where} contains something other than 0 and 1; 1 allows an action and 0 forbids it.")
+        _check_masks(masks[-1][None].astype(bool), spaces, where)
+    return np.stack(masks).astype(bool)
 
 
 def encode_for_prediction(spaces: EnvSpaces, observation: Any) -> tuple[Array, bool]:
@@ -80,29 +140,3 @@ def read_numbers(value: Any, env_id: str, where: str = "obs") -> Array:
     if not np.isfinite(array).all():
         raise UserError(f"{where} holds a NaN or an infinity; every entry must be a finite number.")
     return array
-
-
-def masks_for_prediction(spaces: EnvSpaces, action_mask: Any, count: int, *, is_batch: bool) -> Array | None:
-    """The caller's mask (one, or one per row of a batch) as `[count, action_dim]`; None allows all actions."""
-    if action_mask is None:
-        return None
-    if not spaces.has_action_mask:
-        raise UserError(f"action_mask is given, but {spaces.env_id} has no action masks; leave it out.")
-    if hasattr(action_mask, "tolist"):
-        action_mask = action_mask.tolist()
-    if not is_batch:
-        return _read_mask(spaces, action_mask, "action_mask")[None]
-    if not isinstance(action_mask, (list, tuple)) or len(action_mask) != count:
-        size = len(action_mask) if isinstance(action_mask, (list, tuple)) else "no"
-        raise UserError(f"action_mask has {size} rows; obs is a batch of {count}, and each row needs a mask.")
-    return np.stack([_read_mask(spaces, mask, f"action_mask[{i}]") for i, mask in enumerate(action_mask)])
-
-
-def _read_mask(spaces: EnvSpaces, mask: Any, where: str) -> Array:
-    has_parts = isinstance(mask, (list, tuple)) and any(np.iterable(part) for part in mask)
-    parts = [read_numbers(part, spaces.env_id, where) for part in (mask if has_parts else [mask])]
-    flat = flatten_mask(parts, spaces, where)
-    if not np.isin(flat, (0, 1)).all():
-        raise UserError(f"{where} contains something other than 0 and 1; 1 allows an action and 0 forbids it.")
-    check_masks(flat[None].astype(bool), spaces, where)
-    return flat.astype(bool)
