@@ -34,10 +34,9 @@ from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.record.logger import RunLogger
 from rl_training.run.build import Session, open_session
-from rl_training.run.callback import Callback
 from rl_training.run.learner import build_algorithm
 from rl_training.run.recorder import describe_workers
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from worker_cases import assert_same_end, workers
 

@@ -30,8 +30,8 @@ from rl_training.errors import UserError
 from rl_training.models import mlp_iqn_network, noisy
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run import acting
-from rl_training.run.acting import ActingSession
 from rl_training.run.build import fit_ranks, open_session
+from rl_training.run.learner import ActingSession
 from rl_training.run.restoring import change_config
 from rl_training.run.workflows import resume_training, train
 from rl_training.speed import capture, numpy_forms, passes

@@ -19,20 +19,19 @@ from rl_training.envs.recipe import read_recipe
 from rl_training.envs.user_env import NAMELESS, UserEnv, name_env, read_env
 from rl_training.errors import UserError, did_you_mean
 from rl_training.record.checkpoints import save_checkpoint
-from rl_training.run.acting import ActingSession
-from rl_training.run.callback import Callback
-from rl_training.run.learner import check_same_spaces, load_algorithm, read_checkpoint
+from rl_training.run.cadence import RunState
+from rl_training.run.learner import (
+    ActingSession,
+    TrainedPolicy,
+    check_same_spaces,
+    load_algorithm,
+    plain_action,
+    read_checkpoint,
+)
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
-from rl_training.run.state import RunState
-from rl_training.run.workflows import (
-    TrainedPolicy,
-    TrainResult,
-    evaluate_checkpoint,
-    plain_action,
-    resume_training,
-    train,
-)
+from rl_training.run.run import Callback
+from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.stable_baselines3 import REMARKS, warn_if_unpacked
 from rl_training.validation import validate
 

@@ -64,7 +64,7 @@ def list_runs(
 
 def summarize_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
     """The runs in a folder, the newest first, and a sentence about each that cannot be read."""
-    from rl_training.run.status import find_run_folders
+    from rl_training.run.folder import find_run_folders
 
     found, damaged = [], []
     for run in find_run_folders(folder, "manifest.json"):
@@ -79,7 +79,7 @@ def summarize_runs(folder: Path) -> tuple[list[RunSummary], list[str]]:
 def read_run(run_dir: Path, name: str) -> RunSummary:
     """Read the files of a run; a UserError names the value that a run would not have."""
     from rl_training.config.train_config import read_yaml
-    from rl_training.run.status import find_status
+    from rl_training.run.folder import find_status
 
     config, metrics = read_yaml(run_dir / "config.yaml"), run_dir / "metrics.jsonl"
     for field in ("algo", "env_id"):

@@ -21,7 +21,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import Env
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
-from rl_training.run.acting import ActingSession
+from rl_training.run.learner import ActingSession
 from rl_training.safe_files import output_written, refuse_link
 
 CAN_BE_LEFT = True  # a signal may interrupt this code (run/interruption.py)

@@ -27,8 +27,8 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
-from rl_training.run.acting import ActingSession
 from rl_training.run.learner import (
+    ActingSession,
     PathLike,
     check_same_spaces,
     describe_error,

@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from rl_training.algorithms.base import Algorithm
 from rl_training.config.known_keys import keys_located
-from rl_training.config.own_network import network_of
 from rl_training.config.settings import AnyConfig, read_config
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.threads import torch_settings_restored
 from rl_training.config.train_config import TrainConfig, load_config
-from rl_training.envs.prediction_input import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
-from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.user_env import UserEnv, read_env
 from rl_training.errors import UserError, counted
-from rl_training.record.checkpoints import pack_tree, unpack_tree
-from rl_training.run.acting import ActingSession, acting_lock
 from rl_training.run.build import Session, closed_on_error, open_session
-from rl_training.run.callback import Callback, read_callbacks
-from rl_training.run.continuing import find_run, write_asked
+from rl_training.run.cadence import RunState, summarize_episodes
 from rl_training.run.evaluation import Evaluator
-from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, run_dir_of
+from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, read_end, run_dir_of
 from rl_training.run.interruption import abandon_turn_on_signal, save_on_failure, stop_error, stop_on_signals
-from rl_training.run.learner import PathLike, check_same_spaces, load_algorithm, read_checkpoint
+from rl_training.run.learner import (
+    PathLike,
+    TrainedPolicy,
+    check_same_spaces,
+    load_algorithm,
+    load_policy,
+    read_checkpoint,
+)
 from rl_training.run.loop import run_loop
 from rl_training.run.ranks import join_ranks
-from rl_training.run.restoring import restore_session
-from rl_training.run.run import Run
-from rl_training.run.state import RunState, summarize_episodes
-from rl_training.run.status import read_end
-from rl_training.stable_baselines3 import ACTION_ALONE
+from rl_training.run.restoring import find_run, restore_session, write_asked
+from rl_training.run.run import Callback, Run, read_callbacks
 from rl_training.validation import validate
 
 
@@ -64,66 +61,6 @@ class TrainResult:
         raise error
 
 
-class TrainedPolicy:
-    """A learner with the spaces of its environment: predicts without an environment, in any thread.
-
-    It can be pickled and sent to another process, where it acts on the CPU and restarts its generator from its seed.
-    """
-
-    def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig) -> None:
-        self.algorithm, self.spaces, self.config, self.seed = algorithm, spaces, config, config.seed
-        self._sessions: dict[bool, ActingSession] = {}  # by whether they are deterministic
-
-    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
-        """Return the environment's action for one raw observation, or a batch of actions for a batch; memory is empty.
-
-        `action_mask` has the form of the environment's `info["action_mask"]`, one per observation of a batch; None
-        allows every action.
-        """
-        encoded, is_batch = encode_for_prediction(self.spaces, obs)
-        masks = masks_for_prediction(self.spaces, action_mask, len(encoded), is_batch=is_batch)
-        with acting_lock(self.algorithm):
-            session = self.session(len(encoded), deterministic)
-            chosen = session.act(encoded, masks, np.ones(len(encoded), dtype=bool))
-        actions = self.spaces.map_actions(chosen)
-        return actions if is_batch else plain_action(actions[0])
-
-    def session(self, count: int, deterministic: bool) -> ActingSession:
-        """The acting session for that many rows, with empty memory; always the same one, so that sampling continues."""
-        if deterministic not in self._sessions:
-            self._sessions[deterministic] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
-        self._sessions[deterministic].forget(count)
-        return self._sessions[deterministic]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the parts of a checkpoint that prediction needs, in the checkpoint format."""
-        with acting_lock(self.algorithm):
-            state = dict(self.algorithm.state_dict())
-        parts = {"config": self.config.model_dump(mode="json"), "spaces": self.spaces.to_dict(), "algorithm": state}
-        return _unpickle_policy, (pack_tree(parts), network_of(self.algorithm))
-
-
-def _unpickle_policy(data: bytes, network: Any = None) -> TrainedPolicy:
-    return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data), network))
-
-
-class DiscreteAction(int):
-    """An int that cannot be unpacked: `action, _ = model.predict(obs)` says what to write instead."""
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(ACTION_ALONE)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a plain int."""
-        return int, (int(self),)
-
-
-def plain_action(action: Any) -> Any:
-    """A discrete action as an int, any other as an array."""
-    array = np.asarray(action)
-    return DiscreteAction(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
-
-
 @torch_settings_restored()
 @keys_located()
 def train(
@@ -141,7 +78,7 @@ def train(
     found = ranks.first(lambda: find_run(config)) if continues else None
     if found is not None and found.is_done:
         if console and ranks.rank == 0:
-            print(f"{found.run_dir} is done already; there is nothing to train", file=sys.stderr)
+            print(f"{found.latest.parents[1]} is done already; there is nothing to train", file=sys.stderr)
         return load_result(found.latest, config.named)
     if found is not None:
         return resume_training(
@@ -194,24 +131,21 @@ def execute(
     restored: RunState | None = None, notes: Iterable[str] = (),
 ) -> TrainResult:  # fmt: skip
     """Run the loop of an open session in its folder."""
-    resolved = session.config
+    config, ranks, here = session.config, session.ranks, Path.cwd()
     kept, *warnings = session.store.describe().split("\n")
-    here = Path.cwd()
     shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.has_workers else ""
-    where += " on Ray" if resolved.execution_backend == "ray" else ""
-    messages = [
-        f"{resolved.algo} on {resolved.env_id}: {shown} (device {resolved.device}, threads {resolved.threads}, "
-        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept}"
-        + (f", each of {session.ranks.count} learners)" if session.ranks.count > 1 else ")"),
-        *warnings,
-        *session.notes,
-        *notes,
-    ]
+    where = f" in {counted(int(config.num_workers), 'worker')}" if config.has_workers else ""
+    where += " on Ray" if config.execution_backend == "ray" else ""
+    each = f", each of {ranks.count} learners" if ranks.count > 1 else ""
+    begins = (
+        f"{config.algo} on {config.env_id}: {shown} (device {config.device}, threads {config.threads}, "
+        f"{counted(config.num_envs, 'environment')} {config.vectorization}{where}, {kept}{each})"
+    )
+    messages = [begins, *warnings, *session.notes, *notes]
     shows = sys.stderr.isatty() if console is None else console
     with closed_on_error(session):
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
-    with end_written(run_dir, writes=session.ranks.rank == 0) as end, stop_on_signals(run):
+    with nullcontext({}) if ranks.rank else end_written(run_dir) as end, stop_on_signals(run):
         try:
             with save_on_failure(run):
                 run.start()
@@ -221,8 +155,8 @@ def execute(
         finally:
             run.close()
         end["stop_reason"] = metrics["stop_reason"]
-    policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
-    stop_signal = int(session.ranks.largest(run.stop.signal or 0)) or None  # torchrun kills the others when one exits
+    policy = TrainedPolicy(session.algorithm, session.spaces, config)
+    stop_signal = int(ranks.largest(run.stop.signal or 0)) or None  # torchrun kills the others when one exits
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy, stop_signal)
 
 
@@ -236,11 +170,6 @@ def load_result(path: Path, names: tuple[str, ...]) -> TrainResult:
         "stop_reason": read_end(path.parents[1]).get("stop_reason"),
     }  # fmt: skip
     return TrainResult(path.parents[1], path, metrics, TrainedPolicy(*load_algorithm(path, tree, names)))
-
-
-def load_policy(path: PathLike, network: Any = None) -> TrainedPolicy:
-    """Load the policy of a checkpoint on the CPU, ready to predict; `network` is your own network, if it has one."""
-    return TrainedPolicy(*load_algorithm(path, read_checkpoint(path), network))
 
 
 def predict_checkpoint(

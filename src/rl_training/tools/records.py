@@ -13,7 +13,7 @@ import numpy as np
 from rl_training.config.train_config import read_yaml
 from rl_training.errors import UserError
 from rl_training.record.metrics_file import is_number, read_metrics
-from rl_training.run.status import find_run_folders, find_status
+from rl_training.run.folder import find_run_folders, find_status
 from rl_training.safe_files import read_regular
 from rl_training.tools.statistics import Array
 
