@@ -41,7 +41,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.user_env import GIVE_ONE, MadeEnvironment, UserEnv
 from rl_training.errors import UserError
-from rl_training.run import recording
+from rl_training.run import evaluation
 from rl_training.run.learner import build_algorithm, check_same_spaces
 from rl_training.run.ranks import Ranks
 
@@ -201,7 +201,7 @@ def build(plan: Plan) -> Session:
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
         resets = config.vectorization == "native" if stepper is None else stepper.resets_next_step
         store = plan.spec.store(
-            StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, recording, resets)
+            StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, evaluation, resets)
         )
         check_schedules(plan.spec.name, params, algorithm, store)
         collector = open_collector(plan, behaviour, store, stepper)

@@ -79,7 +79,6 @@ class Cadence:
         self.eval_interval = evaluation_interval(config, params)
         if self.eval_interval:  # it may have changed with the budget
             state.next_evaluation = max(state.next_evaluation, self.eval_interval)
-        self._evaluation_due = state.next_evaluation
         self.clock = TrainingClock(state)
         self._last_save, self._save_seconds = time.perf_counter(), 0.0
 
@@ -120,18 +119,15 @@ class Cadence:
         state.next_log = state.updates - state.updates % interval + interval
         return True
 
-    def takes_evaluation(self) -> bool:
-        """Whether an evaluation is due; if so, the next one is set."""
-        state, interval = self.state, self.eval_interval
-        if not interval or state.step < state.next_evaluation:
-            return False
-        self._evaluation_due = state.next_evaluation
-        state.next_evaluation += interval * (1 + (state.step - state.next_evaluation) // interval)
-        return True
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation is due; one that was not completed stays due."""
+        return bool(self.eval_interval) and self.state.step >= self.state.next_evaluation
 
-    def evaluate_again(self) -> None:
-        """The last evaluation was not completed, so it stays due."""
-        self.state.next_evaluation = self._evaluation_due
+    def evaluated(self) -> None:
+        """An evaluation is complete: if it was due, the next one is an interval later."""
+        if self.evaluation_due():
+            passed = (self.state.step - self.state.next_evaluation) // self.eval_interval
+            self.state.next_evaluation += self.eval_interval * (1 + passed)
 
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due: by steps if the config has an interval, otherwise by the clock."""

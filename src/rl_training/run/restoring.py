@@ -13,17 +13,10 @@ from rl_training.config.train_config import TrainConfig, dump_yaml, load_config,
 from rl_training.envs.random_play import compare_restored
 from rl_training.envs.user_env import UserEnv
 from rl_training.errors import UserError, counted
+from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, describe_machine, open_session
 from rl_training.run.cadence import RunState
 from rl_training.run.folder import END_FILE, find_status, run_dir_of
-from rl_training.run.learner import (
-    PathLike,
-    describe_error,
-    first_difference,
-    load_weights,
-    read_checkpoint,
-    read_spaces,
-)
 from rl_training.run.ranks import Ranks, resume_command
 from rl_training.safe_files import write_text
 from rl_training.validation import validate
@@ -40,10 +33,10 @@ BEFORE_A_CHECKPOINT = {"config.yaml", "manifest.json", "metrics.jsonl", "checkpo
 
 
 def restore_session(
-    path: PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None, ranks: Ranks
+    path: learner.PathLike, wanted: Mapping[str, Any], *, force: bool, env: UserEnv | None, ranks: Ranks
 ) -> tuple[Session, RunState, list[str]]:
     """The parts of a run from a checkpoint, and sentences about what changed or was not restored exactly."""
-    tree = part_of_rank(path, read_checkpoint(path), ranks)
+    tree = part_of_rank(path, learner.read_checkpoint(path), ranks)
     stored = validate(TrainConfig, tree["config"], str(path))
     state = validate(RunState, tree["run"], f"{path}, run")
     config, notes = change_config(stored, wanted, force=force)
@@ -61,10 +54,10 @@ def restore_session(
         if budget is not None and budget != getattr(stored, name) and budget < amount:
             spent = f"{path} {where} already; the budget counts from the start of the run"
             raise UserError(f"{name} is {budget:.12g}, but {spent}.")
-    read_spaces(path, tree["spaces"])
+    learner.read_spaces(path, tree["spaces"])
     session = open_session(config, env=env, restored=tree, ranks=ranks)
     with closed_on_error(session):
-        load_weights(path, session.algorithm, tree["algorithm"])
+        learner.load_weights(path, session.algorithm, tree["algorithm"])
         sentences = load_source(path, session, tree["source"])
     if state.abandoned:
         sentences.append("it was saved in the middle of a turn: episodes start over, so this resume is not exact.")
@@ -78,7 +71,7 @@ def leave_episodes(source: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in source.items() if name != "replay"} | empty
 
 
-def part_of_rank(path: PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+def part_of_rank(path: learner.PathLike, tree: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The checkpoint with this rank's own experience and the parts of the learner that ranks do not share."""
     others = tree.get("ranks", [])
     if not isinstance(others, list):
@@ -118,20 +111,20 @@ def keep_replay_at_home(config: TrainConfig, checkpoint: Path, *, elsewhere: boo
     return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "replay_folder": home}}), [note]
 
 
-def load_source(path: PathLike, session: Session, state: dict[str, Any]) -> list[str]:
+def load_source(path: learner.PathLike, session: Session, state: dict[str, Any]) -> list[str]:
     """Restore environments, generators and buffers; return sentences about what was not restored exactly."""
     try:
         sentences = session.load_source(state)
         # If a source loaded a wrong state without noticing, its own state differs. Buffers check themselves.
         given, taken = ({**part, "replay": None} for part in (state, session.source_state()))
-        problem = first_difference(given, taken, "source")
+        problem = learner.first_difference(given, taken, "source")
         if problem:
             raise UserError(f"{path}: its source cannot be restored: {problem}.")
         return sentences or find_history(session, state)
     except UserError:
         raise
     except Exception as error:  # an edited file can fail in any way
-        raise UserError(f"{path}: its source cannot be restored ({describe_error(error)}).") from None
+        raise UserError(f"{path}: its source cannot be restored ({learner.describe_error(error)}).") from None
 
 
 def find_history(session: Session, state: dict[str, Any]) -> list[str]:
@@ -149,7 +142,7 @@ def find_history(session: Session, state: dict[str, Any]) -> list[str]:
         where = session.config.vectorization, session.config.worker_timeout
         found = compare_restored(session.recipe, session.spaces, session.config.seed, 330, 100, *where)
     except Exception as error:  # from environments made only for the trial
-        reason = f"{session.spaces.env_id} failed in a trial with random actions ({describe_error(error)})"
+        reason = f"{session.spaces.env_id} failed in a trial with random actions ({learner.describe_error(error)})"
         return [f"{reason}, so whether this resume is exact is unknown."]
     if not found.seen:
         what = f"{found.describe_attributes()} in a trial of {session.spaces.env_id}"

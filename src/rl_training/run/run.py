@@ -124,7 +124,8 @@ class Run:
         self.ranks.first(self._write_run_files)
         self.save_checkpoint()
         self._tell("on_start")
-        self._evaluate_when_due()  # a signal had ended the run during this evaluation
+        if self.cadence.evaluation_due():  # a signal had ended the run during this evaluation
+            self.evaluate()
         self.clock.start()
 
     def finished(self) -> bool:
@@ -180,7 +181,8 @@ class Run:
             self.log_row()
         elif self.logger.progress_due:
             self.recorder.show_progress()
-        self._evaluate_when_due()
+        if self.cadence.evaluation_due():
+            self.evaluate()
         due = self.cadence.checkpoint_due()
         if due if self.ranks.count == 1 else self.ranks.largest(due):
             try:
@@ -200,22 +202,13 @@ class Run:
         self.recorder.log_row(latest, last=last)
         self.recorder.show_progress()
 
-    def _evaluate_when_due(self) -> None:
-        """Evaluate every `eval_interval` steps; an evaluation that was not completed stays due."""
-        if not self.cadence.takes_evaluation():
-            return
-        try:
-            self.evaluate()
-        finally:
-            if self.config.eval_episodes and self.recorder.evaluated_step != self.step:
-                self.cadence.evaluate_again()
-
     def evaluate(self, *, last: bool = False) -> dict[str, Any]:
         """Evaluate now; keep the best checkpoint and, unless `last` (as in `log_row`), check for early stopping.
 
         A signal ends the evaluation at once; then nothing is logged, and the result is empty.
         """
         if not self.config.eval_episodes:
+            self.cadence.evaluated()
             return {}
         self.phase = "evaluation"
         try:
@@ -225,6 +218,7 @@ class Run:
             return {}
         finally:
             self.phase = "between turns"
+        self.cadence.evaluated()
         with self.clock.pause("evaluate"):
             self.state.last_evaluation = metrics = result.metrics()
             self.recorder.log_evaluation(metrics, result.returns, last=last)

@@ -21,19 +21,12 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.user_env import UserEnv, read_env
 from rl_training.errors import UserError, counted
+from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, open_session
 from rl_training.run.cadence import RunState, summarize_episodes
 from rl_training.run.evaluation import Evaluator
 from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, read_end, run_dir_of
 from rl_training.run.interruption import abandon_turn_on_signal, save_on_failure, stop_error, stop_on_signals
-from rl_training.run.learner import (
-    PathLike,
-    TrainedPolicy,
-    check_same_spaces,
-    load_algorithm,
-    load_policy,
-    read_checkpoint,
-)
 from rl_training.run.loop import run_loop
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import find_run, restore_session, write_asked
@@ -48,7 +41,7 @@ class TrainResult:
     run_dir: Path
     checkpoint_path: Path
     metrics: dict[str, Any]
-    policy: TrainedPolicy = field(repr=False)
+    policy: learner.TrainedPolicy = field(repr=False)
     stop_signal: int | None = field(default=None, repr=False)  # the number of the signal that stopped the run
 
     def raise_signal(self) -> TrainResult:
@@ -155,34 +148,35 @@ def execute(
         finally:
             run.close()
         end["stop_reason"] = metrics["stop_reason"]
-    policy = TrainedPolicy(session.algorithm, session.spaces, config)
+    policy = learner.TrainedPolicy(session.algorithm, session.spaces, config)
     stop_signal = int(ranks.largest(run.stop.signal or 0)) or None  # torchrun kills the others when one exits
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy, stop_signal)
 
 
 def load_result(path: Path, names: tuple[str, ...]) -> TrainResult:
     """The result of a run that has ended, from its newest checkpoint; `names` may be imported."""
-    tree = read_checkpoint(path)
+    tree = learner.read_checkpoint(path)
     state = validate(RunState, tree["run"], f"{path}, run")
     metrics = {
         "global_step": state.step, "updates": state.updates, **summarize_episodes(state.episodes),
         **state.last_evaluation, **state.collected_metrics, **state.latest, "train_seconds": state.train_seconds,
         "stop_reason": read_end(path.parents[1]).get("stop_reason"),
     }  # fmt: skip
-    return TrainResult(path.parents[1], path, metrics, TrainedPolicy(*load_algorithm(path, tree, names)))
+    policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, names))
+    return TrainResult(path.parents[1], path, metrics, policy)
 
 
 def predict_checkpoint(
-    path: PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None, network: Any = None
+    path: learner.PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None, network: Any = None
 ) -> Any:
     """The action of a checkpoint's policy for one observation or a batch; `action_mask` as `predict` takes it."""
-    return load_policy(path, network).predict(obs, deterministic, action_mask=action_mask)
+    return learner.load_policy(path, network).predict(obs, deterministic, action_mask=action_mask)
 
 
 @torch_settings_restored()
 def evaluate_checkpoint(
-    path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
-    env: UserEnv | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
+    path: learner.PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
+    env: UserEnv | None = None, seed: int | None = None, record_video_dir: learner.PathLike | None = None,
     render: bool = False, network: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of whole episodes with a checkpoint's policy, including per-episode returns and lengths."""
@@ -190,10 +184,10 @@ def evaluate_checkpoint(
     if num_episodes is not None and (not whole or num_episodes < 1):
         raise UserError(f"num_episodes is {num_episodes!r}; it must be a whole number of at least 1.")
     network = env if network is None and isinstance(env, tuple) else network
-    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path), network)
+    algorithm, spaces, config = learner.load_algorithm(path, learner.read_checkpoint(path), network)
     episodes = int(num_episodes) if num_episodes is not None else max(config.eval_episodes, 1)
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
-    check_same_spaces(spaces, probe_spaces(recipe))
+    learner.check_same_spaces(spaces, probe_spaces(recipe))
     seed = config.seed if seed is None else seed
     torch.set_num_threads(int(config.threads))
     videos = None if record_video_dir is None else Path(record_video_dir)
@@ -205,7 +199,7 @@ def evaluate_checkpoint(
 
 @torch_settings_restored()
 def resume_training(
-    path: PathLike, *, total_timesteps: int | None = None, output_dir: PathLike | None = None,
+    path: learner.PathLike, *, total_timesteps: int | None = None, output_dir: learner.PathLike | None = None,
     changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,
     callbacks: Iterable[Callback] | None = None, console: bool | None = None, raise_on_signal: bool = True,
 ) -> TrainResult:  # fmt: skip
