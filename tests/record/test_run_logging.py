@@ -259,7 +259,7 @@ def test_rows_and_events_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatc
     for step in range(5):
         full = step in (1, 2, 3)
         logger.log(step, {"loss": float(step), "a": 1.0})
-        logger._sinks[0].flush()  # type: ignore[union-attr]
+        logger._sinks["tensorboard"].flush()
     logger.close()
     assert screen.getvalue().count("cannot be written (No space left on device); training continues") == 2  # both files
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0, 4.0]
