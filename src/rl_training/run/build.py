@@ -302,9 +302,7 @@ def experience_fits(config: TrainConfig) -> Iterator[None]:
 def describe_machine(config: TrainConfig) -> dict[str, str]:
     """Versions and hardware on which the arithmetic of a run depends, besides its config."""
     return {
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "gymnasium": gymnasium.__version__,
+        **{package.__name__: str(package.__version__) for package in (torch, np, gymnasium)},
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else "cpu",
         "threads": str(torch.get_num_threads()),

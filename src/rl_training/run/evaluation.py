@@ -92,8 +92,8 @@ class Evaluator:
             with output_written(videos, "the folder of videos"):
                 for path in videos.glob("*"):
                     refuse_link(path)
-        if videos is not None and find_spec("moviepy") is None:  # otherwise Gymnasium leaves an empty folder
-            raise UserError(f"a video {NEEDS}.")
+            if find_spec("moviepy") is None:  # otherwise Gymnasium leaves an empty folder
+                raise UserError(f"a video {NEEDS}.")
         shown = "rgb_array" if videos is not None else "human" if window else None
         envs: list[Env] = []
         with closed_after(envs, self.spaces.env_id, self.warn, waits=videos is not None):  # until a video is written

@@ -258,7 +258,12 @@ class ActingSession:
         with self._lock:
             if self._numpy_policy is not None:
                 return self._numpy_policy(obs, masks, self.rng, self.deterministic)
-            return self._act_in_torch(obs, masks, is_first)
+            given = {"obs": obs, "action_masks": masks, "is_first": is_first}
+            arrays = {name: np.ascontiguousarray(array) for name, array in given.items() if array is not None}
+            with evaluation_mode(self.algorithm, self.generator), torch.no_grad():
+                found, self.carry = self._step(arrays, self.carry)
+            actions: Array = found["actions"]
+            return actions
 
     def in_environments(self, spaces: EnvSpaces, check: Callable[[], None] | None = None) -> Act:
         """A function that returns actions for environments with these spaces, for `play`; it calls `check` first."""
@@ -269,14 +274,6 @@ class ActingSession:
             return spaces.as_given(self.act(spaces.encode_rows(rows), read_masks(infos, spaces), is_first))
 
         return act
-
-    def _act_in_torch(self, obs: Array, masks: Array | None, is_first: Array | None) -> Array:
-        given = {"obs": obs, "action_masks": masks, "is_first": is_first}
-        arrays = {name: np.ascontiguousarray(array) for name, array in given.items() if array is not None}
-        with evaluation_mode(self.algorithm, self.generator), torch.no_grad():
-            found, self.carry = self._step(arrays, self.carry)
-        actions: Array = found["actions"]
-        return actions
 
 
 @contextmanager

@@ -282,10 +282,7 @@ class Run:
             source.pop("replay", None)
         state, algorithm = self.state, dict(self.session.algorithm.state_dict())
         state.abandoned = bool(self.ranks.largest(state.abandoned))
-        counters = {
-            **dict(state), "train_seconds": self.clock.seconds, "latest": self.recorder.read_latest(),
-            "episodes": [list(episode) for episode in state.episodes],
-        }  # fmt: skip
+        counters = {**dict(state), "train_seconds": self.clock.seconds, "latest": self.recorder.read_latest()}
         others = self.ranks.gather(algorithm, source)
         tree = {
             "schema": SCHEMA,

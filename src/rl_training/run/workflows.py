@@ -209,11 +209,8 @@ def resume_training(
     `raise_on_signal` is as in `train`.
     """
     told = read_callbacks(callbacks)
-    wanted = dict(changes or {})
-    if total_timesteps is not None:
-        wanted["total_timesteps"] = total_timesteps
-    if output_dir is not None:
-        wanted["output_dir"] = str(output_dir)
+    named = {"total_timesteps": total_timesteps, "output_dir": None if output_dir is None else str(output_dir)}
+    wanted = {**(changes or {}), **{name: value for name, value in named.items() if value is not None}}
     begun_in = run_dir_of(Path(path))
     elsewhere = not {"output_dir", "env_id"}.isdisjoint(wanted)  # another environment means another run
     in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path), begun_in) else None
@@ -226,8 +223,7 @@ def resume_training(
             home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
             session.config = session.config.model_copy(update={"output_dir": home})
             if begun_in is not None and not elsewhere:
-                branch = f"{path} is not the newest state of {begun_in}, so this branch gets its own folder."
-                notes.append(branch)
+                notes.append(f"{path} is not the newest state of {begun_in}, so this branch gets its own folder.")
         with closed_on_error(session):
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))
             if in_place is None:
