@@ -359,7 +359,7 @@ def test_the_progress_line_says_how_the_workers_do(tmp_path: Path) -> None:
     assert (describe_workers({}), describe_workers(plain)) == ([], said)
     assert describe_workers(plain | odd) == ["lag 1.23 (0 to 5)", *said[1:], "2 restarts", "4,800 dropped"]
     stream = io.StringIO()
-    with RunLogger(tmp_path, total_steps=100, stream=stream, loggers=()) as logger:
+    with closing(RunLogger(tmp_path, total_steps=100, stream=stream, loggers=())) as logger:
         logger.progress(50, 10.0, 5.0, 1.0, {"loss": 0.5}, said)
     assert stream.getvalue().endswith("return 1  lag 1  learner waits 12%  workers wait 3%  loss 0.5\n")
 

@@ -65,12 +65,6 @@ class RunLogger:
             if (sink := self._try(name, makers[name])) is not None:
                 self._sinks[name] = sink
 
-    def __enter__(self) -> RunLogger:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def log(self, step: int, metrics: Mapping[str, Any], *, kind: str = "train", last: bool = False) -> None:
         """Append one row; values are numbers (numpy scalars and 0-dim tensors too).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
@@ -109,10 +109,8 @@ class Session(Plan):
 
     def close(self) -> None:
         """Close environments and files."""
-        try:
+        with closing(self.store):
             self.collector.close()
-        finally:
-            self.store.close()
 
 
 def open_session(

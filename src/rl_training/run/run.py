@@ -373,8 +373,7 @@ class Run:
         if self.state.latest and self.recorder.logged_update != self.updates:
             self.log_row(last=True)
         self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
-        evaluation = self.state.last_evaluation if self.recorder.evaluated_step == self.step else {}
-        known = evaluation.get("eval_episodes", 0)
+        known = self.state.last_evaluation.get("eval_episodes", 0) if self.recorder.evaluated_step == self.step else 0
         due = self.stop_reason not in ("SIGINT", "SIGTERM") and known < self.config.eval_episodes
         evaluated = due and bool(self.evaluate(last=True))
         if evaluated:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from rl_training.config.known_keys import keys_located
@@ -31,7 +30,7 @@ from rl_training.run.loop import run_loop
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import find_run, restore_session, write_asked
 from rl_training.run.run import Callback, Run, read_callbacks
-from rl_training.validation import validate
+from rl_training.validation import validate, whole_number
 
 
 @dataclass(frozen=True)
@@ -180,12 +179,10 @@ def evaluate_checkpoint(
     render: bool = False, network: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of whole episodes with a checkpoint's policy, including per-episode returns and lengths."""
-    whole = isinstance(num_episodes, (int, np.integer)) and not isinstance(num_episodes, bool)
-    if num_episodes is not None and (not whole or num_episodes < 1):
-        raise UserError(f"num_episodes is {num_episodes!r}; it must be a whole number of at least 1.")
+    asked = None if num_episodes is None else whole_number("num_episodes", num_episodes, least=1)
     network = env if network is None and isinstance(env, tuple) else network
     algorithm, spaces, config = learner.load_algorithm(path, learner.read_checkpoint(path), network)
-    episodes = int(num_episodes) if num_episodes is not None else max(config.eval_episodes, 1)
+    episodes = asked or config.eval_episodes or 1
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
     learner.check_same_spaces(spaces, probe_spaces(recipe))
     seed = config.seed if seed is None else seed
