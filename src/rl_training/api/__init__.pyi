@@ -6,6 +6,9 @@ from rl_training.api.algorithms import C51DQN as C51DQN
 from rl_training.api.algorithms import D4PG as D4PG
 from rl_training.api.algorithms import DDPG as DDPG
 from rl_training.api.algorithms import DQN as DQN
+from rl_training.api.algorithms import DoubleDQN as DoubleDQN
+from rl_training.api.algorithms import Dreamer as Dreamer
+from rl_training.api.algorithms import DuelingDQN as DuelingDQN
 from rl_training.api.algorithms import FQF as FQF
 from rl_training.api.algorithms import GAIL as GAIL
 from rl_training.api.algorithms import IMPALA as IMPALA
@@ -13,23 +16,20 @@ from rl_training.api.algorithms import IQN as IQN
 from rl_training.api.algorithms import MBPO as MBPO
 from rl_training.api.algorithms import MOPO as MOPO
 from rl_training.api.algorithms import NAF as NAF
+from rl_training.api.algorithms import NStepDQN as NStepDQN
+from rl_training.api.algorithms import NoisyDQN as NoisyDQN
 from rl_training.api.algorithms import PPO as PPO
+from rl_training.api.algorithms import PrioritizedDQN as PrioritizedDQN
 from rl_training.api.algorithms import QRDQN as QRDQN
 from rl_training.api.algorithms import RLPD as RLPD
+from rl_training.api.algorithms import RainbowDQN as RainbowDQN
 from rl_training.api.algorithms import SAC as SAC
 from rl_training.api.algorithms import TD3 as TD3
 from rl_training.api.algorithms import TRPO as TRPO
-from rl_training.api.algorithms import DoubleDQN as DoubleDQN
-from rl_training.api.algorithms import Dreamer as Dreamer
-from rl_training.api.algorithms import DuelingDQN as DuelingDQN
-from rl_training.api.algorithms import NoisyDQN as NoisyDQN
-from rl_training.api.algorithms import NStepDQN as NStepDQN
-from rl_training.api.algorithms import PrioritizedDQN as PrioritizedDQN
-from rl_training.api.algorithms import RainbowDQN as RainbowDQN
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
-from rl_training.config.params import Schedule as Schedule
 from rl_training.errors import Terminated as Terminated
 from rl_training.run.run import Callback as Callback
+from rl_training.config.params import Schedule as Schedule
 from rl_training.run.workflows import TrainResult as TrainResult
 
 __all__ = [

@@ -55,7 +55,7 @@ class RunLogger:
         self._warned: set[str] = set()
         self._rows = Appender(self.path, self._warn, fresh=not append)
         purge_from = resume_step + 1 if append and resume_step is not None else None
-        makers = {
+        makers: dict[str, Callable[[], Any]] = {
             "tensorboard": partial(EventFile, folder, clock, purge_from, self._warn),
             "wandb": partial(WandbRun, folder.resolve(), config or {}),
             "mlflow": partial(MLflowRun, folder.resolve(), config or {}),
