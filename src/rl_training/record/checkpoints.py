@@ -185,9 +185,10 @@ def unpack_tree(data: bytes) -> dict[str, Any]:
 
 
 def _parse(path: str | Path, buffer: NDArray[np.uint8]) -> dict[str, Any]:
-    size, version = len(buffer), _HEADER.unpack_from(buffer)[1]
-    index_length, crc, _ = _TRAILER.unpack_from(buffer, size - _TRAILER.size)
-    if zlib.crc32(buffer[: size - _TRAILER.size + 8]) != crc:
+    size, data = len(buffer), buffer.data
+    version = _HEADER.unpack_from(data)[1]
+    index_length, crc, _ = _TRAILER.unpack_from(data, size - _TRAILER.size)
+    if zlib.crc32(data[: size - _TRAILER.size + 8]) != crc:
         raise _damaged(path, "its checksum does not match its contents")
     if version > FORMAT_VERSION:
         newer = f"format {version}, this one reads up to {FORMAT_VERSION}"
