@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,7 +137,8 @@ def execute(
     shows = sys.stderr.isatty() if console is None else console
     with closed_on_error(session):
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
-    with nullcontext({}) if ranks.rank else end_written(run_dir) as end, stop_on_signals(run):
+    ending: AbstractContextManager[dict[str, Any]] = nullcontext({}) if ranks.rank else end_written(run_dir)
+    with ending as end, stop_on_signals(run):
         try:
             with save_on_failure(run):
                 run.start()
