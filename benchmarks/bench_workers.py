@@ -16,8 +16,7 @@ import gymnasium as gym
 import numpy as np
 
 from rl_training.config.train_config import read_yaml
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import train
 
 

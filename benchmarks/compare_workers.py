@@ -24,8 +24,7 @@ HIDDEN = [64, 64]  # of our preset
 def measure_ours(algo: str, backend: str, workers: int, envs: int, seconds: float) -> float:
     """Steps/s of the CartPole preset with that execution backend."""
     from rl_training.config.train_config import load_config
-    from rl_training.run.callback import Callback
-    from rl_training.run.run import Run
+    from rl_training.run.run import Callback, Run
     from rl_training.run.workflows import train
 
     class Stopwatch(Callback):

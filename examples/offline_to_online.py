@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rl_training import RLPD, SAC
-from rl_training.run.recording import read_replay_buffer
+from rl_training.run.evaluation import read_replay_buffer
 
 
 def main(first_timesteps: int = 3_000, more_timesteps: int = 1_000) -> float:

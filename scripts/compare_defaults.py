@@ -190,8 +190,9 @@ class Examiner:
 
 def train_ours(settings: Settings, job: Job, examiner: Examiner, folder: str) -> tuple[int, Predict]:
     """Our training: steps that it took, and the final policy."""
-    from rl_training.run.callback import Callback
-    from rl_training.run.workflows import TrainedPolicy, train
+    from rl_training.run.learner import TrainedPolicy
+    from rl_training.run.run import Callback
+    from rl_training.run.workflows import train
 
     class Look(Callback):
         def on_update(self, run: Any) -> None:

@@ -391,7 +391,7 @@ def render_default(value: Any) -> str:
 def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     classes = sorted(spec.class_name for spec in specs)
     managed = "from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm\n"
-    along = [("run.callback", "Callback"), ("config.params", "Schedule"), ("run.workflows", "TrainResult")]
+    along = [("run.run", "Callback"), ("config.params", "Schedule"), ("run.workflows", "TrainResult")]
     others = "".join(f"from rl_training.{module} import {name} as {name}\n" for module, name in along)
     terminated = "from rl_training.errors import Terminated as Terminated\n"
     plain = ["ManagedAlgorithm", "Terminated", *(name for _, name in along)]

@@ -24,8 +24,8 @@ from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.data import TransitionDataset
 from rl_training.errors import UserError
+from rl_training.run.evaluation import record_policy
 from rl_training.run.learner import load_algorithm, read_checkpoint
-from rl_training.run.recording import record_policy
 from rl_training.tools.imagination import Windows, cut_windows, open_loop
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "mbpo_model_error.png"

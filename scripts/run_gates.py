@@ -35,7 +35,7 @@ from rl_training.config.settings import read_config
 from rl_training.config.train_config import TrainConfig, read_yaml
 from rl_training.errors import UserError, did_you_mean
 from rl_training.record.metrics_file import read_metrics
-from rl_training.run.callback import Callback
+from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.validation import StrictModel, validate
 
@@ -284,7 +284,7 @@ class LastReturns(Callback):
 
     def on_end(self, run: Any) -> None:
         """At the end of a run."""
-        self.returns[:] = [episode[0] for episode in run.episodes][-LAST_EPISODES:]
+        self.returns[:] = [episode[0] for episode in run.state.episodes][-LAST_EPISODES:]
 
 
 def read_curve(path: Path) -> dict[str, list[list[float]]]:

@@ -19,14 +19,8 @@ from rl_training.api import ManagedAlgorithm
 from rl_training.errors import UserError
 from rl_training.record import checkpoints as checkpointing
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run.workflows import (
-    evaluate_checkpoint,
-    load_policy,
-    plain_action,
-    predict_checkpoint,
-    resume_training,
-    train,
-)
+from rl_training.run.learner import load_policy, plain_action
+from rl_training.run.workflows import evaluate_checkpoint, predict_checkpoint, resume_training, train
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -102,6 +103,14 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
             hint = did_you_mean(unknown.path[-1], known)
             raise UnknownKey(where, ".".join(unknown.path), hint, data) from None
         raise UserError(f"{where}: {_first_problem(problems)}") from None
+
+
+def whole_number(name: str, value: Any, *, least: int) -> int:
+    """The value as a whole number; `1e5` is one."""
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.5
+    if not number.is_integer() or number < least:
+        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+    return int(value)
 
 
 class _Problem(NamedTuple):

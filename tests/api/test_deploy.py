@@ -15,7 +15,8 @@ from resume_cases import tiny
 from rl_training.api import Dreamer
 from rl_training.deploy import Policy
 from rl_training.errors import UserError
-from rl_training.run.workflows import TrainedPolicy, load_policy, train
+from rl_training.run.learner import TrainedPolicy, load_policy
+from rl_training.run.workflows import train
 from rl_training.tools.export import export_policy
 
 

@@ -15,8 +15,7 @@ from resume_cases import FirstReturns, StopAt, assert_same_run, tiny
 from rl_training import A2C, DQN, PPO
 from rl_training.config.settings import UNSAID
 from rl_training.errors import UserError
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import resume_training, train
 
 

@@ -18,7 +18,8 @@ from env_zoo import BoxActions, MultiBinaryActions, MultiDiscreteActions, Scalar
 from resume_cases import tiny
 from rl_training import stable_baselines3
 from rl_training.api.managed import ManagedAlgorithm
-from rl_training.run.workflows import DiscreteAction, TrainedPolicy, train
+from rl_training.run.learner import DiscreteAction, TrainedPolicy
+from rl_training.run.workflows import train
 from test_checkpoint_workflows import managed
 
 HINT = r"predict returns the action alone, not \(action, state\); write action = model.predict\(obs\)"

@@ -18,7 +18,7 @@ from rl_training.cli.main import app
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run.recording import record_policy
+from rl_training.run.evaluation import record_policy
 from rl_training.run.workflows import train
 
 ENVS = """

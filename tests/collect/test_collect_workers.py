@@ -34,10 +34,9 @@ from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.record.logger import RunLogger
 from rl_training.run.build import Session, open_session
-from rl_training.run.callback import Callback
 from rl_training.run.learner import build_algorithm
 from rl_training.run.recorder import describe_workers
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from worker_cases import assert_same_end, workers
 
@@ -360,7 +359,7 @@ def test_the_progress_line_says_how_the_workers_do(tmp_path: Path) -> None:
     assert (describe_workers({}), describe_workers(plain)) == ([], said)
     assert describe_workers(plain | odd) == ["lag 1.23 (0 to 5)", *said[1:], "2 restarts", "4,800 dropped"]
     stream = io.StringIO()
-    with RunLogger(tmp_path, total_steps=100, stream=stream, loggers=()) as logger:
+    with closing(RunLogger(tmp_path, total_steps=100, stream=stream, loggers=())) as logger:
         logger.progress(50, 10.0, 5.0, 1.0, {"loss": 0.5}, said)
     assert stream.getvalue().endswith("return 1  lag 1  learner waits 12%  workers wait 3%  loss 0.5\n")
 

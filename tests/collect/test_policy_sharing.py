@@ -16,7 +16,8 @@ import pytest
 
 from resume_cases import tiny
 from rl_training import SAC
-from rl_training.run.workflows import TrainedPolicy, train
+from rl_training.run.learner import TrainedPolicy
+from rl_training.run.workflows import train
 
 OBS = np.array([[0.1, 0.9, -0.3], [1.0, 0.0, 2.0]], dtype=np.float32)
 

@@ -23,8 +23,7 @@ from resume_cases import SPECS, StopAt, take_steps
 from rl_training.data.experience import Experience, ExperienceLayout
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from worker_cases import assert_same_end, workers
 

@@ -13,8 +13,7 @@ from rl_training.config.params import Schedule, change_params, parameter_names
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import train
 from setting_cases import learned, other_value, same
 

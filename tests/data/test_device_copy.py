@@ -22,8 +22,7 @@ from rl_training.data.replay_store import ReplayStore
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run.build import open_session
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import TrainResult, resume_training, train
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -22,8 +22,7 @@ from rl_training.data.memory import MappedFolder
 from rl_training.errors import UserError
 from rl_training.record import checkpoints as checkpointing
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import resume_training, train
 
 

@@ -24,9 +24,8 @@ from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.build import open_session
-from rl_training.run.callback import Callback
-from rl_training.run.recording import read_replay_buffer
-from rl_training.run.run import Run
+from rl_training.run.evaluation import read_replay_buffer
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import predict_checkpoint, resume_training, train
 
 MARK = 777.0  # a reward that Pendulum never gives

@@ -44,8 +44,7 @@ from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.run.build import Session, open_session
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from rl_training.speed.capture import PLAIN_CALLS, Numbers
 

@@ -19,7 +19,8 @@ from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import closed_after, play, random_actions
 from rl_training.run import evaluation
-from rl_training.run.workflows import load_policy, train
+from rl_training.run.learner import load_policy
+from rl_training.run.workflows import train
 
 
 class Counts(gym.Env[Any, Any]):

@@ -10,7 +10,8 @@ import pytest
 from registry_contract import first_kind, kind_config
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run.workflows import load_policy, resume_training, train
+from rl_training.run.learner import load_policy
+from rl_training.run.workflows import resume_training, train
 
 
 def with_the_layer_before_the_product(state: dict[str, Any]) -> dict[str, Any]:

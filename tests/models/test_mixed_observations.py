@@ -24,8 +24,9 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.models.blocks import MixedEncoder
 from rl_training.models.dreamer import Decoder, Encoder, PartsDecoder, PartsEncoder
-from rl_training.run.recording import read_replay_buffer
-from rl_training.run.workflows import load_policy, train
+from rl_training.run.evaluation import read_replay_buffer
+from rl_training.run.learner import load_policy
+from rl_training.run.workflows import train
 from rl_training.tools.doctor import OK, check_environment
 from rl_training.tools.export import export_policy
 

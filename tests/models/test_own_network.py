@@ -26,14 +26,8 @@ from rl_training.config.train_config import dump_yaml
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run.learner import build_algorithm
-from rl_training.run.workflows import (
-    evaluate_checkpoint,
-    load_policy,
-    predict_checkpoint,
-    resume_training,
-    train,
-)
+from rl_training.run.learner import build_algorithm, load_policy
+from rl_training.run.workflows import evaluate_checkpoint, predict_checkpoint, resume_training, train
 from rl_training.tools.export import export_policy
 
 NAME = f"{__name__}:Features"

@@ -15,7 +15,8 @@ from resume_cases import StopAt, tiny
 from rl_training.cli.resume import read_changes
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run.workflows import evaluate_checkpoint, load_policy, resume_training, train
+from rl_training.run.learner import load_policy
+from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 
 ODD: dict[str, Any] = {
     "array": np.arange(2), "empty": np.empty(0), "tensor": torch.arange(2.0), "scalar": np.float32(1), "text": "x",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_service_gets_the_numbers_of_every_row(name: str, told: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "mine"
-    with RunLogger(run_dir, console=False, total_steps=10, loggers=[name], config={"algo": "ppo"}) as logger:
+    with closing(RunLogger(run_dir, console=False, total_steps=10, loggers=[name], config={"algo": "ppo"})) as logger:
         logger.log(3, {"loss": 0.5, "note": "text"})
         logger.log(3, {"eval_return_mean": 2.0, "eval_returns": [1.0, 3.0]}, kind="eval")
     start, *rows, close = told()

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def make(folder: Path, **changes: Any) -> RunLogger:
 
 def test_a_row_holds_step_kind_time_and_metrics(tmp_path: Path) -> None:
     clock = Clock()
-    with make(tmp_path / "new" / "run", clock=clock) as logger:
+    with closing(make(tmp_path / "new" / "run", clock=clock)) as logger:
         clock.now += 2.5
         logger.log(10, {"loss": 0.1, "episodes": 3})
         logger.log(20, {"return_mean": 1.5}, kind="eval")
@@ -84,7 +85,7 @@ def test_a_row_holds_step_kind_time_and_metrics(tmp_path: Path) -> None:
     ],
 )
 def test_every_value_keeps_the_file_valid_json(tmp_path: Path, value: Any, text: str, read: Any) -> None:
-    with make(tmp_path) as logger:
+    with closing(make(tmp_path)) as logger:
         logger.log(1, {"x": value, "after": 2})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert f'"x": {text}, "after": 2' in line
@@ -93,14 +94,14 @@ def test_every_value_keeps_the_file_valid_json(tmp_path: Path, value: Any, text:
 
 
 def test_nan_comes_back(tmp_path: Path) -> None:
-    with make(tmp_path) as logger:
+    with closing(make(tmp_path)) as logger:
         logger.log(1, {"x": math.nan})
     assert '"x": "nan"' in (tmp_path / "metrics.jsonl").read_text()
     assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0]["x"])
 
 
 def test_a_metric_cannot_hide_the_step(tmp_path: Path) -> None:
-    with make(tmp_path, clock=Clock()) as logger:
+    with closing(make(tmp_path, clock=Clock())) as logger:
         logger.log(1, {"step": 99, "kind": 5.0, "time": 7.0})
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "kind": "train", "time": 0.0}]
 
@@ -115,7 +116,7 @@ def test_a_row_is_in_the_file_at_once(tmp_path: Path) -> None:
 
 def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     for step in (1, 2):
-        with make(tmp_path) as logger:
+        with closing(make(tmp_path)) as logger:
             logger.log(step, {})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2]
 
@@ -154,7 +155,7 @@ def test_a_resumed_run_has_every_step_once(
     write_rows(tmp_path / "metrics.jsonl", [1, 2, 3], tail)
     if tail == b'{"step": 4}' and resume_step in (9, None):
         kept = [*kept, 4]
-    with make(tmp_path, append=True, resume_step=resume_step) as logger:
+    with closing(make(tmp_path, append=True, resume_step=resume_step)) as logger:
         logger.log(50, {"x": 1.0})
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [*kept, 50]
@@ -164,14 +165,14 @@ def test_a_resumed_run_has_every_step_once(
 def test_a_resumed_run_continues_the_clock(tmp_path: Path) -> None:
     write_rows(tmp_path / "metrics.jsonl", [1, 2, 3])
     clock = Clock()
-    with make(tmp_path, append=True, resume_step=2, clock=clock) as logger:
+    with closing(make(tmp_path, append=True, resume_step=2, clock=clock)) as logger:
         clock.now += 10
         logger.log(3, {})
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["time"] == 12.0
 
 
 def test_appending_to_nothing_starts_a_file(tmp_path: Path) -> None:
-    with make(tmp_path, append=True, resume_step=5) as logger:
+    with closing(make(tmp_path, append=True, resume_step=5)) as logger:
         logger.log(6, {})
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
@@ -187,7 +188,7 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
-    with make(tmp_path) as logger:
+    with closing(make(tmp_path)) as logger:
         logger.log(0, {"loss": 0.5, "huge": 1e300, "low": -1e300, "none": None, "why": "x"})
         logger.log(2**40, {"loss": torch.tensor(0.25)})
         logger.log(7, {f"{number}" * 100: np.float32(number) for number in range(30)}, kind="é" * 100)
@@ -201,7 +202,7 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
 
 def test_every_event_has_a_right_checksum(tmp_path: Path) -> None:
     reference = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow").masked_crc32c
-    with make(tmp_path) as logger:
+    with closing(make(tmp_path)) as logger:
         for size in range(40):
             logger.log(size, {"x" * number: float(number) for number in range(size)})
     (path,) = tmp_path.glob("events.out.tfevents.*")
@@ -215,10 +216,10 @@ def test_every_event_has_a_right_checksum(tmp_path: Path) -> None:
 
 
 def test_tensorboard_forgets_what_a_resume_repeats(tmp_path: Path) -> None:
-    with make(tmp_path) as logger:
+    with closing(make(tmp_path)) as logger:
         for step in (1, 2, 3, 4):
             logger.log(step, {"loss": 0.0})
-    with make(tmp_path, append=True, resume_step=2) as logger:
+    with closing(make(tmp_path, append=True, resume_step=2)) as logger:
         logger.log(3, {"loss": 1.0})
     assert read_scalars(tmp_path)["train/loss"] == [(1, 0.0), (2, 0.0), (3, 1.0)]
 
@@ -259,7 +260,7 @@ def test_rows_and_events_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatc
     for step in range(5):
         full = step in (1, 2, 3)
         logger.log(step, {"loss": float(step), "a": 1.0})
-        logger._sinks[0].flush()  # type: ignore[union-attr]
+        logger._sinks["tensorboard"].flush()
     logger.close()
     assert screen.getvalue().count("cannot be written (No space left on device); training continues") == 2  # both files
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -296,7 +297,7 @@ def test_a_folder_without_room_for_events_still_gets_rows(tmp_path: Path, monkey
         return open(path, *arguments, **options)
 
     monkeypatch.setattr(safe_files, "open", refuse, raising=False)
-    with make(tmp_path, console=True, stream=io.StringIO()) as logger:
+    with closing(make(tmp_path, console=True, stream=io.StringIO())) as logger:
         logger.log(1, {"loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
@@ -306,12 +307,12 @@ def test_a_signal_in_the_middle_of_a_line_breaks_nothing(tmp_path: Path) -> None
         def write(self, text: str) -> int:
             raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
 
-    with make(tmp_path, console=True, stream=Busy()) as logger:
+    with closing(make(tmp_path, console=True, stream=Busy())) as logger:
         logger.message("stopping after this update")
 
 
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
-    with make(tmp_path, loggers=()) as logger:
+    with closing(make(tmp_path, loggers=())) as logger:
         logger.log(1, {"loss": 0.0})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -419,7 +420,7 @@ def test_console_false_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_warning_without_a_terminal_is_pythons(tmp_path: Path) -> None:
-    with make(tmp_path) as logger, pytest.warns(UserWarning, match="^no ends$"):
+    with closing(make(tmp_path)) as logger, pytest.warns(UserWarning, match="^no ends$"):
         logger.message("warning: no ends")
 
 

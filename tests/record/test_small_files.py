@@ -24,8 +24,8 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run.learner import SizeLimit, build_algorithm
-from rl_training.run.workflows import load_policy, resume_training, train
+from rl_training.run.learner import SizeLimit, build_algorithm, load_policy
+from rl_training.run.workflows import resume_training, train
 
 HUGE = 60_000_000
 ARRAYS = ("obs", "actions", "rewards", "next_obs", "terminated", "truncated")

@@ -19,8 +19,7 @@ from rl_training.record import logger as logging
 from rl_training.run import cadence as clock_module
 from rl_training.run import evaluation
 from rl_training.run.cadence import RecentSpeeds
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 
 ENDLESS = 10**9
@@ -137,7 +136,7 @@ def paces(path: Path, monkeypatch: pytest.MonkeyPatch, algo: str, **changes: Any
 
     class Watch(Callback):
         def on_update(self, run: Run) -> None:
-            seen.append((run.step, *run.pace()))
+            seen.append((run.step, *run.cadence.pace()))
 
     config = tiny(algo, path, eval_episodes=0, num_envs=1, total_timesteps=200, **changes)
     with monkeypatch.context() as patch:
@@ -172,7 +171,7 @@ def test_a_budget_that_is_used_up_leaves_no_time(tmp_path: Path) -> None:
 
     class Watch(Callback):
         def on_start(self, run: Run) -> None:
-            left.append(run.pace()[1])
+            left.append(run.cadence.pace()[1])
 
     result = train(tiny("a2c", tmp_path, eval_episodes=0), callbacks=[Watch()], console=False)
     resume_training(result.checkpoint_path, callbacks=[Watch()], console=False)

@@ -27,8 +27,7 @@ from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run import folder as run_folder
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import resume_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -16,8 +16,7 @@ from rl_training.cli.main import app
 from rl_training.errors import TrainingFailure, UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run import folder as run_folder
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import resume_training, train
 from rl_training.safe_files import replacing, write_text
 

@@ -31,8 +31,7 @@ from rl_training.envs.workers import Workers
 from rl_training.record import checkpoints as checkpointing
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from worker_cases import assert_same_end, workers
 
@@ -42,7 +41,7 @@ LIMIT = 120  # seconds; a process that takes longer hangs
 SCRIPT = """
 import sys
 from rl_training.config.train_config import load_config
-from rl_training.run.callback import Callback
+from rl_training.run.run import Callback
 from rl_training.run.workflows import resume_training, train
 
 class Tell(Callback):

@@ -33,10 +33,9 @@ from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run import folder as run_folder
 from rl_training.run import interruption, workflows
 from rl_training.run.build import open_session
-from rl_training.run.callback import Callback
 from rl_training.run.evaluation import Evaluator
 from rl_training.run.interruption import Interruption
-from rl_training.run.run import NotSaved, Run
+from rl_training.run.run import Callback, NotSaved, Run
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.runtime.a2c_trainer import train_a2c
 
@@ -142,7 +141,7 @@ def signal_in_evaluation(monkeypatch: pytest.MonkeyPatch, number: int, *, inside
             if inside:
                 monkeypatch.setattr("gymnasium.envs.classic_control.cartpole.CartPoleEnv.step", lambda *_: stall())
             else:
-                act = "rl_training.run.acting.ActingSession.act"
+                act = "rl_training.run.learner.ActingSession.act"
                 monkeypatch.setattr(act, lambda *_: (ask_to_stop(), np.zeros(2, dtype=int))[1])
         return original(evaluator, *arguments, **options)
 

@@ -30,7 +30,8 @@ from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.loading import read_minari, write_minari
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run.workflows import TrainedPolicy, load_policy, train
+from rl_training.run.learner import TrainedPolicy, load_policy
+from rl_training.run.workflows import train
 
 FEW = settings(
     max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)

@@ -25,10 +25,9 @@ from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, 
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run import interruption, workflows
 from rl_training.run.build import Session, open_session
-from rl_training.run.callback import Callback
 from rl_training.run.ranks import RankFailure, Ranks, TorchRanks, leave_ranks
 from rl_training.run.restoring import part_of_rank
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import resume_training, train
 from rl_training.safe_files import is_alive
 
@@ -268,7 +267,7 @@ import atexit, os, sys
 import torch.distributed as dist
 from rl_training.cli.exits import exit_after_signal, run_to_exit_code
 from rl_training.errors import EnvironmentFailure
-from rl_training.run.callback import Callback
+from rl_training.run.run import Callback
 from rl_training.run.workflows import resume_training, train
 
 what, path, breaks = sys.argv[1:]

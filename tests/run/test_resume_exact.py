@@ -26,9 +26,8 @@ from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.build import open_session
-from rl_training.run.callback import Callback
 from rl_training.run.restoring import find_history
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 
 EVALUATED = {"eval_interval": 40}

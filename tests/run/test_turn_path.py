@@ -12,8 +12,7 @@ import pytest
 
 import rl_training
 from resume_cases import tiny
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import train
 
 PACKAGE = str(Path(rl_training.__file__).parent) + os.sep

@@ -29,9 +29,9 @@ from rl_training.config.choices import choose_acceleration
 from rl_training.errors import UserError
 from rl_training.models import mlp_fqf_network, mlp_q_network
 from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run import acting
-from rl_training.run.acting import ActingSession
+from rl_training.run import learner
 from rl_training.run.build import fit_ranks, open_session
+from rl_training.run.learner import ActingSession
 from rl_training.run.restoring import change_config
 from rl_training.run.workflows import resume_training, train
 from rl_training.speed import capture, numpy_forms, passes
@@ -262,7 +262,7 @@ def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
     for module in (numpy_forms, mlp_q_network):  # a GPU acts in torch
         monkeypatch.setattr(module, "linear_step", lambda *_: None)
     monkeypatch.setattr(capture.Numbers, "_stays_float", lambda self, name, _: name in self.floats | self.unread)
-    for module in (behaviour, acting):
+    for module in (behaviour, learner):
         monkeypatch.setattr(module, "HostStep", Kept)
 
     def config(name: str) -> Any:

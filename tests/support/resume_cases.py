@@ -16,8 +16,7 @@ from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.build import Session
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import TrainResult, resume_training, train
 
 SPECS = {spec.name: spec for spec in list_algorithm_specs()}

@@ -21,7 +21,8 @@ from rl_training.cli.main import app
 from rl_training.cli.screen import mean_interval
 from rl_training.config.train_config import load_config, parse_yaml
 from rl_training.errors import TrainingFailure, UserError
-from rl_training.run.workflows import TrainResult, evaluate_checkpoint, load_policy, train
+from rl_training.run.learner import load_policy
+from rl_training.run.workflows import TrainResult, evaluate_checkpoint, train
 from rl_training.tools import export as exporting
 from rl_training.tools.export import ExportedPolicy, assemble, example_inputs, export_policy
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_errors_warnings_and_progress_lines_are_printable(tmp_path: Path) -> Non
         check_plain(describe(error)[1])
     check_plain(describe_warning(f"\x1b[33mWARN: {ESCAPES}\x1b[0m"))
     stream = io.StringIO()
-    with RunLogger(tmp_path, total_steps=100, loggers=(), stream=stream) as logger:
+    with closing(RunLogger(tmp_path, total_steps=100, loggers=(), stream=stream)) as logger:
         logger.message(f"first: {ESCAPES}")
         logger.progress(1, 1.0, 1.0, None, {ESCAPES: 1.0})
     for line in stream.getvalue().splitlines():

@@ -8,7 +8,7 @@ from rl_training.api.managed import ManagedAlgorithm
 from rl_training.config.params import Schedule
 from rl_training.errors import Terminated, did_you_mean
 from rl_training.experiment.registry import list_algorithm_specs, spec_of_class
-from rl_training.run.callback import Callback
+from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult
 
 __all__ = ["Callback", "ManagedAlgorithm", "Schedule", "Terminated", "TrainResult", "find_public_name"]

@@ -18,22 +18,21 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import NAMELESS, UserEnv, name_env, read_env, read_recipe
 from rl_training.errors import UserError, did_you_mean
 from rl_training.record.checkpoints import save_checkpoint
-from rl_training.run.acting import ActingSession
-from rl_training.run.callback import Callback
-from rl_training.run.learner import check_same_spaces, load_algorithm, read_checkpoint
+from rl_training.run.cadence import RunState
+from rl_training.run.learner import (
+    ActingSession,
+    TrainedPolicy,
+    check_same_spaces,
+    load_algorithm,
+    plain_action,
+    read_checkpoint,
+)
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
-from rl_training.run.state import RunState
-from rl_training.run.workflows import (
-    TrainedPolicy,
-    TrainResult,
-    evaluate_checkpoint,
-    plain_action,
-    resume_training,
-    train,
-)
+from rl_training.run.run import Callback
+from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 from rl_training.stable_baselines3 import REMARKS, warn_if_unpacked
-from rl_training.validation import validate
+from rl_training.validation import validate, whole_number
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
 Given = AnyConfig | UserEnv | None
@@ -125,7 +124,7 @@ class ManagedAlgorithm:
         if callbacks is None and isinstance(total_timesteps, list | tuple):  # as it was called before
             total_timesteps, callbacks = None, total_timesteps
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
-        steps = None if total_timesteps is None else _whole_number("total_timesteps", total_timesteps, least=1)
+        steps = None if total_timesteps is None else whole_number("total_timesteps", total_timesteps, least=1)
         shown = _is_watched() if progress is None else progress
         if self._checkpoint is None or reset:
             config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
@@ -157,7 +156,7 @@ class ManagedAlgorithm:
         self, num_episodes: int | None = None, *, seed: int | None = None, deterministic: bool = True
     ) -> dict[str, Any]:
         """Play whole episodes in new environments and return metrics; the same seed gives the same episodes."""
-        seed = None if seed is None else _whole_number("seed", seed, least=0)
+        seed = None if seed is None else whole_number("seed", seed, least=0)
         return evaluate_checkpoint(
             self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic,
             network=self._own_network,
@@ -250,14 +249,6 @@ class ManagedAlgorithm:
 
 def _is_config(given: Any) -> bool:
     return names_config(given) if isinstance(given, str) else isinstance(given, TrainConfig | Mapping | Path)
-
-
-def _whole_number(name: str, value: Any, *, least: int) -> int:
-    """The value as a whole number; `1e5` is one."""
-    number = float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else 0.5
-    if not number.is_integer() or number < least:
-        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
-    return int(value)
 
 
 def _is_watched() -> bool:

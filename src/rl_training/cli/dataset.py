@@ -65,16 +65,16 @@ def collect(
     first = None if seed is None else whole_number("--seed", seed)
     target = check_output("--output", output)
     named = name_environment(env, modules)
-    from rl_training.run import recording
+    from rl_training.run import evaluation
 
     if checkpoint is None:
         assert env is not None  # `check_choice`
-        dataset = recording.record_random(env, steps or 1, first or 0)
+        dataset = evaluation.record_random(env, steps or 1, first or 0)
     elif from_replay:
-        dataset = newest(recording.read_replay_buffer(find_checkpoint(checkpoint)), steps)
+        dataset = newest(evaluation.read_replay_buffer(find_checkpoint(checkpoint)), steps)
     else:
         path = find_checkpoint(checkpoint)
-        dataset = recording.record_policy(path, steps or 1, seed=first, deterministic=not stochastic, env=named)
+        dataset = evaluation.record_policy(path, steps or 1, seed=first, deterministic=not stochastic, env=named)
     save(dataset, target)
     print_saved(dataset, target, env, modules)
 
@@ -155,7 +155,7 @@ def check(
     import numpy as np
 
     from rl_training.data import load_transition_dataset
-    from rl_training.run.recording import recipe_of, spaces_of
+    from rl_training.run.evaluation import recipe_of, spaces_of
 
     dataset = load_transition_dataset("npz" if dataset_id is None else "minari", path=path, dataset_id=dataset_id)
     recipe = None if env is None else recipe_of(dataset, env)
@@ -264,7 +264,7 @@ def convert(
 
 def minari_options(dataset: TransitionDataset, source: str, env: str | None) -> dict[str, Any]:
     """The environment that Minari stores with the data; only its spaces if Gymnasium cannot make it by id."""
-    from rl_training.run.recording import recipe_of, spaces_of
+    from rl_training.run.evaluation import recipe_of, spaces_of
 
     recipe = recipe_of(dataset, env)
     if recipe is None:

@@ -167,8 +167,7 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
     os.environ["OMP_NUM_THREADS"] = threads
     from rl_training.cli.exits import STOPPED, describe, describe_warning
     from rl_training.cli.options import name_environment
-    from rl_training.run.callback import Callback
-    from rl_training.run.run import Run
+    from rl_training.run.run import Callback, Run
     from rl_training.run.workflows import train
 
     class Tell(Callback):
@@ -179,8 +178,8 @@ def train_in_process(pipe: Any, config: TrainConfig, modules: list[str], threads
         def on_update(self, run: Run) -> None:
             if time.monotonic() - self.said >= REPORT_SECONDS:
                 self.said = time.monotonic()
-                mean = run.progress_metrics().get("episode_return_mean")
-                pipe.send(("progress", run.step, *run.pace(), mean))
+                mean = run.recorder.progress_metrics().get("episode_return_mean")
+                pipe.send(("progress", run.step, *run.cadence.pace(), mean))
 
     warnings.showwarning = lambda message, *_, **__: pipe.send(("said", describe_warning(message)))
     try:

@@ -36,7 +36,7 @@ def predict(
     """
     observation = read_values("--obs", obs, "an observation looks like [0.1, 0.2]")
     mask = None if action_mask is None else read_values("--action-mask", action_mask, "a mask looks like [1, 0, 1]")
-    from rl_training.run.workflows import load_policy
+    from rl_training.run.learner import load_policy
 
     policy = load_policy(find_checkpoint(checkpoint), name_environment(None, modules))
     action = policy.predict(observation, not stochastic, action_mask=mask)

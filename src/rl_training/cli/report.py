@@ -50,7 +50,7 @@ def list_runs(
 
 def summarize_runs(folder: Path) -> tuple[list[list[Any]], list[str]]:
     """The row of each run in a folder, the newest first, and a sentence about each run that cannot be read."""
-    from rl_training.run.status import find_run_folders
+    from rl_training.run.folder import find_run_folders
 
     found, damaged = list[tuple[float, list[Any]]](), []
     for run in find_run_folders(folder, "manifest.json"):

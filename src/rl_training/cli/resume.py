@@ -43,8 +43,7 @@ def resume(
     for name in networks:
         name_environment(name, None)
     named = name_environment(env, modules)
-    from rl_training.run.callback import Callback
-    from rl_training.run.run import Run
+    from rl_training.run.run import Callback, Run
     from rl_training.run.workflows import resume_training
 
     class Watch(Callback):

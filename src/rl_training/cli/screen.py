@@ -178,7 +178,7 @@ def format_return(metrics: Mapping[str, Any], *, evaluated: bool) -> str:
 
 def print_seeds(console: Console, runs: Sequence[tuple[int, Any]], title: str) -> None:
     """One row per seed, then the mean over the seeds whose runs are finished, with its interval."""
-    from rl_training.run.status import COMPLETE
+    from rl_training.run.folder import COMPLETE
 
     finished = [result.metrics for _, result in runs if result.metrics["stop_reason"] in COMPLETE]
     evaluated = any("eval_return_mean" in metrics for metrics in finished)

@@ -26,7 +26,7 @@ class StoreContext:
     device: str
     recipe: EnvRecipe
     rng: np.random.Generator  # shared with acting in one process
-    recordings: Any = None  # the module `run/recording.py`, which reads data out of checkpoints
+    recordings: Any = None  # the module `run/evaluation.py`, which reads data out of checkpoints
     holds_resets: bool = False  # whether the engine resets in the step after an end
 
     def layout(self, max_steps: int, *, masks: bool = True, logprobs: bool = False) -> ExperienceLayout:

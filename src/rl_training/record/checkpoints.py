@@ -14,7 +14,6 @@ import contextlib
 import io
 import json
 import math
-import mmap
 import os
 import re
 import struct
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rl_training.errors import UserError, near_name
 from rl_training.safe_files import remove_stale_temporaries, replacing
@@ -156,7 +156,10 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             _check_ends(path, file, size)
-            buffer = _read_whole(file, size)
+            if size >= MAPPED_BYTES:
+                buffer = np.asarray(np.memmap(file, np.uint8, "r"))
+            else:
+                buffer = np.fromfile(file, np.uint8)
     except FileNotFoundError:
         near = near_name(path.name, os.listdir(path.parent) if path.parent.is_dir() else ())
         hint = "give the path of a checkpoint file." if near is None else f"did you mean {path.with_name(near)}?"
@@ -178,13 +181,14 @@ def pack_tree(tree: Mapping[str, Any]) -> bytes:
 
 def unpack_tree(data: bytes) -> dict[str, Any]:
     """The inverse of `pack_tree`."""
-    return _parse("the tree in memory", bytearray(data))
+    return _parse("the tree in memory", np.frombuffer(bytearray(data), np.uint8))
 
 
-def _parse(path: str | Path, buffer: bytearray | mmap.mmap) -> dict[str, Any]:
-    size, version = len(buffer), _HEADER.unpack_from(buffer)[1]
-    index_length, crc, _ = _TRAILER.unpack_from(buffer, size - _TRAILER.size)
-    if zlib.crc32(memoryview(buffer)[: size - _TRAILER.size + 8]) != crc:
+def _parse(path: str | Path, buffer: NDArray[np.uint8]) -> dict[str, Any]:
+    size, data = len(buffer), buffer.data
+    version = _HEADER.unpack_from(data)[1]
+    index_length, crc, _ = _TRAILER.unpack_from(data, size - _TRAILER.size)
+    if zlib.crc32(data[: size - _TRAILER.size + 8]) != crc:
         raise _damaged(path, "its checksum does not match its contents")
     if version > FORMAT_VERSION:
         newer = f"format {version}, this one reads up to {FORMAT_VERSION}"
@@ -210,16 +214,6 @@ def _check_ends(path: Path, file: BinaryIO, size: int) -> None:
     file.seek(0)
 
 
-def _read_whole(file: Any, size: int) -> bytearray | mmap.mmap:
-    if size >= MAPPED_BYTES:
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
-    while done < size and (count := file.readinto(view[done:])):  # one call reads at most 2 GiB
-        done += count
-    return buffer
-
-
 def _damaged(path: str | Path, reason: str) -> UserError:
     return UserError(f"{path} is damaged ({reason}); use another checkpoint of the run.")
 
@@ -227,13 +221,13 @@ def _damaged(path: str | Path, reason: str) -> UserError:
 class _Reader:
     """Rebuilds the tree over the buffer; may raise any exception if `_Writer` did not write the index."""
 
-    def __init__(self, buffer: bytearray | mmap.mmap, index_start: int) -> None:
+    def __init__(self, buffer: NDArray[np.uint8], index_start: int) -> None:
         self._buffer, self._index_start, self._previous_end = buffer, index_start, _HEADER.size
 
     def read(self) -> dict[str, Any]:
         if self._index_start < _HEADER.size:
             raise ValueError("index longer than the file")
-        index = self._buffer[self._index_start : len(self._buffer) - _TRAILER.size].decode("ascii")
+        index = self._buffer[self._index_start : -_TRAILER.size].tobytes().decode("ascii")
         tree = self._decode(json.loads(index, object_pairs_hook=_unique))
         if not isinstance(tree, dict):
             raise ValueError("not a dict")
@@ -262,7 +256,7 @@ class _Reader:
         if start < self._previous_end or start + size > self._index_start:
             raise ValueError("not within the data")
         self._previous_end = start + size
-        raw = np.ndarray(size, np.uint8, buffer=self._buffer, offset=start)
+        raw = self._buffer[start : start + size]
         if not raw.flags.writeable and (kind == "torch" or size < _LARGE_ARRAY):
             raw = raw.copy()
         if kind == "torch":

@@ -1,4 +1,4 @@
-"""The output of a run while it trains: `metrics.jsonl`, records for its `loggers`, and a progress line."""
+"""The output of a run while it trains: `metrics.jsonl`, its `loggers` (TensorBoard, wandb, MLflow), a progress line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rl_training.errors import printable
+from rl_training.errors import first_line, printable
 from rl_training.record.event_file import EventFile
-from rl_training.record.metrics_file import Appender, format_row, trim_rows
-from rl_training.record.services import SERVICES, Service
+from rl_training.record.metrics_file import Appender, format_row, tagged_numbers, trim_rows
+from rl_training.safe_files import refuse_link
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -27,7 +28,7 @@ _WARNING = "warning: "
 
 
 class RunLogger:
-    """The metrics file, the terminal and the `loggers` of one run: TensorBoard's event file, wandb, mlflow.
+    """The metrics file, the terminal and the `loggers` of one run; a logger that fails is left out, with one warning.
 
     `append` continues the files of a resumed run. It drops rows after `resume_step`, which will be written again, rows
     that were written only because the run ended (`last`), and a half-written last line. Rows that cannot be written (a
@@ -54,16 +55,15 @@ class RunLogger:
         self._warned: set[str] = set()
         self._rows = Appender(self.path, self._warn, fresh=not append)
         purge_from = resume_step + 1 if append and resume_step is not None else None
-        self._sinks: list[EventFile | Service] = []
-        if "tensorboard" in loggers:
-            self._sinks.append(EventFile(folder, clock, purge_from, self._warn))
-        self._sinks += [Service(name, folder, config or {}, self._warn) for name in SERVICES if name in loggers]
-
-    def __enter__(self) -> RunLogger:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        makers: dict[str, Callable[[], Any]] = {
+            "tensorboard": partial(EventFile, folder, clock, purge_from, self._warn),
+            "wandb": partial(WandbRun, folder.resolve(), config or {}),
+            "mlflow": partial(MLflowRun, folder.resolve(), config or {}),
+        }
+        self._sinks: dict[str, Any] = {}
+        for name in loggers:
+            if (sink := self._try(name, makers[name])) is not None:
+                self._sinks[name] = sink
 
     def log(self, step: int, metrics: Mapping[str, Any], *, kind: str = "train", last: bool = False) -> None:
         """Append one row; values are numbers (numpy scalars and 0-dim tensors too).
@@ -76,8 +76,16 @@ class RunLogger:
         row = {**head, **metrics, **head}  # a metric named "step" must not hide the step
         self._rows.write(format_row(row))
         self._rows.flush()
-        for sink in self._sinks:
-            sink.add(step, kind, metrics)
+        for name, sink in list(self._sinks.items()):
+            self._try(name, partial(sink.add, step, kind, metrics))
+
+    def _try(self, name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:  # a server, a package or a disk can fail in any way
+            self._sinks.pop(name, None)
+            self._warn(f"{name} failed ({first_line(error)}); the run continues without it")
+            return None
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:  # once each
@@ -98,8 +106,13 @@ class RunLogger:
         if now < self._due or self._stream is None:
             return
         self._due, self._doing = now + (_LIVE_SECONDS if self._live else _PLAIN_SECONDS), doing
-        numbers = step, steps_per_second, seconds_left, return_mean
-        self._print(self._describe(*numbers, losses or {}, workers, doing), step)
+        share = min(1.0, step / self._total) if self._total > 0 else 1.0
+        parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", *([doing] if doing else [])]
+        parts += [f"{steps_per_second:,.0f} steps/s", f"eta {format_duration(seconds_left)}"]
+        parts += [] if return_mean is None else [f"return {float(return_mean):.4g}"]
+        parts += workers
+        parts += [f"{name} {float(value):.3g}" for name, value in itertools.islice((losses or {}).items(), 3)]
+        self._print("  ".join(parts), step)
 
     def message(self, text: str) -> None:
         """Print a separate line above the live line; without a terminal, `warning: ...` becomes a Python warning."""
@@ -110,26 +123,15 @@ class RunLogger:
     def close(self) -> None:
         """Finish the files and the live line, and report what could not be written; closing twice is harmless."""
         self._rows.close()
-        for sink in self._sinks:
-            sink.close()
+        while self._sinks:
+            name, sink = self._sinks.popitem()
+            self._try(name, sink.close)
         if self._line is not None:
             with suppress(OSError, ValueError):
                 ended = self._line.tasks[0].description.replace(f"  {self._doing}  ", "  ") if self._doing else None
                 self._line.update(self._line.task_ids[0], description=ended)  # it is no longer doing anything
                 self._line.stop()
         self._line, self._stream, self._due = None, None, math.inf
-
-    def _describe(
-        self, step: int, rate: float, left: float, return_mean: float | None, losses: Mapping[str, Any],
-        workers: Sequence[str], doing: str,
-    ) -> str:  # fmt: skip
-        share = min(1.0, step / self._total) if self._total > 0 else 1.0
-        parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", *([doing] if doing else [])]
-        parts += [f"{rate:,.0f} steps/s", f"eta {format_duration(left)}"]
-        parts += [] if return_mean is None else [f"return {float(return_mean):.4g}"]
-        parts += [*workers]
-        parts += [f"{name} {float(value):.3g}" for name, value in itertools.islice(losses.items(), 3)]
-        return "  ".join(parts)
 
     def _print(self, text: str, step: int | None = None) -> None:
         """Print a separate line, or the progress line of this step."""
@@ -186,6 +188,61 @@ class SilentLogger(RunLogger):
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class WandbRun:
+    """Weights & Biases: offline, in the run's folder, unless WANDB_MODE or a WANDB_API_KEY says otherwise."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+        self._run = wandb.init(
+            project="rl-training", name=folder.name, id=folder.name, resume="allow", dir=str(folder), mode=mode,
+            config=dict(config), tags=config.get("tags"), settings=wandb.Settings(silent=True),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics that are numbers."""
+        self._run.log({**dict(tagged_numbers(kind, metrics)), "step": step})
+
+    def close(self) -> None:
+        """End the run there."""
+        self._run.finish()
+
+
+class MLflowRun:
+    """MLflow: in the file `mlflow.db` next to the run's folder, unless MLFLOW_TRACKING_URI is set."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric = Metric
+        refuse_link(folder.parent / "mlflow.db")
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}")
+        experiment = self._client.get_experiment_by_name("rl-training")
+        number = self._client.create_experiment("rl-training") if experiment is None else experiment.experiment_id
+        found = self._client.search_runs([number], f"tags.folder = '{folder.name}'")  # of a run that is resumed
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        tags = {"folder": folder.name, "tags": ", ".join(config.get("tags", ()))}
+        self._run = self._client.create_run(number, run_name=folder.name, tags=tags).info.run_id
+        for name, value in config.items():
+            self._client.log_param(self._run, name, str(value)[:500])
+
+    def add(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics that are numbers."""
+        now = int(time.time() * 1000)
+        numbers = [self._metric(name, value, now, step) for name, value in tagged_numbers(kind, metrics)]
+        self._client.log_batch(self._run, numbers)
+
+    def close(self) -> None:
+        """End the run there."""
+        self._client.set_terminated(self._run)
 
 
 def format_duration(seconds: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any
@@ -39,7 +39,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import pickle_registrations
 from rl_training.errors import UserError
-from rl_training.run import recording
+from rl_training.run import evaluation
 from rl_training.run.learner import build_algorithm, check_same_spaces
 from rl_training.run.ranks import Ranks
 
@@ -52,20 +52,36 @@ UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume start
 
 
 @dataclass
-class Session:
-    """The parts of one run; `config` has no `auto` left and names every hyper-parameter."""
+class Plan:
+    """A run that was checked, before anything of it is built.
+
+    After `resolve_plan`, its config has no `auto` left and names every hyper-parameter.
+    """
 
     spec: AlgorithmSpec
     config: TrainConfig
     params: Params
     recipe: EnvRecipe
     spaces: EnvSpaces
+    ranks: Ranks
+    stored: Mapping[str, Any] | None  # the learner's state in the checkpoint of a resume
+    notes: tuple[str, ...]  # about decisions, shown when a run starts
+
+    @property
+    def make_algorithm(self) -> Callable[..., Algorithm]:
+        """Builds the learner; arguments replace those of the plan."""
+        config = self.config
+        return partial(build_algorithm, self.spec, self.params, self.spaces, seed=config.seed, device=config.device)
+
+
+@dataclass
+class Session(Plan):
+    """The parts of one run."""
+
     algorithm: Algorithm
     behaviour: Behaviour
     collector: Collector
     store: Store
-    ranks: Ranks = field(default_factory=Ranks)
-    notes: tuple[str, ...] = ()  # about decisions, shown when a run starts
 
     @cached_property
     def collect(self) -> Callable[[Request], Experience]:
@@ -91,30 +107,8 @@ class Session:
 
     def close(self) -> None:
         """Close environments and files."""
-        try:
+        with closing(self.store):
             self.collector.close()
-        finally:
-            self.store.close()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run that was checked, before anything of it is built."""
-
-    spec: AlgorithmSpec
-    config: TrainConfig
-    params: Params
-    recipe: EnvRecipe
-    spaces: EnvSpaces
-    ranks: Ranks
-    stored: Mapping[str, Any] | None  # the learner's state in the checkpoint of a resume
-    notes: tuple[str, ...]
-
-    @property
-    def make_algorithm(self) -> Callable[..., Algorithm]:
-        """Builds the learner; arguments replace those of the plan."""
-        config = self.config
-        return partial(build_algorithm, self.spec, self.params, self.spaces, seed=config.seed, device=config.device)
 
 
 def open_session(
@@ -133,23 +127,20 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
     spec = get_algorithm_spec(config.algo)
     if ranks.count > 1:
         config = fit_ranks(config, spec.lane)
-    params = read_params(spec.params, config.algo_kwargs)
     names = (*config.named, *(env if isinstance(env, tuple) else ()))
-    params = resolve_network(params, names)
+    params = resolve_network(read_params(spec.params, config.algo_kwargs), names)
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
-    check_made_environment(config, recipe)
+    check_settings(config, spec, params, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
-    if restored is not None:  # its episodes are compared
-        problems = [problem for problem in problems if problem.name != HIDDEN]
     spec.check_support(spaces)
     if restored is None:
-        check_early_stopping(config, params)
+        if params.early_stopping is not None and not config.eval_episodes:
+            raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
         params.check_new_run()
     else:
+        problems = [problem for problem in problems if problem.name != HIDDEN]  # its episodes are compared
         check_same_spaces(EnvSpaces.from_dict(restored["spaces"]), spaces)
     params = params.settle(recipe, spaces, config.seed)
-    check_loggers(config)
-    check_backend(config, spec, params)
     stored = None if restored is None else restored["algorithm"]
     notes = tuple(f"warning: {problem.sentence()}" for problem in problems)
     return Plan(spec, config, params, recipe, spaces, ranks, stored, notes)
@@ -196,24 +187,24 @@ def build(plan: Plan) -> Session:
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
         resets = config.vectorization == "native" if stepper is None else stepper.resets_next_step
         store = plan.spec.store(
-            StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, recording, resets)
+            StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, evaluation, resets)
         )
         check_schedules(plan.spec.name, params, algorithm)
         collector = open_collector(plan, behaviour, store, stepper)
-    notes = list(plan.notes)
+    notes = []
     if stepper is not None and not stepper.engine.state_format:
         notes.append(f"warning: {UNSAVED.format(config.env_id)}")
     if config.has_workers and config.worker_order == FIRST:
         notes.append(f"warning: {ANY_ORDER}")
-    parts = algorithm, behaviour, collector, store, ranks
-    return Session(plan.spec, config, params, plan.recipe, spaces, *parts, tuple(notes))
+    known = vars(replace(plan, stored=None, notes=(*plan.notes, *notes)))
+    return Session(**known, algorithm=algorithm, behaviour=behaviour, collector=collector, store=store)
 
 
 def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Stepper | None) -> Collector:
     """Where the behaviour acts: in workers, in this process, or nowhere."""
     config, params = plan.config, plan.params
     if config.has_workers:
-        return open_workers(config, params, plan.recipe, behaviour, store.layout, plan.make_algorithm)
+        return open_workers(plan, behaviour, store.layout)
     if stepper is None:
         return NoCollector()
     actor = behaviour
@@ -224,23 +215,41 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
     return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
 
 
-def check_made_environment(config: TrainConfig, recipe: EnvRecipe) -> None:
-    """Refuse an environment instance where several are needed, or one in another process."""
+def open_workers(plan: Plan, behaviour: Behaviour, layout: ExperienceLayout) -> Collector:
+    """Open workers, each with its own learner on the CPU, of which only the acting part is used."""
+    config, params = plan.config, plan.params
+    if config.vectorization == "native" and not is_cartpole(plan.recipe):
+        raise UserError(
+            f"vectorization is 'native', but workers cannot restore {config.env_id} then; with workers it must be sync."
+        )
+    workers = WorkerPlan(
+        partial(plan.make_algorithm, device="cpu"), plan.recipe, plan.spaces.to_dict(), pickle_registrations(),
+        config.seed, config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), params.ladder,
+        config.worker_order,
+    )  # fmt: skip
+    told = workers, config.env_id, config.worker_timeout
+    if config.execution_backend == "ray":
+        from rl_training.collect.ray_workers import ObjectStore  # an extra; the import takes half a second
+
+        transport: Transport = ObjectStore(*told, config.ray.needs())
+    else:
+        transport = SharedMemory(*told)
+    collector = FirstComers if config.worker_order == FIRST else WorkerCollector
+    return collector(
+        workers, plan.spaces, transport, lag=params.lag, timeout=config.worker_timeout,
+        max_restarts=config.max_worker_restarts, max_lag=config.max_policy_lag,
+    )  # fmt: skip
+
+
+def check_settings(config: TrainConfig, spec: AlgorithmSpec, params: Params, recipe: EnvRecipe) -> None:
+    """Refuse settings that do not fit each other, the environment or this machine."""
     if isinstance(recipe.maker, MadeEnvironment):
         for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
             if (value := getattr(config, name)) not in (fits, "auto"):
                 raise UserError(f"env is a single environment instance, but {name} is {value!r}; {GIVE_ONE}.")
-
-
-def check_loggers(config: TrainConfig) -> None:
-    """Refuse a logger whose package is not installed; one that fails later does not end a run."""
-    for name in config.loggers:
+    for name in config.loggers:  # one that fails later does not end a run
         if name != "tensorboard" and find_spec(name) is None:  # tensorboard is always installed
             raise UserError(f"loggers names {name!r}, which is not installed: pip install 'rl-training[{name}]'.")
-
-
-def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> None:
-    """Refuse a backend that the algorithm, its parameters or this machine do not support."""
     backend, most = config.execution_backend, config.max_policy_lag
     if not config.has_workers:
         if params.ladder:
@@ -253,38 +262,6 @@ def check_backend(config: TrainConfig, spec: AlgorithmSpec, params: Params) -> N
     if most is not None and params.lag is not None and params.lag > most:
         dropped = f"with policy_lag {params.lag} all experience would be dropped"
         raise UserError(f"max_policy_lag is {most}; {dropped}, so it must be at least {params.lag}.")
-
-
-def open_workers(
-    config: TrainConfig, params: Params, recipe: EnvRecipe, behaviour: Behaviour, layout: ExperienceLayout,
-    make_algorithm: Callable[..., Algorithm],
-) -> Collector:  # fmt: skip
-    """Open workers, each with its own learner on the CPU, of which only the acting part is used."""
-    if config.vectorization == "native" and not is_cartpole(recipe):
-        raise UserError(
-            f"vectorization is 'native', but workers cannot restore {config.env_id} then; with workers it must be sync."
-        )
-    spaces = behaviour.spaces
-    plan = WorkerPlan(
-        partial(make_algorithm, device="cpu"), recipe, spaces.to_dict(), pickle_registrations(), config.seed,
-        config.vectorization, layout, len(behaviour.pack()), int(config.num_workers), params.ladder,
-        config.worker_order,
-    )  # fmt: skip
-    transport = open_transport(config, plan)
-    collector = FirstComers if config.worker_order == FIRST else WorkerCollector
-    return collector(
-        plan, spaces, transport, lag=params.lag, timeout=config.worker_timeout, max_restarts=config.max_worker_restarts,
-        max_lag=config.max_policy_lag,
-    )  # fmt: skip
-
-
-def open_transport(config: TrainConfig, plan: WorkerPlan) -> Transport:
-    """The transport to the workers."""
-    if config.execution_backend == "local_async":
-        return SharedMemory(plan, config.env_id, config.worker_timeout)
-    from rl_training.collect.ray_workers import ObjectStore  # an extra; the import takes half a second
-
-    return ObjectStore(plan, config.env_id, config.worker_timeout, config.ray.needs())
 
 
 @contextmanager
@@ -311,19 +288,11 @@ def experience_fits(config: TrainConfig) -> Iterator[None]:
 def describe_machine(config: TrainConfig) -> dict[str, str]:
     """Versions and hardware on which the arithmetic of a run depends, besides its config."""
     return {
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "gymnasium": gymnasium.__version__,
+        **{package.__name__: str(package.__version__) for package in (torch, np, gymnasium)},
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(config.device) if config.device.startswith("cuda") else "cpu",
         "threads": str(torch.get_num_threads()),
     }
-
-
-def check_early_stopping(config: TrainConfig, params: Params) -> None:
-    """Refuse early stopping in a run that never evaluates; the parameters check that there is an interval."""
-    if params.early_stopping is not None and not config.eval_episodes:
-        raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
 
 
 def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
@@ -332,12 +301,14 @@ def fit_ranks(config: TrainConfig, lane: str) -> TrainConfig:
     if lane not in LANES_OF_RANKS:
         lanes = " or ".join(LANES_OF_RANKS)
         raise UserError(f"algo is {config.algo!r}, an algorithm of the {lane} lane; {several} of the {lanes} lane.")
-    if config.execution_backend != "local_sync":
-        raise UserError(f"execution_backend is {config.execution_backend!r}; {several} local_sync.")
-    if config.vectorization == "native":  # its reset rows are not transitions, and their number differs between ranks
-        raise UserError(f"vectorization is 'native'; {several} auto, sync or async.")
-    if config.accelerate not in ("auto", "none"):
-        raise UserError(f"accelerate is {config.accelerate!r}; {several} auto or none.")
+    refused = (  # the reset rows of native engines are not transitions, and their number differs between ranks
+        ("execution_backend", config.has_workers, "local_sync"),
+        ("vectorization", config.vectorization == "native", "auto, sync or async"),
+        ("accelerate", config.accelerate not in ("auto", "none"), "auto or none"),
+    )
+    for name, is_refused, known in refused:
+        if is_refused:
+            raise UserError(f"{name} is {getattr(config, name)!r}; {several} {known}.")
     vectorization = "sync" if config.vectorization == "auto" else config.vectorization
     return config.model_copy(update={"vectorization": vectorization, "accelerate": "none"})
 

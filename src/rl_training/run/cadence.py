@@ -1,21 +1,53 @@
-"""What happens when: schedules, budgets and intervals of a run, and its clock."""
+"""The counters of a run, and what happens when: schedules, budgets, intervals and the clock."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
 
 from rl_training.config.params import Params, Schedule
 from rl_training.config.train_config import TrainConfig
-from rl_training.run.state import RunState
+from rl_training.validation import StrictModel
 
 RECENT_SECONDS = 30.0
 CHECKPOINT_SECONDS = 60.0
 MOST_SAVING = 19  # minimum seconds of training per second of writing checkpoints
 EVALUATIONS = 10  # default number of evaluations
+AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class RunState(StrictModel):
+    """The counters of a run, as a checkpoint stores them. `Run` counts in it, its `Cadence` sets what is next."""
+
+    model_config = ConfigDict(frozen=False)
+
+    step: int = Field(ge=0)
+    updates: int = Field(ge=0)
+    train_seconds: float = Field(ge=0)
+    best_return: float = Field(lt=math.inf, allow_inf_nan=True)  # minus infinity before the first evaluation
+    good_evaluations: int = Field(ge=0)
+    next_log: int = Field(ge=1)
+    next_evaluation: int = Field(ge=0)
+    next_checkpoint: int = Field(ge=0)
+    episodes: list[tuple[float, int]]
+    latest: dict[str, AnyFloat]  # metrics of the last update; tensors until somebody reads them
+    collected_metrics: dict[str, AnyFloat]
+    last_evaluation: dict[str, int | AnyFloat]
+    abandoned: bool = False  # saved in the middle of a turn, so without the environments' episodes
+
+
+def summarize_episodes(episodes: Collection[tuple[float, int]]) -> dict[str, float]:
+    """Mean return and length of the last training episodes, if there are any."""
+    if not episodes:
+        return {}
+    returns, lengths = zip(*episodes, strict=True)
+    return {"episode_return_mean": sum(returns) / len(returns), "episode_length_mean": sum(lengths) / len(lengths)}
 
 
 def evaluation_interval(config: TrainConfig, params: Params) -> int:
@@ -39,14 +71,16 @@ class Cadence:
     def __init__(self, config: TrainConfig, params: Params, state: RunState) -> None:
         self.config, self.state = config, state
         self.schedules: dict[str, Schedule] = {**params.built_in_schedules(), **params.schedules}
+        limits = {
+            "total_timesteps": config.total_timesteps, "max_updates": params.max_updates,
+            "max_seconds": config.max_seconds,
+        }  # fmt: skip
+        self.budgets = {name: math.inf if limit is None else limit for name, limit in limits.items()}
         self.store_numbers = params.facts.store_numbers  # of which the store has its own value
-        limits = config.total_timesteps, params.max_updates, config.max_seconds
-        self.budgets = [math.inf if limit is None else limit for limit in limits]  # of steps, updates and seconds
         self.eval_interval = evaluation_interval(config, params)
         if self.eval_interval:  # it may have changed with the budget
             state.next_evaluation = max(state.next_evaluation, self.eval_interval)
-        self._evaluation_due = state.next_evaluation
-        self.clock = TrainingClock(state.train_seconds, state.step, state.updates)
+        self.clock = TrainingClock(state)
         self._last_save, self._save_seconds = time.perf_counter(), 0.0
 
     def scheduled_values(self) -> dict[str, float]:
@@ -54,18 +88,29 @@ class Cadence:
         progress = min(1.0, self.state.step / self.config.total_timesteps)
         return {name: schedule.value(progress) for name, schedule in self.schedules.items()}
 
+    def _spent(self) -> tuple[float, ...]:
+        """What is used up of each budget."""
+        return self.state.step, self.state.updates, self.clock.seconds
+
     def spent_budget(self) -> str | None:
         """The setting of a budget that is used up."""
-        steps, updates, seconds = self.budgets
-        if self.state.step >= steps:
-            return "total_timesteps"
-        if self.state.updates >= updates:
-            return "max_updates"
-        return "max_seconds" if self.clock.seconds >= seconds else None
+        spent = zip(self.budgets.items(), self._spent(), strict=True)
+        return next((name for (name, budget), used in spent if used >= budget), None)
 
     def pace(self) -> tuple[float, float]:
-        """Recent steps per second, and the seconds left until the first budget is spent."""
-        return self.clock.pace(self.state.step, self.state.updates, self.budgets)
+        """Recent steps per second, and the seconds left until the first budget is spent.
+
+        The seconds are infinite as long as nothing is known about the speed of learning.
+        """
+        *counts, seconds = spent = self._spent()
+        speeds = self.clock.recent.update(seconds, *counts)
+        *amounts, left = (budget - used for budget, used in zip(self.budgets.values(), spent, strict=True))
+        if min(amounts) <= 0:
+            return speeds[0], 0.0
+        if not self.clock.before_learning:
+            needed = [amount / speed for amount, speed in zip(amounts, speeds, strict=True) if speed > 0]
+            left = min([left, *needed])
+        return speeds[0], max(0.0, left)
 
     def takes_log(self) -> bool:
         """Whether a row of metrics is due; if so, the next one is set."""
@@ -75,18 +120,15 @@ class Cadence:
         state.next_log = state.updates - state.updates % interval + interval
         return True
 
-    def takes_evaluation(self) -> bool:
-        """Whether an evaluation is due; if so, the next one is set."""
-        state, interval = self.state, self.eval_interval
-        if not interval or state.step < state.next_evaluation:
-            return False
-        self._evaluation_due = state.next_evaluation
-        state.next_evaluation += interval * (1 + (state.step - state.next_evaluation) // interval)
-        return True
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation is due; one that was not completed stays due."""
+        return bool(self.eval_interval) and self.state.step >= self.state.next_evaluation
 
-    def evaluate_again(self) -> None:
-        """The last evaluation was not completed, so it stays due."""
-        self.state.next_evaluation = self._evaluation_due
+    def evaluated(self) -> None:
+        """An evaluation is complete: if it was due, the next one is an interval later."""
+        if self.evaluation_due():
+            passed = (self.state.step - self.state.next_evaluation) // self.eval_interval
+            self.state.next_evaluation += self.eval_interval * (1 + passed)
 
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due: by steps if the config has an interval, otherwise by the clock."""
@@ -113,10 +155,10 @@ class Cadence:
 class RecentSpeeds:
     """How fast counts have grown over the last half minute of training, or since this was made."""
 
-    def __init__(self, seconds: float, *counts: int) -> None:
+    def __init__(self, seconds: float, *counts: float) -> None:
         self._seen = deque([(seconds, *counts)])
 
-    def update(self, seconds: float, *counts: int) -> list[float]:
+    def update(self, seconds: float, *counts: float) -> list[float]:
         """The growth per second of each count, now that these are reached after these seconds of training."""
         while len(self._seen) > 1 and seconds - self._seen[1][0] >= RECENT_SECONDS:
             self._seen.popleft()
@@ -129,17 +171,17 @@ class RecentSpeeds:
 class TrainingClock:
     """Seconds of training, without pauses and summed over resumes, and how fast steps and updates come in them."""
 
-    def __init__(self, seconds: float, step: int, updates: int) -> None:
-        self._seconds, self._is_stopped = seconds, False
+    def __init__(self, state: RunState) -> None:
+        self._state, self._seconds, self._is_stopped = state, state.train_seconds, False
         self.paused: dict[str, float] = {}  # seconds in this process, by what they were spent on
-        self.start(step, updates)
+        self.start()
 
-    def start(self, step: int, updates: int) -> None:
+    def start(self) -> None:
         """Count from here on: the time since the clock was made does not count."""
         self._resumed_at = time.perf_counter()
-        self._first_step, self._first_second, self._first_updates = step, self._seconds, updates
+        self._first = self._seconds, self._state.step, self._state.updates
         self.before_learning = self.has_restarted = False
-        self._recent = RecentSpeeds(self._seconds, step, updates)
+        self.recent = RecentSpeeds(*self._first)
 
     def stop(self) -> None:
         """Count no more."""
@@ -161,31 +203,17 @@ class TrainingClock:
             self._resumed_at, self._is_stopped = time.perf_counter(), was_stopped
             self.paused[part] = self.paused.get(part, 0.0) + self._resumed_at - begun
 
-    def steps_per_second(self, step: int) -> float:
+    def steps_per_second(self) -> float:
         """The mean since the start of this process."""
-        return (step - self._first_step) / max(self.seconds - self._first_second, 1e-9)
+        second, step, _ = self._first
+        return (self._state.step - step) / max(self.seconds - second, 1e-9)
 
-    def tick(self, step: int, updates: int) -> None:
+    def tick(self) -> None:
         """Note a turn, and measure speeds anew after the first one with an update.
 
         Steps before it are taken many times as fast and say nothing about the time that the others will take.
         """
-        was_before, self.before_learning = self.before_learning, updates == self._first_updates
+        was_before, self.before_learning = self.before_learning, self._state.updates == self._first[2]
         self.has_restarted = was_before and not self.before_learning
         if self.has_restarted:
-            self._recent = RecentSpeeds(self.seconds, step, updates)
-
-    def pace(self, step: int, updates: int, budgets: Sequence[float]) -> tuple[float, float]:
-        """Recent steps per second, and the seconds left until the first budget of steps, updates or seconds is spent.
-
-        They are infinite as long as nothing is known about the speed of learning.
-        """
-        seconds = self.seconds
-        speeds = self._recent.update(seconds, step, updates)
-        *amounts, left = (budget - spent for budget, spent in zip(budgets, (step, updates, seconds), strict=True))
-        if min(amounts) <= 0:
-            return speeds[0], 0.0
-        if not self.before_learning:
-            needed = [amount / speed for amount, speed in zip(amounts, speeds, strict=True) if speed > 0]
-            left = min([left, *needed])
-        return speeds[0], max(0.0, left)
+            self.recent = RecentSpeeds(self.seconds, self._state.step, self._state.updates)

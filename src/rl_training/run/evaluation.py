@@ -1,31 +1,46 @@
-"""Evaluation: whole episodes in separate environments with their own seeds, however many run in parallel."""
+"""A learner in environments of its own: evaluation with whole episodes, and recorded data for other learners.
+
+Every episode has its own seed, so results do not depend on how many environments run side by side.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from rl_training.algorithms.base import Algorithm
+from rl_training.config.choices import torch_settings_restored
+from rl_training.config.params import read_params
+from rl_training.config.replay import ReplayParams
+from rl_training.config.spec import get_algorithm_spec
+from rl_training.config.train_config import TrainConfig
+from rl_training.data import TransitionDataset, load_transition_dataset
+from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes
+from rl_training.data.replay_store import make_buffer
 from rl_training.envs.episodes import episode_seed
 from rl_training.envs.factory import episode_limit, make_env
-from rl_training.envs.recipe import Env, EnvRecipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.recipe import Env, EnvRecipe, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
-from rl_training.run.acting import ActingSession
+from rl_training.run import learner
 from rl_training.safe_files import output_written, refuse_link
+from rl_training.validation import validate
 
 CAN_BE_LEFT = True  # a signal may interrupt this code (run/interruption.py)
 
-EVALUATION_STREAM = 2**31  # an environment index that no training environment has
+EVALUATION_STREAM, RECORDING_STREAM = 2**31, 2**31 + 1  # environment indices that no training environment has
 MOST_SIDE_BY_SIDE = 20
 MOST_STEPS = 10_000  # for environments without a limit
 NEEDS = "needs the extra 'video' (pip install 'rl-training[video]')"
@@ -76,8 +91,8 @@ class Evaluator:
             with output_written(videos, "the folder of videos"):
                 for path in videos.glob("*"):
                     refuse_link(path)
-        if videos is not None and find_spec("moviepy") is None:  # otherwise Gymnasium leaves an empty folder
-            raise UserError(f"a video {NEEDS}.")
+            if find_spec("moviepy") is None:  # otherwise Gymnasium leaves an empty folder
+                raise UserError(f"a video {NEEDS}.")
         shown = "rgb_array" if videos is not None else "human" if window else None
         envs: list[Env] = []
         with closed_after(envs, self.spaces.env_id, self.warn, waits=videos is not None):  # until a video is written
@@ -107,7 +122,7 @@ class Evaluator:
     def _play(
         self, envs: list[Env], algorithm: Algorithm, episodes: int, deterministic: bool, limit: int
     ) -> EvaluationResult:
-        actor = ActingSession(algorithm, len(envs), self.seed, deterministic=deterministic)
+        actor = learner.ActingSession(algorithm, len(envs), self.seed, deterministic=deterministic)
         act = actor.in_environments(self.spaces, self.check)
         seed_of = partial(episode_seed, self.seed, EVALUATION_STREAM)
         returns, lengths, cut = [0.0] * episodes, [0] * episodes, 0
@@ -116,3 +131,117 @@ class Evaluator:
             lengths[step.episode] += 1
             cut += lengths[step.episode] == limit and not (step.terminated or step.truncated)
         return EvaluationResult(returns, lengths, cut)
+
+
+# recorded data -------------------------------------------------------------------------------------------------------
+
+
+def record_random(env_id: str, num_steps: int, seed: int) -> TransitionDataset:
+    """Random steps, the same ones that `dataset_kind: random` generates for this size and seed."""
+    recipe = read_recipe(env_id, {}, env_id)
+    rows_in_memory(num_steps, probe_spaces(recipe))
+    return load_transition_dataset(
+        "random", env_id=env_id, size=num_steps, seed=seed, make_env=lambda: make_env(recipe)
+    )
+
+
+@torch_settings_restored()
+def record_policy(
+    path: learner.PathLike, num_steps: int, *, seed: int | None = None, deterministic: bool = True,
+    env: UserEnv | None = None,
+) -> TransitionDataset:  # fmt: skip
+    """Steps of a checkpoint's policy in its training environment; the same seed (the run's) records the same steps."""
+    names = env if isinstance(env, tuple) else None
+    algorithm, spaces, config = learner.load_algorithm(path, learner.read_checkpoint(path), names)
+    dataset = play_policy(algorithm, spaces, config, num_steps, seed=seed, deterministic=deterministic, env=env)
+    return replace(dataset, metadata=origin(config, path) | dataset.metadata)
+
+
+def play_policy(
+    algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig, num_steps: int, *, seed: int | None,
+    deterministic: bool, env: UserEnv | None = None,
+) -> TransitionDataset:  # fmt: skip
+    """Record as `record_policy`, with the learner, spaces and config that `load_algorithm` returns."""
+    recipe = read_recipe(config.env_id, config.env_kwargs, env)
+    learner.check_same_spaces(spaces, probe_spaces(recipe))
+    torch.set_num_threads(int(config.threads))
+    seed = config.seed if seed is None else seed
+    # allocated in advance, so that nothing is copied later
+    arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in rows_in_memory(num_steps, spaces).items()}
+    played = make_env(recipe)
+    with closed_after([played], spaces.env_id):
+        act = learner.ActingSession(algorithm, 1, seed, deterministic=deterministic).in_environments(spaces)
+        first = episode_seed(seed, RECORDING_STREAM, 0)
+        steps = play([played], act, lambda episode: None if episode else first, spaces.env_id)
+        for row, step in enumerate(islice(steps, num_steps)):
+            for array, value in zip(arrays.values(), step, strict=False):  # a step begins with the arrays' values
+                array[row] = value
+    return TransitionDataset(**arrays, metadata={"seed": seed, "deterministic": deterministic})
+
+
+def rows_in_memory(num_steps: int, spaces: EnvSpaces) -> dict[str, ArraySpec]:
+    """The arrays of that many rows; more than fits into memory is refused, with the arithmetic."""
+    obs = ArraySpec((num_steps, *spaces.row_space.shape), np.dtype(spaces.row_space.dtype))
+    actions = ArraySpec((num_steps, *(spaces.action_space.shape or ())), np.dtype(spaces.action_space.dtype))
+    rewards, flags = (ArraySpec((num_steps,), np.dtype(kind)) for kind in (np.float32, bool))
+    specs = {"obs": obs, "actions": actions, "rewards": rewards, "next_obs": obs}
+    specs |= {"terminated": flags, "truncated": flags}
+    free = available_memory()
+    if free is not None and sum(spec.nbytes for spec in specs.values()) > free:
+        raise UserError(
+            f"{num_steps} steps need {explain_bytes(specs)}, but only {format_bytes(free)} of memory is free."
+        )
+    return specs
+
+
+def read_replay_buffer(path: learner.PathLike) -> TransitionDataset:
+    """The replay buffer inside a checkpoint, with the environment's own observations and actions."""
+    dataset, spaces = read_policy_replay(path)
+    return dataset.map(obs=spaces.decode, actions=spaces.map_actions)
+
+
+def read_policy_replay(path: learner.PathLike) -> tuple[TransitionDataset, EnvSpaces]:
+    """The replay buffer inside a checkpoint as its policy sees it, and the spaces of its environment."""
+    tree = learner.read_checkpoint(path)
+    if "replay" not in tree["source"]:
+        raise UserError(
+            f"{path} holds no replay buffer; the latest checkpoint of a replay algorithm does, unless "
+            "replay_in_checkpoint is off."
+        )
+    config = validate(TrainConfig, tree["config"], str(path))
+    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
+    if not isinstance(params, ReplayParams):
+        raise UserError(f"{path} is a checkpoint of {config.algo}, which has no replay buffer of transitions.")
+    params = params.model_copy(update={"replay_folder": None})  # that folder is the run's own
+    spaces, recipe = learner.read_spaces(path, tree["spaces"]), read_recipe(config.env_id, config.env_kwargs)
+    buffer = make_buffer(params, spaces, config.num_envs, frame_stack=recipe.image_frame_stack)
+    try:
+        buffer.load_state_dict(tree["source"]["replay"])
+        dataset = TransitionDataset.from_replay(buffer, **origin(config, path))
+    except UserError:
+        raise
+    except Exception as error:  # an edited file can fail in any way
+        raise UserError(f"{path}: its replay buffer cannot be read ({learner.describe_error(error)}).") from None
+    return dataset, spaces
+
+
+def origin(config: TrainConfig, path: learner.PathLike) -> dict[str, Any]:
+    """Where data of a checkpoint comes from, for a data set's metadata."""
+    kwargs = config.model_dump(mode="json")["env_kwargs"]
+    named = {"env_id": config.env_id, "policy": config.algo, "checkpoint": str(path)}
+    return named | ({"env_kwargs": kwargs} if kwargs else {})
+
+
+def recipe_of(dataset: TransitionDataset, env_id: str | None) -> EnvRecipe | None:
+    """The environment with that id, or the one that the data names, with its arguments if the data has them."""
+    own, kwargs = dataset.metadata.get("env_id"), dataset.metadata.get("env_kwargs")
+    name = env_id or own
+    if not isinstance(name, str):
+        return None
+    return read_recipe(name, kwargs if isinstance(kwargs, Mapping) and name == own else {}, env_id)
+
+
+def spaces_of(recipe: EnvRecipe) -> dict[str, Any]:
+    """The spaces of this environment's rows; observations that are not a Box are flattened."""
+    spaces = probe_spaces(recipe)
+    return {"observation_space": spaces.row_space, "action_space": spaces.action_space}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,19 +149,13 @@ def can_leave(frame: FrameType | None) -> bool:
 
     The innermost module that has a `CAN_BE_LEFT` decides; without any, nothing may be interrupted.
     """
-    while frame is not None:
-        mark = frame.f_globals.get("CAN_BE_LEFT")
-        if mark is not None:
-            return bool(mark)
-        frame = frame.f_back
-    return False
+    frames = [] if frame is None else [one for one, _ in traceback.walk_stack(frame)]
+    marks = (one.f_globals["CAN_BE_LEFT"] for one in frames if "CAN_BE_LEFT" in one.f_globals)
+    return bool(next(marks, False))
 
 
 def can_save_after(error: BaseException) -> bool:
     """Whether buffers are intact: an error inside a module that has `CHANGES_BUFFERS` may leave one half changed."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("CHANGES_BUFFERS", False):
-            return False
-        trace = trace.tb_next
-    return not isinstance(error, TrainingFailure)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    changes = any(frame.f_globals.get("CHANGES_BUFFERS", False) for frame in frames)
+    return not changes and not isinstance(error, TrainingFailure)

@@ -1,51 +1,63 @@
-"""Build a learner, or load it from a checkpoint, in which every part is checked first."""
+"""A learner outside of training: built, loaded from a checkpoint in which every part is checked first, and acting."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.base import Algorithm, Array, Carry
 from rl_training.config.choices import choose_threads
-from rl_training.config.own_network import give_network
+from rl_training.config.own_network import give_network, network_of
 from rl_training.config.params import Params, read_params
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
+from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction, read_masks
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
-from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run.state import SCHEMA
+from rl_training.play import Act
+from rl_training.record.checkpoints import load_checkpoint, pack_tree, unpack_tree
+from rl_training.speed.host_step import HostStep
+from rl_training.stable_baselines3 import ACTION_ALONE
 from rl_training.validation import check_plain, validate
 
+CAN_BE_LEFT = False  # a signal may not interrupt this code (run/interruption.py)
+
 PathLike = str | Path
-
-
+SCHEMA = 1
+PARTS = ("config", "spaces", "algorithm", "source", "run")  # of a training checkpoint
 DEVICES = ("cpu", "cuda")  # kinds of device for a learner
+BUILDING = threading.RLock()  # held while torch's global generator is ours
+_LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()
 
+
+# build and load --------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint(path: PathLike) -> dict[str, Any]:
     """The tree of a training checkpoint, checked to have all its parts."""
     tree = load_checkpoint(path)
-    missing = {"schema", "config", "spaces", "algorithm", "source", "run"} - set(tree)
-    if missing:
-        raise UserError(f"{path} is not a training checkpoint: it has no {', '.join(sorted(missing))}.")
+    wrong = f"{path} is not a training checkpoint"
+    if missing := {"schema", *PARTS} - set(tree):
+        raise UserError(f"{wrong}: it has no {', '.join(sorted(missing))}.")
     if type(tree["schema"]) is not int or tree["schema"] != SCHEMA:
         raise UserError(f"{path} has the schema {tree['schema']!r}; this rl-training reads schema {SCHEMA}.")
-    if odd := [part for part in ("config", "spaces", "algorithm", "source", "run") if not isinstance(tree[part], dict)]:
-        raise UserError(f"{path} is not a training checkpoint: its {odd[0]} is not a mapping.")
+    if odd := [part for part in PARTS if not isinstance(tree[part], dict)]:
+        raise UserError(f"{wrong}: its {odd[0]} is not a mapping.")
     try:
         for name, value in tree["config"].items():
             check_plain(value, f"config.{name}")
     except ValueError as error:
-        raise UserError(f"{path} is not a training checkpoint: {error}.") from None
+        raise UserError(f"{wrong}: {error}.") from None
     return tree
-
 
 
 def load_algorithm(
@@ -66,7 +78,6 @@ def load_algorithm(
     return algorithm, spaces, config.model_copy(update={"threads": threads})
 
 
-
 def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
     """The spaces in a checkpoint, checked to be those that an environment with them would have."""
     try:
@@ -83,12 +94,10 @@ def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
     return spaces
 
 
-
 def describe_error(error: Exception) -> str:
     """An exception in a few words."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()[:160]}" if lines else type(error).__name__
-
 
 
 def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) -> None:
@@ -108,7 +117,6 @@ def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) ->
         raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
 
 
-
 def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
     """The state, with this learner's own generators where the stored ones are from another kind of device."""
     changed = {}
@@ -121,7 +129,6 @@ def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str,
     return {**state, **changed}
 
 
-
 def first_difference(stored: Any, built: Any, name: str) -> str | None:
     """A description of the first difference in kind or shape between a stored and a newly built state, or None.
 
@@ -129,27 +136,29 @@ def first_difference(stored: Any, built: Any, name: str) -> str | None:
     """
     if built is None or (isinstance(built, Mapping) and not built):
         return None
-    if isinstance(built, Mapping):
-        if not isinstance(stored, Mapping) or set(stored) != set(built):
-            names = set(stored) ^ set(built) if isinstance(stored, Mapping) else set()
-            odd = min(names, key=str) if names else None
-            verb = "lacks" if odd in built else "has an unknown"
-            return f"{name} is not a mapping" if odd is None else f"{name} {verb} {odd!r}"
+    if isinstance(built, Mapping) and isinstance(stored, Mapping):
+        if names := stored.keys() ^ built.keys():
+            odd = min(names, key=str)
+            return f"{name} {'lacks' if odd in built else 'has an unknown'} {odd!r}"
         problems = (first_difference(stored[key], built[key], f"{name}.{key}") for key in built)
-        return next((problem for problem in problems if problem), None)
-    if isinstance(built, torch.Tensor):
-        if not isinstance(stored, torch.Tensor):
-            return f"{name} is a {type(stored).__name__}, not a tensor"
-        if stored.shape != built.shape or stored.dtype != built.dtype:
-            there, here = ((str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in (stored, built))
-            return f"{name} is {there[0]} {there[1]}, not {here[0]} {here[1]}"
-        return None
-    if type(stored) is not type(built):
-        return f"{name} is a {type(stored).__name__}, not a {type(built).__name__}"
-    return None
+        return next(filter(None, problems), None)
+    there, here = _kind(stored), _kind(built)
+    return None if there == here else f"{name} is {there}, not {here}"
 
-BUILDING = threading.RLock()  # held while torch's global generator is ours
 
+def _kind(value: Any) -> str:
+    """The type of a value; of a tensor, its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def check_same_spaces(stored: EnvSpaces, found: EnvSpaces) -> None:
+    """Refuse to continue with an environment whose spaces differ from the checkpoint's."""
+    for what in ("observation", "action"):
+        there, here = (getattr(spaces, f"{what}_space") for spaces in (stored, found))
+        if there != here:
+            raise UserError(f"the checkpoint was made for {what}s {there}; {found.env_id} now has {here}.")
 
 
 def build_algorithm(
@@ -167,13 +176,12 @@ def build_algorithm(
             algorithm = spec.build(params, spaces)
         if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere
             # a generator belongs to a device; a learner inside another one has its own
-            weights = {name: value for name, value in algorithm.state_dict().items() if isinstance(value, torch.Tensor)}
+            weights = {name: value for name, value in algorithm.state_dict().items() if isinstance(value, Tensor)}
             with torch.device(device):
                 algorithm = spec.build(params, spaces)
             algorithm.load_state_dict(weights, strict=False)
     algorithm.seed(seed)
     return algorithm
-
 
 
 class SizeLimit(TorchFunctionMode):
@@ -202,18 +210,144 @@ class SizeLimit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-
 def count_numbers(state: Any) -> int:
     """Entries of all tensors in a state."""
     if isinstance(state, Mapping):
         return sum(map(count_numbers, state.values()))
-    return state.numel() if isinstance(state, torch.Tensor) else 0
+    return state.numel() if isinstance(state, Tensor) else 0
 
 
+# act -------------------------------------------------------------------------------------------------------------
 
-def check_same_spaces(stored: EnvSpaces, found: EnvSpaces) -> None:
-    """Refuse to continue with an environment whose spaces differ from the checkpoint's."""
-    for what in ("observation", "action"):
-        there, here = (getattr(spaces, f"{what}_space") for spaces in (stored, found))
-        if there != here:
-            raise UserError(f"the checkpoint was made for {what}s {there}; {found.env_id} now has {here}.")
+
+def acting_lock(algorithm: Algorithm) -> Any:
+    """The lock for acting with a learner outside training, while another generator is set."""
+    return _LOCKS.setdefault(algorithm, threading.RLock())
+
+
+class ActingSession:
+    """Acts in N environments with its own generators and memory; never changes the generators of training.
+
+    Several sessions may use one learner from different threads; they take turns.
+    """
+
+    def __init__(self, algorithm: Algorithm, num_envs: int, seed: int, *, deterministic: bool = True) -> None:
+        self.algorithm, self.num_envs, self.deterministic = algorithm, num_envs, deterministic
+        self.rng = np.random.default_rng(seed)
+        self.generator = torch.Generator(algorithm.device).manual_seed(seed)
+
+        def decide(given: Mapping[str, Tensor], carry: Carry) -> tuple[dict[str, Tensor], Carry]:
+            first, legal = given.get("is_first"), given.get("action_masks")
+            out = algorithm.act(given["obs"], carry, is_first=first, deterministic=deterministic, action_masks=legal)
+            return {"actions": out.actions}, out.carry
+
+        # not a method: a reference cycle would keep the session's graphs until garbage collection
+        self._step = HostStep(decide, algorithm.numbers, self.generator, algorithm.device)
+        self._numpy_policy = algorithm.numpy_policy()
+        self._lock = acting_lock(algorithm)
+        self.forget()
+
+    def forget(self, num_envs: int | None = None) -> None:
+        """Clear the memory, for another number of environments if given; the generators continue, so samples differ."""
+        self.num_envs = self.num_envs if num_envs is None else num_envs
+        self.carry = self.algorithm.initial_carry(self.num_envs)
+
+    def act(self, obs: Array, masks: Array | None = None, is_first: Array | None = None) -> Array:
+        """Actions of the policy for encoded observations [N, ...]."""
+        with self._lock:
+            if self._numpy_policy is not None:
+                return self._numpy_policy(obs, masks, self.rng, self.deterministic)
+            given = {"obs": obs, "action_masks": masks, "is_first": is_first}
+            arrays = {name: np.ascontiguousarray(array) for name, array in given.items() if array is not None}
+            with evaluation_mode(self.algorithm, self.generator), torch.no_grad():
+                found, self.carry = self._step(arrays, self.carry)
+            actions: Array = found["actions"]
+            return actions
+
+    def in_environments(self, spaces: EnvSpaces, check: Callable[[], None] | None = None) -> Act:
+        """A function that returns actions for environments with these spaces, for `play`; it calls `check` first."""
+
+        def act(rows: list[Any], infos: list[Any], is_first: Array) -> Sequence[Any]:
+            if check is not None:
+                check()
+            return spaces.as_given(self.act(spaces.encode_rows(rows), read_masks(infos, spaces), is_first))
+
+        return act
+
+
+@contextmanager
+def evaluation_mode(algorithm: Algorithm, generator: torch.Generator) -> Iterator[None]:
+    """Put the algorithm into eval mode with another generator, and restore both afterwards."""
+    was_training, own = algorithm.training, algorithm.generator
+    algorithm.eval()
+    algorithm.generator = generator
+    try:
+        yield
+    finally:
+        algorithm.generator = own
+        algorithm.train(was_training)
+
+
+class TrainedPolicy:
+    """A learner with the spaces of its environment: predicts without an environment, in any thread.
+
+    It can be pickled and sent to another process, where it acts on the CPU and restarts its generator from its seed.
+    """
+
+    def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig) -> None:
+        self.algorithm, self.spaces, self.config, self.seed = algorithm, spaces, config, config.seed
+        self._sessions: dict[bool, ActingSession] = {}  # by whether they are deterministic
+
+    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
+        """Return the environment's action for one raw observation, or a batch of actions for a batch; memory is empty.
+
+        `action_mask` has the form of the environment's `info["action_mask"]`, one per observation of a batch; None
+        allows every action.
+        """
+        encoded, is_batch = encode_for_prediction(self.spaces, obs)
+        masks = masks_for_prediction(self.spaces, action_mask, len(encoded), is_batch=is_batch)
+        with acting_lock(self.algorithm):
+            session = self.session(len(encoded), deterministic)
+            chosen = session.act(encoded, masks, np.ones(len(encoded), dtype=bool))
+        actions = self.spaces.map_actions(chosen)
+        return actions if is_batch else plain_action(actions[0])
+
+    def session(self, count: int, deterministic: bool) -> ActingSession:
+        """The acting session for that many rows, with empty memory; always the same one, so that sampling continues."""
+        if deterministic not in self._sessions:
+            self._sessions[deterministic] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
+        self._sessions[deterministic].forget(count)
+        return self._sessions[deterministic]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the parts of a checkpoint that prediction needs, in the checkpoint format."""
+        with acting_lock(self.algorithm):
+            state = dict(self.algorithm.state_dict())
+        parts = {"config": self.config.model_dump(mode="json"), "spaces": self.spaces.to_dict(), "algorithm": state}
+        return _unpickle_policy, (pack_tree(parts), network_of(self.algorithm))
+
+
+def _unpickle_policy(data: bytes, network: Any = None) -> TrainedPolicy:
+    return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data), network))
+
+
+class DiscreteAction(int):
+    """An int that cannot be unpacked: `action, _ = model.predict(obs)` says what to write instead."""
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(ACTION_ALONE)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a plain int."""
+        return int, (int(self),)
+
+
+def plain_action(action: Any) -> Any:
+    """A discrete action as an int, any other as an array."""
+    array = np.asarray(action)
+    return DiscreteAction(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
+
+
+def load_policy(path: PathLike, network: Any = None) -> TrainedPolicy:
+    """Load the policy of a checkpoint on the CPU, ready to predict; `network` is your own network, if it has one."""
+    return TrainedPolicy(*load_algorithm(path, read_checkpoint(path), network))

@@ -41,7 +41,7 @@ class Ranks:
 
     def seed(self, seed: int) -> int:
         """The seed of this rank's own environments and draws; rank 0's is the run's."""
-        return seed
+        return seed if self.rank == 0 else int(np.random.SeedSequence([seed, 2, self.rank]).generate_state(1)[0])
 
     def join(self, algorithm: Algorithm) -> None:
         """Make a learner learn together with those of the other ranks."""
@@ -61,9 +61,6 @@ class Ranks:
     def union(self, items: Iterable[T]) -> list[T]:
         """The items of all ranks, rank by rank; raises an error that another rank passes to `tell`."""
         return list(items)
-
-    def tell(self, error: BaseException) -> None:
-        """Raise an error in the other ranks, which wait in `union`."""
 
     def settled(self, collect: Callable[[Request], Experience]) -> Callable[[Request], Experience]:
         """`collect` with the episodes of all ranks; all raise a failure of one, before anything is stored."""
@@ -85,10 +82,6 @@ class TorchRanks(Ranks):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self._known: BaseException | None = None
-
-    def seed(self, seed: int) -> int:
-        """The run's seed for rank 0, a different one for each other rank."""
-        return seed if self.rank == 0 else int(np.random.SeedSequence([seed, 2, self.rank]).generate_state(1)[0])
 
     def join(self, algorithm: Algorithm) -> None:
         """Set these ranks in every module whose class has `ranks`."""
@@ -144,24 +137,20 @@ class TorchRanks(Ranks):
             try:
                 done[0] = function()
             except BaseException as error:
-                if type(error) is KeyboardInterrupt:
-                    raise
-                self._share(error)
+                if type(error) is not KeyboardInterrupt:
+                    self._call(dist.broadcast_object_list, [None, self._portable(error)])
+                    self._known = error
                 raise
-            self._call(dist.broadcast_object_list, done)
-            return done[0]
         self._call(dist.broadcast_object_list, done)
-        if done[1] is not None:
-            raise self._learn(done[1])
+        self._raise_first(done[1:])
         return done[0]
 
-    def _share(self, error: BaseException) -> None:
-        self._call(dist.broadcast_object_list, [None, self._portable(error)])
-        self._known = error
-
-    def _learn(self, error: BaseException) -> BaseException:
-        self._known = error
-        return error
+    def _raise_first(self, told: Iterable[Any]) -> None:
+        """Raise the first error among what ranks have sent."""
+        for error in told:
+            if isinstance(error, BaseException):
+                self._known = error
+                raise error
 
     def _portable(self, error: BaseException) -> BaseException:
         """The error, or a RankFailure with its text if it cannot be pickled."""
@@ -179,13 +168,11 @@ class TorchRanks(Ranks):
         if not most:
             return own
         every = self._exchange(own)
-        for told in every:
-            if isinstance(told, BaseException):
-                raise self._learn(told)
+        self._raise_first(every)
         return [item for part in every for item in part]
 
     def tell(self, error: BaseException) -> None:
-        """Call this instead of `union`."""
+        """Raise an error in the other ranks, which wait in `union`; call this instead of it."""
         self.largest(FAILED)
         self._exchange(self._portable(error))
         self._known = error

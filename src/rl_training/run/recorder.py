@@ -9,8 +9,7 @@ from typing import Any
 from rl_training.algorithms.base import read_metrics
 from rl_training.record.logger import RunLogger, SilentLogger
 from rl_training.run.build import Session
-from rl_training.run.cadence import Cadence
-from rl_training.run.state import summarize_episodes
+from rl_training.run.cadence import Cadence, summarize_episodes
 
 
 class Recorder:
@@ -47,7 +46,7 @@ class Recorder:
     def log_row(self, latest: Mapping[str, float], *, last: bool) -> None:
         """Log one row of metrics; `last` means that it is logged only because the run ends."""
         row = self.metrics(latest, last=last)
-        row["steps_per_second"] = self.cadence.clock.steps_per_second(self.state.step)
+        row["steps_per_second"] = self.cadence.clock.steps_per_second()
         self.logger.log(self.state.step, row, last=last)
         self.logged_update = self.state.updates
 

@@ -1,29 +1,29 @@
-"""`Run`: counting, logging, evaluation and checkpoints of one run; `interruption.py` handles ending it early."""
+"""`Run`: counting, logging, evaluation and checkpoints of one run; `interruption.py` handles ending it early.
+
+`Callback` is the base class for user code that a run calls.
+"""
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from rl_training.algorithms.base import UpdateResult, read_metrics
 from rl_training.envs.stepper import Episode
-from rl_training.errors import EnvironmentFailure, TrainingFailure, did_you_mean
+from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean
 from rl_training.record.checkpoints import CheckpointFolder
 from rl_training.run.build import Session, describe_machine
-from rl_training.run.cadence import Cadence, first_state
-from rl_training.run.callback import Callback
+from rl_training.run.cadence import Cadence, RunState, first_state
 from rl_training.run.evaluation import EvaluationResult, Evaluator
 from rl_training.run.folder import keep_lock, write_run_files
 from rl_training.run.interruption import Interruption, StopRequest, can_save_after
+from rl_training.run.learner import SCHEMA
 from rl_training.run.recorder import Recorder
-from rl_training.run.state import RunState, checkpoint_tree
 
 FEW = 5  # maximum episodes of evaluations that were not asked for, except the last
 LAST_EPISODES = 100  # of which the log has the mean
@@ -31,8 +31,44 @@ LAST_EPISODES = 100  # of which the log has the mean
 REASONS = (None, "total_timesteps", "max_updates", "max_seconds", "early_stopping", "callback", "SIGINT", "SIGTERM")
 
 
+class Callback:
+    """Base class of callbacks: override the methods you need; return False from any of them to stop the run.
+
+    `run` has `step`, `updates`, `config`, `run_dir` and `metrics`, the newest value of every logged metric.
+    """
+
+    def on_start(self, run: Run) -> bool | None:
+        """Called before the first step."""
+
+    def on_update(self, run: Run) -> bool | None:
+        """Called after each turn of the loop."""
+
+    def on_evaluation(self, run: Run, metrics: dict[str, Any]) -> bool | None:
+        """Called after each evaluation."""
+
+    def on_end(self, run: Run) -> bool | None:
+        """Called after the last step."""
+
+
+def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
+    """Check the callbacks; each must have at least one method to call."""
+    if callbacks is not None and not isinstance(callbacks, Iterable):
+        raise UserError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks.")
+    told = list(callbacks or ())
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in told:
+        if not any(callable(getattr(callback, name, None)) for name in events):
+            raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
+    return told
+
+
 class NotSaved(TrainingFailure):
     """A checkpoint could not be written."""
+
+
+def first_not_finite(metrics: Mapping[str, float]) -> str | None:
+    """The first metric that is a NaN or an infinity."""
+    return next((name for name, value in metrics.items() if not math.isfinite(value)), None)
 
 
 class Run:
@@ -75,22 +111,9 @@ class Run:
         return self.state.updates
 
     @property
-    def episodes(self) -> Sequence[tuple[float, int]]:
-        """Return and length of the last finished episodes, at most 100."""
-        return self.state.episodes
-
-    @property
     def metrics(self) -> dict[str, float]:
         """The newest value of every logged metric, as floats."""
         return self.recorder.metrics()
-
-    def progress_metrics(self) -> dict[str, float]:
-        """Counters, episode statistics and scheduled values."""
-        return self.recorder.progress_metrics()
-
-    def pace(self) -> tuple[float, float]:
-        """Recent steps per second, and the seconds left until the first budget is spent."""
-        return self.cadence.pace()
 
     # called by the loop ------------------------------------------------------------------------------------------
 
@@ -98,11 +121,12 @@ class Run:
         """Write the first checkpoint, so that one exists whenever the run is killed."""
         for message in self.messages:
             self.logger.message(message)
-        self.ranks.first(partial(write_run_files, self.run_dir, self.config, self.messages))
+        self.ranks.first(self._write_run_files)
         self.save_checkpoint()
         self._tell("on_start")
-        self._evaluate_when_due()  # a signal had ended the run during this evaluation
-        self.clock.start(self.step, self.updates)
+        if self.cadence.evaluation_due():  # a signal had ended the run during this evaluation
+            self.evaluate()
+        self.clock.start()
 
     def finished(self) -> bool:
         """Whether a budget is used up or a stop was requested."""
@@ -143,8 +167,7 @@ class Run:
         self.state.updates += 1
         self.state.latest = result.metrics
         if self._checks_every_update:
-            value = result.metrics.get(result.watch, 0.0)
-            value = value.item() if isinstance(value, Tensor) else value
+            value = float(result.metrics.get(result.watch, 0.0))
             if not math.isfinite(value if self.ranks.count == 1 else self.ranks.average([value])[0]):
                 self._fail(result.watch)
         if self.stop.interruption is not None:
@@ -153,12 +176,13 @@ class Run:
     def tick(self) -> None:
         """Log, evaluate, checkpoint and stop early, each when it is due."""
         self.phase, self.state.abandoned = "between turns", False
-        self.clock.tick(self.step, self.updates)
+        self.clock.tick()
         if self.cadence.takes_log():
             self.log_row()
         elif self.logger.progress_due:
             self.recorder.show_progress()
-        self._evaluate_when_due()
+        if self.cadence.evaluation_due():
+            self.evaluate()
         due = self.cadence.checkpoint_due()
         if due if self.ranks.count == 1 else self.ranks.largest(due):
             try:
@@ -173,21 +197,10 @@ class Run:
     def log_row(self, *, last: bool = False) -> None:
         """Log one row of metrics, after checking for NaN; `last` means that it is logged only because the run ends."""
         latest = self.recorder.read_latest()
-        for name, value in latest.items():
-            if not math.isfinite(value):
-                self._fail(name)
+        if bad := first_not_finite(latest):
+            self._fail(bad)
         self.recorder.log_row(latest, last=last)
         self.recorder.show_progress()
-
-    def _evaluate_when_due(self) -> None:
-        """Evaluate every `eval_interval` steps; an evaluation that was not completed stays due."""
-        if not self.cadence.takes_evaluation():
-            return
-        try:
-            self.evaluate()
-        finally:
-            if self.config.eval_episodes and self.recorder.evaluated_step != self.step:
-                self.cadence.evaluate_again()
 
     def evaluate(self, *, last: bool = False) -> dict[str, Any]:
         """Evaluate now; keep the best checkpoint and, unless `last` (as in `log_row`), check for early stopping.
@@ -195,6 +208,7 @@ class Run:
         A signal ends the evaluation at once; then nothing is logged, and the result is empty.
         """
         if not self.config.eval_episodes:
+            self.cadence.evaluated()
             return {}
         self.phase = "evaluation"
         try:
@@ -204,6 +218,7 @@ class Run:
             return {}
         finally:
             self.phase = "between turns"
+        self.cadence.evaluated()
         with self.clock.pause("evaluate"):
             self.state.last_evaluation = metrics = result.metrics()
             self.recorder.log_evaluation(metrics, result.returns, last=last)
@@ -265,17 +280,31 @@ class Run:
         source = self._source_state()
         if not replay:
             source.pop("replay", None)
-        self.state.abandoned = bool(self.ranks.largest(self.state.abandoned))
-        read = {"train_seconds": self.clock.seconds, "latest": self.recorder.read_latest()}
-        tree = checkpoint_tree(self.session, source, self.state.model_copy(update=read), self.machine)
+        state, algorithm = self.state, dict(self.session.algorithm.state_dict())
+        state.abandoned = bool(self.ranks.largest(state.abandoned))
+        counters = {**dict(state), "train_seconds": self.clock.seconds, "latest": self.recorder.read_latest()}
+        others = self.ranks.gather(algorithm, source)
+        tree = {
+            "schema": SCHEMA,
+            "config": self.config.model_dump(mode="json"),
+            "spaces": self.session.spaces.to_dict(),
+            "algorithm": algorithm,
+            "source": source,
+            "run": counters,
+            "machine": self.machine,
+            **({"ranks": others} if others else {}),
+        }
 
         def write() -> None:
             keep_lock(self.run_dir)
             if not (self.run_dir / "config.yaml").is_file():  # the folder was deleted
-                write_run_files(self.run_dir, self.config, self.messages)
+                self._write_run_files()
             self.checkpoints.save(name, tree)
 
         self.ranks.first(write)
+
+    def _write_run_files(self) -> None:
+        write_run_files(self.run_dir, self.config, self.machine, self.messages)
 
     def _source_state(self) -> dict[str, Any]:
         try:
@@ -309,8 +338,7 @@ class Run:
         bad = None
         with suppress(RuntimeError):  # a GPU may be lost
             bad = self.session.algorithm.first_bad_tensor()
-            metrics = read_metrics(self.state.latest)
-            bad = bad or next((name for name, value in metrics.items() if not math.isfinite(value)), None)
+            bad = bad or first_not_finite(read_metrics(self.state.latest))
         if bad is not None:
             self._fail(bad, error)
 
@@ -345,8 +373,7 @@ class Run:
         if self.state.latest and self.recorder.logged_update != self.updates:
             self.log_row(last=True)
         self.save_checkpoint(keep_step=bool(self.config.checkpoint_interval))
-        evaluation = self.state.last_evaluation if self.recorder.evaluated_step == self.step else {}
-        known = evaluation.get("eval_episodes", 0)
+        known = self.state.last_evaluation.get("eval_episodes", 0) if self.recorder.evaluated_step == self.step else 0
         due = self.stop_reason not in ("SIGINT", "SIGTERM") and known < self.config.eval_episodes
         evaluated = due and bool(self.evaluate(last=True))
         if evaluated:
@@ -357,7 +384,7 @@ class Run:
         self._tell("on_end")
         return {
             "global_step": self.step,
-            **self.progress_metrics(),
+            **self.recorder.progress_metrics(),
             **self.state.last_evaluation,
             **self.metrics,
             "train_seconds": self.clock.seconds,

@@ -4,42 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from rl_training.algorithms.base import Algorithm
 from rl_training.config.choices import torch_settings_restored
-from rl_training.config.own_network import network_of
 from rl_training.config.settings import AnyConfig, keys_located, read_config
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.train_config import TrainConfig, load_config
-from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import UserEnv, read_env, read_recipe
-from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, counted
-from rl_training.record.checkpoints import pack_tree, unpack_tree
-from rl_training.run.acting import ActingSession, acting_lock
+from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, open_session
-from rl_training.run.callback import Callback, read_callbacks
-from rl_training.run.continuing import find_run, write_asked
+from rl_training.run.cadence import RunState, summarize_episodes
 from rl_training.run.evaluation import Evaluator
-from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, run_dir_of
+from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, read_end, run_dir_of
 from rl_training.run.interruption import abandon_turn_on_signal, save_on_failure, stop_error, stop_on_signals
-from rl_training.run.learner import PathLike, check_same_spaces, load_algorithm, read_checkpoint
 from rl_training.run.loop import run_loop
 from rl_training.run.ranks import join_ranks
-from rl_training.run.restoring import restore_session
-from rl_training.run.run import Run
-from rl_training.run.state import RunState, summarize_episodes
-from rl_training.run.status import read_end
-from rl_training.stable_baselines3 import ACTION_ALONE
-from rl_training.validation import validate
+from rl_training.run.restoring import find_run, restore_session, write_asked
+from rl_training.run.run import Callback, Run, read_callbacks
+from rl_training.validation import validate, whole_number
 
 
 @dataclass(frozen=True)
@@ -49,7 +38,7 @@ class TrainResult:
     run_dir: Path
     checkpoint_path: Path
     metrics: dict[str, Any]
-    policy: TrainedPolicy = field(repr=False)
+    policy: learner.TrainedPolicy = field(repr=False)
     stop_signal: int | None = field(default=None, repr=False)  # the number of the signal that stopped the run
 
     def raise_signal(self) -> TrainResult:
@@ -60,66 +49,6 @@ class TrainResult:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"step {self.metrics['global_step']:,} is saved in {self.checkpoint_path}")
         raise error
-
-
-class TrainedPolicy:
-    """A learner with the spaces of its environment: predicts without an environment, in any thread.
-
-    It can be pickled and sent to another process, where it acts on the CPU and restarts its generator from its seed.
-    """
-
-    def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, config: TrainConfig) -> None:
-        self.algorithm, self.spaces, self.config, self.seed = algorithm, spaces, config, config.seed
-        self._sessions: dict[bool, ActingSession] = {}  # by whether they are deterministic
-
-    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
-        """Return the environment's action for one raw observation, or a batch of actions for a batch; memory is empty.
-
-        `action_mask` has the form of the environment's `info["action_mask"]`, one per observation of a batch; None
-        allows every action.
-        """
-        encoded, is_batch = encode_for_prediction(self.spaces, obs)
-        masks = masks_for_prediction(self.spaces, action_mask, len(encoded), is_batch=is_batch)
-        with acting_lock(self.algorithm):
-            session = self.session(len(encoded), deterministic)
-            chosen = session.act(encoded, masks, np.ones(len(encoded), dtype=bool))
-        actions = self.spaces.map_actions(chosen)
-        return actions if is_batch else plain_action(actions[0])
-
-    def session(self, count: int, deterministic: bool) -> ActingSession:
-        """The acting session for that many rows, with empty memory; always the same one, so that sampling continues."""
-        if deterministic not in self._sessions:
-            self._sessions[deterministic] = ActingSession(self.algorithm, count, self.seed, deterministic=deterministic)
-        self._sessions[deterministic].forget(count)
-        return self._sessions[deterministic]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the parts of a checkpoint that prediction needs, in the checkpoint format."""
-        with acting_lock(self.algorithm):
-            state = dict(self.algorithm.state_dict())
-        parts = {"config": self.config.model_dump(mode="json"), "spaces": self.spaces.to_dict(), "algorithm": state}
-        return _unpickle_policy, (pack_tree(parts), network_of(self.algorithm))
-
-
-def _unpickle_policy(data: bytes, network: Any = None) -> TrainedPolicy:
-    return TrainedPolicy(*load_algorithm("the pickled policy", unpack_tree(data), network))
-
-
-class DiscreteAction(int):
-    """An int that cannot be unpacked: `action, _ = model.predict(obs)` says what to write instead."""
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(ACTION_ALONE)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a plain int."""
-        return int, (int(self),)
-
-
-def plain_action(action: Any) -> Any:
-    """A discrete action as an int, any other as an array."""
-    array = np.asarray(action)
-    return DiscreteAction(array) if array.ndim == 0 and np.issubdtype(array.dtype, np.integer) else array
 
 
 @torch_settings_restored()
@@ -139,7 +68,7 @@ def train(
     found = ranks.first(lambda: find_run(config)) if continues else None
     if found is not None and found.is_done:
         if console and ranks.rank == 0:
-            print(f"{found.run_dir} is done already; there is nothing to train", file=sys.stderr)
+            print(f"{found.latest.parents[1]} is done already; there is nothing to train", file=sys.stderr)
         return load_result(found.latest, config.named)
     if found is not None:
         return resume_training(
@@ -192,24 +121,22 @@ def execute(
     restored: RunState | None = None, notes: Iterable[str] = (),
 ) -> TrainResult:  # fmt: skip
     """Run the loop of an open session in its folder."""
-    resolved = session.config
+    config, ranks, here = session.config, session.ranks, Path.cwd()
     kept, *warnings = session.store.describe().split("\n")
-    here = Path.cwd()
     shown = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
-    where = f" in {counted(int(resolved.num_workers), 'worker')}" if resolved.has_workers else ""
-    where += " on Ray" if resolved.execution_backend == "ray" else ""
-    messages = [
-        f"{resolved.algo} on {resolved.env_id}: {shown} (device {resolved.device}, threads {resolved.threads}, "
-        f"{counted(resolved.num_envs, 'environment')} {resolved.vectorization}{where}, {kept}"
-        + (f", each of {session.ranks.count} learners)" if session.ranks.count > 1 else ")"),
-        *warnings,
-        *session.notes,
-        *notes,
-    ]
+    where = f" in {counted(int(config.num_workers), 'worker')}" if config.has_workers else ""
+    where += " on Ray" if config.execution_backend == "ray" else ""
+    each = f", each of {ranks.count} learners" if ranks.count > 1 else ""
+    begins = (
+        f"{config.algo} on {config.env_id}: {shown} (device {config.device}, threads {config.threads}, "
+        f"{counted(config.num_envs, 'environment')} {config.vectorization}{where}, {kept}{each})"
+    )
+    messages = [begins, *warnings, *session.notes, *notes]
     shows = sys.stderr.isatty() if console is None else console
     with closed_on_error(session):
         run = Run(session, run_dir, callbacks=callbacks, console=shows, restored=restored, messages=messages)
-    with end_written(run_dir, writes=session.ranks.rank == 0) as end, stop_on_signals(run):
+    ending: AbstractContextManager[dict[str, Any]] = nullcontext({}) if ranks.rank else end_written(run_dir)
+    with ending as end, stop_on_signals(run):
         try:
             with save_on_failure(run):
                 run.start()
@@ -219,50 +146,44 @@ def execute(
         finally:
             run.close()
         end["stop_reason"] = metrics["stop_reason"]
-    policy = TrainedPolicy(session.algorithm, session.spaces, session.config)
-    stop_signal = int(session.ranks.largest(run.stop.signal or 0)) or None  # torchrun kills the others when one exits
+    policy = learner.TrainedPolicy(session.algorithm, session.spaces, config)
+    stop_signal = int(ranks.largest(run.stop.signal or 0)) or None  # torchrun kills the others when one exits
     return TrainResult(run_dir, run.checkpoints.latest, metrics, policy, stop_signal)
 
 
 def load_result(path: Path, names: tuple[str, ...]) -> TrainResult:
     """The result of a run that has ended, from its newest checkpoint; `names` may be imported."""
-    tree = read_checkpoint(path)
+    tree = learner.read_checkpoint(path)
     state = validate(RunState, tree["run"], f"{path}, run")
     metrics = {
         "global_step": state.step, "updates": state.updates, **summarize_episodes(state.episodes),
         **state.last_evaluation, **state.collected_metrics, **state.latest, "train_seconds": state.train_seconds,
         "stop_reason": read_end(path.parents[1]).get("stop_reason"),
     }  # fmt: skip
-    return TrainResult(path.parents[1], path, metrics, TrainedPolicy(*load_algorithm(path, tree, names)))
-
-
-def load_policy(path: PathLike, network: Any = None) -> TrainedPolicy:
-    """Load the policy of a checkpoint on the CPU, ready to predict; `network` is your own network, if it has one."""
-    return TrainedPolicy(*load_algorithm(path, read_checkpoint(path), network))
+    policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, names))
+    return TrainResult(path.parents[1], path, metrics, policy)
 
 
 def predict_checkpoint(
-    path: PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None, network: Any = None
+    path: learner.PathLike, obs: Any, *, deterministic: bool = True, action_mask: Any = None, network: Any = None
 ) -> Any:
     """The action of a checkpoint's policy for one observation or a batch; `action_mask` as `predict` takes it."""
-    return load_policy(path, network).predict(obs, deterministic, action_mask=action_mask)
+    return learner.load_policy(path, network).predict(obs, deterministic, action_mask=action_mask)
 
 
 @torch_settings_restored()
 def evaluate_checkpoint(
-    path: PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
-    env: UserEnv | None = None, seed: int | None = None, record_video_dir: PathLike | None = None,
+    path: learner.PathLike, *, num_episodes: int | None = None, deterministic: bool = True,
+    env: UserEnv | None = None, seed: int | None = None, record_video_dir: learner.PathLike | None = None,
     render: bool = False, network: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of whole episodes with a checkpoint's policy, including per-episode returns and lengths."""
-    whole = isinstance(num_episodes, (int, np.integer)) and not isinstance(num_episodes, bool)
-    if num_episodes is not None and (not whole or num_episodes < 1):
-        raise UserError(f"num_episodes is {num_episodes!r}; it must be a whole number of at least 1.")
+    asked = None if num_episodes is None else whole_number("num_episodes", num_episodes, least=1)
     network = env if network is None and isinstance(env, tuple) else network
-    algorithm, spaces, config = load_algorithm(path, read_checkpoint(path), network)
-    episodes = int(num_episodes) if num_episodes is not None else max(config.eval_episodes, 1)
+    algorithm, spaces, config = learner.load_algorithm(path, learner.read_checkpoint(path), network)
+    episodes = asked or config.eval_episodes or 1
     recipe = read_recipe(config.env_id, config.env_kwargs, env)
-    check_same_spaces(spaces, probe_spaces(recipe))
+    learner.check_same_spaces(spaces, probe_spaces(recipe))
     seed = config.seed if seed is None else seed
     torch.set_num_threads(int(config.threads))
     videos = None if record_video_dir is None else Path(record_video_dir)
@@ -274,7 +195,7 @@ def evaluate_checkpoint(
 
 @torch_settings_restored()
 def resume_training(
-    path: PathLike, *, total_timesteps: int | None = None, output_dir: PathLike | None = None,
+    path: learner.PathLike, *, total_timesteps: int | None = None, output_dir: learner.PathLike | None = None,
     changes: Mapping[str, Any] | None = None, force: bool = False, env: UserEnv | None = None,
     callbacks: Iterable[Callback] | None = None, console: bool | None = None, raise_on_signal: bool = True,
 ) -> TrainResult:  # fmt: skip
@@ -284,11 +205,8 @@ def resume_training(
     `raise_on_signal` is as in `train`.
     """
     told = read_callbacks(callbacks)
-    wanted = dict(changes or {})
-    if total_timesteps is not None:
-        wanted["total_timesteps"] = total_timesteps
-    if output_dir is not None:
-        wanted["output_dir"] = str(output_dir)
+    named = {"total_timesteps": total_timesteps, "output_dir": None if output_dir is None else str(output_dir)}
+    wanted = {**(changes or {}), **{name: value for name, value in named.items() if value is not None}}
     begun_in = run_dir_of(Path(path))
     elsewhere = not {"output_dir", "env_id"}.isdisjoint(wanted)  # another environment means another run
     in_place = begun_in if begun_in is not None and not elsewhere and is_newest(Path(path), begun_in) else None
@@ -301,8 +219,7 @@ def resume_training(
             home = TrainConfig.model_fields["output_dir"].default if begun_in is None else str(begun_in.parent)
             session.config = session.config.model_copy(update={"output_dir": home})
             if begun_in is not None and not elsewhere:
-                branch = f"{path} is not the newest state of {begun_in}, so this branch gets its own folder."
-                notes.append(branch)
+                notes.append(f"{path} is not the newest state of {begun_in}, so this branch gets its own folder.")
         with closed_on_error(session):
             run_dir = in_place or ranks.first(lambda: branch_run_dir(session.config, begun_in))
             if in_place is None:

@@ -30,8 +30,7 @@ from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.inputs import encode_for_prediction
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import TrainingFailure, UserError
-from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint
-from rl_training.run.workflows import TrainedPolicy
+from rl_training.run.learner import PathLike, TrainedPolicy, load_algorithm, read_checkpoint
 from rl_training.safe_files import output_written, refuse_link, write_text
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}

@@ -14,8 +14,8 @@ from rl_training.data import TransitionDataset
 from rl_training.envs.recipe import UserEnv
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
+from rl_training.run.evaluation import play_policy
 from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint
-from rl_training.run.recording import play_policy
 from rl_training.safe_files import output_written, refuse_link, replacing
 
 PLAYED = 11  # windows' worth of steps that are played to find one window

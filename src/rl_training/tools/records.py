@@ -14,7 +14,7 @@ import numpy as np
 from rl_training.config.train_config import read_yaml
 from rl_training.errors import UserError
 from rl_training.record.metrics_file import is_number, read_metrics
-from rl_training.run.status import find_run_folders, find_status, read_json
+from rl_training.run.folder import find_run_folders, find_status, read_json
 from rl_training.tools.statistics import Array
 
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"

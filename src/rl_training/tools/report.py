@@ -288,9 +288,8 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
     from rl_training.envs.probe import probe_spaces
     from rl_training.envs.recipe import read_recipe
     from rl_training.play import closed_after, play
-    from rl_training.run.acting import ActingSession
     from rl_training.run.evaluation import EVALUATION_STREAM
-    from rl_training.run.learner import check_same_spaces, load_algorithm, read_checkpoint
+    from rl_training.run.learner import ActingSession, check_same_spaces, load_algorithm, read_checkpoint
 
     names = env if isinstance(env, tuple) else None
     algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint), names)

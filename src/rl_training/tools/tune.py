@@ -28,8 +28,7 @@ from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, dump_yaml, parse_yaml
 from rl_training.errors import UserError, did_you_mean
 from rl_training.run.cadence import EVALUATIONS
-from rl_training.run.callback import Callback
-from rl_training.run.run import Run
+from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import train
 from rl_training.safe_files import output_written, refuse_link, write_text
 from rl_training.tools.study_file import check_study, open_study, readable
