@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from resume_cases import SPECS, take_steps, tiny
-from rl_training.algorithms.base import Algorithm
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Algorithm, Number, Setting
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch
-from rl_training.algorithms.exploration import PolicyActing
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number
 from rl_training.ops.policy import approx_kl
 from rl_training.ops.returns import gae
 from rl_training.speed.optimizer import Backward, Optimizer
@@ -65,6 +63,26 @@ class RewardScale(nn.Module):
         """The inverse of `get_extra_state`."""
         running = state["running"]
         self.running = None if running is None else running.to(self.moments.device)
+
+
+class PolicyActing(Algorithm):
+    """A learner of a `policy` that samples (`act`) and estimates values: the rollout family, GAIL."""
+
+    policy: Any
+
+    def acting(self) -> nn.Module:
+        """Policy and normalizer."""
+        policy: nn.Module = self.policy
+        return policy
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """Actions, with the log-probabilities and values that a rollout stores with them."""
+        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
+        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
 
 
 class ActorCriticAlgorithm(PolicyActing):

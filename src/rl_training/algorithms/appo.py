@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ratio_statistics
-from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult, check_bound
 from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
-from rl_training.algorithms.numbers import Number, Setting, check_bound
 from rl_training.ops.losses import Losses, clipped_surrogate, means
 from rl_training.ops.policy import approx_kl
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, UpdateResult
 
 
 def bc_loss(batch: Batch, ent_coef: float = 0.0) -> dict[str, Tensor]:

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.exploration import GaussianExploration
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, NumpyPolicy, UpdateResult
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, transition_columns
+from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
 def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -39,6 +36,27 @@ def ddpg_loss(batch: Batch) -> dict[str, Tensor]:
 def clip_rows(gradients: Tensor, clip: float) -> Tensor:
     """Rows [B, A] shortened to the length `clip` where they are longer."""
     return gradients * (clip / torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)).clamp(max=1.0)
+
+
+class GaussianExploration(Algorithm):
+    """A learner whose `model.actor(obs)` is mu(s) in [-1, 1] and that explores with Gaussian noise."""
+
+    model: Any
+    exploration_noise: float  # the deviation of the noise; a schedule may change it
+
+    @torch.no_grad()
+    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
+        """mu(s), with Gaussian noise unless deterministic."""
+        actions = self.model.actor(obs)
+        if not deterministic:
+            noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
+            actions = (actions + self.exploration_noise * noise).clamp_(-1.0, 1.0)
+        return ActOutput(actions)
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The same in numpy, if the acting network has a numpy form."""
+        make = getattr(self.acting(), "numpy_policy", None)
+        return None if make is None else make(lambda: self.exploration_noise)
 
 
 class DDPG(GaussianExploration):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Batch
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
-from rl_training.ops.losses import huber
-from rl_training.ops.targets import bellman_target, double_q_values
+from rl_training.ops.losses import bellman_target, double_q_values, huber
 
 
 def dqn_terms(q_values: Tensor, actions: Tensor, targets: Tensor) -> SampleTerms:

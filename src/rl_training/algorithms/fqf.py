@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Array, Batch, Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose, mask_scores
 from rl_training.errors import UserError
 from rl_training.ops.distributional import fraction_gradient, quantile_huber
-from rl_training.ops.targets import bellman_target
+from rl_training.ops.losses import bellman_target
 from rl_training.speed.optimizer import Backward
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, UpdateResult
 from rl_training.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 from rl_training.ops.returns import vtrace
 from rl_training.speed.optimizer import Backward

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, UpdateResult
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 from rl_training.speed.optimizer import PLAIN_ADAM

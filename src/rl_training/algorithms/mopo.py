@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch
+from rl_training.algorithms.base import Batch, Number
 from rl_training.algorithms.mbpo import MBPO, mbpo_model_loss
-from rl_training.algorithms.numbers import Number
 
 
 def mopo_model_loss(batch: Batch) -> dict[str, Tensor]:

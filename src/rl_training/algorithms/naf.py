@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.exploration import GaussianExploration
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, UpdateResult
+from rl_training.algorithms.ddpg import GaussianExploration
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, transition_columns
+from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
 def naf_loss(batch: Batch) -> dict[str, Tensor]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_statistics, select_rows
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
 from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
 
 MOST_STEPS = 32  # in one graph

@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Number, NumpyPolicy, Setting, UpdateResult
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import chosen_slopes, index_actions, weighted_mean
-from rl_training.ops.targets import transition_columns
+from rl_training.ops.losses import chosen_slopes, index_actions, transition_columns, weighted_mean
 from rl_training.play import random_actions
 from rl_training.speed.optimizer import Backward
 
@@ -177,7 +175,7 @@ class QLearning(Algorithm):
 
     @torch.no_grad()
     def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        self, obs: Tensor, carry: Any = None, *, is_first: Tensor | None = None, deterministic: bool = False,
         action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Array, Batch, Number, Setting
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.ops.distributional import quantile_huber
-from rl_training.ops.targets import bellman_target
+from rl_training.ops.losses import bellman_target
 
 
 class QRDQN(QLearning):

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch
-from rl_training.algorithms.numbers import Setting
+from rl_training.algorithms.base import Batch, Setting
 from rl_training.algorithms.sac import SAC, least, sac_loss
 from rl_training.errors import UserError
 

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting, check_bound
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult, check_bound
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, transition_columns
+from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
 def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch
+from rl_training.algorithms.base import Batch, Number, Setting
 from rl_training.algorithms.ddpg import DDPG, ddpg_loss
-from rl_training.algorithms.numbers import Number, Setting
 
 
 def td3_loss(batch: Batch) -> dict[str, Tensor]:

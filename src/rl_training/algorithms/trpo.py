@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
 from rl_training.ops.losses import squared_error
 from rl_training.ops.policy import conjugate_gradient
 from rl_training.speed.optimizer import flatten_parameters, join_parameters

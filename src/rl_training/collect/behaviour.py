@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_training.algorithms.base import Algorithm, Array, Carry, NumpyPolicy
 from rl_training.data.experience import Experience
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.speed.host_step import HostStep
+from rl_training.speed.capture import HostStep
 
 
 class Behaviour:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from rl_training.algorithms.base import Numbers
 from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.local import LocalCollector
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure
-from rl_training.speed.capture import CapturedStep, Numbers
+from rl_training.speed.capture import CapturedStep
 
 
 class DeviceCollector(LocalCollector):

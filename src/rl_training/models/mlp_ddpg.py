@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.ensemble import CriticEnsemble
-from rl_training.speed.numpy_forms import Array, numpy_forward
+from rl_training.speed.passes import Array, numpy_forward
 
 # obs [N, ...], masks (unused here), generator, deterministic -> actions [N, A]
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]

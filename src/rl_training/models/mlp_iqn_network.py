@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, linear, numpy_input
 from rl_training.models.mlp_q_network import hidden_layers, value_layers
 from rl_training.models.noisy import NoisyNetwork
-from rl_training.speed.numpy_forms import numpy_chain, numpy_step
-from rl_training.speed.passes import WrittenOut, runs_written_out
+from rl_training.speed.passes import WrittenOut, numpy_chain, numpy_step, runs_written_out
 
 Array = NDArray[Any]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.mlp_ddpg import NumpyPolicy, noisy_policy
-from rl_training.speed.numpy_forms import numpy_forward
+from rl_training.speed.passes import numpy_forward
 
 LOG_DIAGONAL_RANGE = (-10.0, 5.0)
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationInput, activation_layer, encode, encoded_dim, numpy_input
 from rl_training.models.noisy import NoisyNetwork, make_layer
-from rl_training.speed.numpy_forms import Array, NumpyStep, numpy_chain, numpy_step
-from rl_training.speed.passes import Backward, WrittenOut
+from rl_training.speed.passes import Array, Backward, NumpyStep, WrittenOut, numpy_chain, numpy_step
 
 # obs [N, D] and a generator for noise (None: mean weights) -> what `forward` returns, without torch
 NumpyNetwork = Callable[[Array, "np.random.Generator | None"], Array]

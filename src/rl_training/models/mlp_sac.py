@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, mlp, numpy_input
 from rl_training.models.mlp_ddpg import ActorAndCritics, NumpyPolicy
 from rl_training.ops.policy import tanh_log_det
-from rl_training.speed.numpy_forms import Array, numpy_forward
+from rl_training.speed.passes import Array, numpy_forward
 
 LOG_STD_RANGE = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import linear
-from rl_training.speed.numpy_forms import Array, NumpyStep, linear_step
+from rl_training.speed.passes import Array, NumpyStep, linear_step
 
 
 class NoisyLinear(nn.Module):

@@ -16,7 +16,7 @@ from rl_training.algorithms.base import Algorithm, Array, Carry
 from rl_training.envs.action_masks import read_masks
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.play import Act
-from rl_training.speed.host_step import HostStep
+from rl_training.speed.capture import HostStep
 
 CAN_BE_LEFT = False  # a signal may not interrupt this code (run/interruption.py)
 

@@ -135,7 +135,7 @@ class Optimizer(nn.Module):
 
     def step(self, loss: Tensor) -> Tensor:
         """Differentiate a loss, clip, and update the parameters; return the gradient norm before clipping."""
-        return self.apply_gradients(differentiate((loss,), (self._one,), self._params))
+        return self.apply_gradients(differentiate((loss,), (self._one,), inputs=self._params))
 
     def trace(self, network: Any, *inputs: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Backward]:
         """Outputs of a network (or of its method `call`) without an autograd graph, and a function that maps a loss's
@@ -149,7 +149,7 @@ class Optimizer(nn.Module):
         def backward(*slopes: Tensor | None) -> Gradients:
             given = [pair for pair in zip(tensors, slopes, strict=True) if pair[1] is not None]
             outputs, on_outputs = zip(*given, strict=True)
-            return differentiate(outputs, on_outputs, self._params)
+            return differentiate(outputs, on_outputs, inputs=self._params)
 
         detached = [tensor.detach() for tensor in tensors]
         return detached[0] if isinstance(outputs, Tensor) else type(outputs)(*detached), backward
@@ -179,7 +179,8 @@ class Optimizer(nn.Module):
             steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
             tensors = self.flat, grad, self.mean, self.square
             params, grads, means, squares = [(x,) if grad.is_cpu else split_evenly(x) for x in tensors]
-            adam_step(params, grads, means, squares, steps, learning_rate=self.learning_rate, eps=self.eps)
+            state_steps = [steps] * len(params)
+            adam_step(params, grads, means, squares, state_steps=state_steps, lr=self.learning_rate, eps=self.eps)
             return
         rate = self.learning_rate
         if self.kind != "sgd":

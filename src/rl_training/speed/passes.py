@@ -21,12 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.speed.private_torch import constant_in_graphs, count_holders, no_graph
+from rl_training.speed.private_torch import constant_in_graphs, holder_counter
 
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
 Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
+Array = NDArray[Any]
+NumpyStep = Callable[[Array, "np.random.Generator | None"], Array]  # x [N, D] and a generator, None for mean weights
+MOST_WEIGHTS = 2 * 256 * 256  # of a layer; above this a torch layer is as fast
+NUMPY_ACTIVATIONS: dict[type[nn.Module], Callable[[Array], Array]] = {
+    nn.Tanh: lambda x: np.tanh(x, out=x), nn.ReLU: lambda x: np.maximum(x, 0.0, out=x),
+}  # fmt: skip
 FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewest rows in learning and evaluation that repay compiling the kernels
 FUSED_UNITS = 64
 CAN_FUSE = bool(torch.version.cuda and find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))))
@@ -44,6 +51,7 @@ class GradientMemory:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
         self._pieces: Pieces | None = None
+        self._count: Callable[[], int]  # of the tensors that use it
         self._holders = 0
 
     def __reduce__(self) -> Any:
@@ -52,12 +60,13 @@ class GradientMemory:
 
     def take(self) -> Pieces:
         """Pieces to write into."""
-        if self._pieces is None or count_holders(self._pieces.flat) > self._holders:
+        if self._pieces is None or self._count() > self._holders:
             sizes = [p.numel() for p in self.parameters]
             flat = self.parameters[0].detach().new_empty(sum(sizes))
             self._pieces = Pieces(g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True))
             self._pieces.flat = flat
-            self._holders = count_holders(flat)
+            self._count = holder_counter(flat)
+            self._holders = self._count()
         return self._pieces
 
 
@@ -190,16 +199,16 @@ def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence
 
 def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tuple[list[Tensor], Backward]:
     """Outputs without a graph, and a function that maps their gradients to those of all parameters, in order."""
-    with no_graph():
+    with torch.no_grad():
         passed = [split.forward(x) for split in splits]
 
+    @torch.no_grad()
     def backward(*grads: Tensor) -> Pieces:
         pieces, start = memory.take(), 0
-        with no_graph():
-            for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
-                end = start + len(split.parameters)
-                split.backward(inputs, grad, pieces[start:end], False)
-                start = end
+        for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
+            end = start + len(split.parameters)
+            split.backward(inputs, grad, pieces[start:end], False)
+            start = end
         return pieces
 
     return [outputs for outputs, _ in passed], backward
@@ -296,3 +305,53 @@ def run_chain(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
     for module in modules:
         x = module(x)
     return x
+
+
+# acting in numpy ------------------------------------------------------------------------------------------------------
+
+
+def numpy_step(layer: nn.Module, most_weights: int = MOST_WEIGHTS) -> NumpyStep | None:
+    """A layer, or layers one after the other."""
+    if isinstance(layer, nn.Sequential):
+        return numpy_chain([numpy_step(part, most_weights) for part in layer])
+    if type(layer) in NUMPY_ACTIVATIONS:
+        activation = NUMPY_ACTIVATIONS[type(layer)]
+        return lambda x, rng: activation(x)
+    if isinstance(layer, nn.Linear):
+        return linear_step(layer, most_weights)
+    make = getattr(layer, "numpy_step", None)
+    return None if make is None else make()
+
+
+def linear_step(layer: Any, most_weights: int = MOST_WEIGHTS) -> NumpyStep | None:
+    """x W' + b of a layer with `weight` and `bias`."""
+    if layer.weight.device.type != "cpu" or layer.weight.numel() > most_weights:
+        return None
+    weight, bias = layer.weight.detach().numpy().T, layer.bias.detach().numpy()
+
+    def forward(x: Array, rng: np.random.Generator | None) -> Array:
+        x = x @ weight
+        x += bias
+        return x
+
+    return forward
+
+
+def numpy_chain(steps: list[NumpyStep | None]) -> NumpyStep | None:
+    """Steps one after the other; None when one of them is missing."""
+    known = [step for step in steps if step is not None]
+    if len(known) < len(steps):
+        return None
+
+    def forward(x: Array, rng: np.random.Generator | None) -> Array:
+        for step in known:
+            x = step(x, rng)
+        return x
+
+    return forward
+
+
+def numpy_forward(network: nn.Sequential) -> Callable[[Array], Array] | None:
+    """An MLP without noise."""
+    forward = numpy_step(network, most_weights=256 * 256)
+    return None if forward is None else lambda x: forward(x, None)
