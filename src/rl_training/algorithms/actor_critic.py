@@ -88,19 +88,16 @@ class PolicyActing(Algorithm):
 class ActorCriticAlgorithm(PolicyActing):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
-    gamma = Number("in [0, 1]")
-    gae_lambda = Number("in [0, 1]")
+    gamma = Number("in [0, 1]", 0.99)
+    gae_lambda = Number("in [0, 1]", 0.95)
+    optimizer_eps = Number("> 0", 1e-5, read="by value")
     optimizer: Optimizer
-    normalize_advantages: bool
+    normalize_advantages: Any
 
-    def __init__(
-        self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False,
-        optimizer_eps: float = 1e-5, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(optimizer_eps=optimizer_eps, **options)
+    def __init__(self, *, policy: nn.Module, normalize_rewards: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
         self.policy = policy
-        self.gamma, self.gae_lambda = gamma, gae_lambda
-        self.reward_scale = RewardScale(gamma) if normalize_rewards else None
+        self.reward_scale = RewardScale(self.gamma) if normalize_rewards else None
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
         """Log-probabilities, values and entropy [B] of rows, and a function that maps their slopes to gradients."""

@@ -199,7 +199,7 @@ class Algorithm(nn.Module):
         for name, setting in self.settings().items():
             setattr(self, name, settings.pop(name, setting.default))
         if settings:
-            raise TypeError(f"{type(self).__name__} has no argument {next(iter(settings))!r}")
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {next(iter(settings))!r}")
         self.optimizer_kind = optimizer
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
@@ -268,17 +268,19 @@ class Algorithm(nn.Module):
         """The declared settings and numbers that have a default, by name: arguments of the constructor."""
         return {name: value for name, value in declared(cls) if value.default is not NO_DEFAULT}
 
-    def make_optimizer(
-        self, name: str, parameters: Iterable[nn.Parameter],
-        learning_rate: str | tuple[str, str] = "learning_rate", **options: Any,
-    ) -> Optimizer:  # fmt: skip
+    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
-        It has the learner's kind of optimizer unless the options name another. `learning_rate`, `eps` and
-        `max_grad_norm` are names in `numbers` (of two, the first that is set counts), or numbers that stay as they are.
+        Its learning rate is that of its name (`critic_learning_rate` for "critic_optimizer") if the learner has one
+        that is set, else `learning_rate`. Its other options are the learner's, or those given: names in `numbers`, or
+        numbers that stay as they are.
         """
-        options = {"kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"} | options
-        optimizer = Optimizer(parameters, learning_rate=learning_rate, numbers=self.numbers, **options)
+        own = name.removesuffix("optimizer") + "learning_rate"
+        options = {
+            "learning_rate": (own, "learning_rate") if own in self.numbers else "learning_rate",
+            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm", **options,
+        }  # fmt: skip
+        optimizer = Optimizer(parameters, numbers=self.numbers, **options)
         self.add_module(name, optimizer)
         self._optimizers[name] = optimizer
         return optimizer

@@ -69,28 +69,19 @@ class DDPG(GaussianExploration):
     steps = ("critic_step", "actor_step")
     graphs = ("update_step",)
     target_update_interval: Any = None  # updates between target updates; None: with every actor step
-    gamma = Number("in [0, 1]")
-    tau = Number("in (0, 1]")
-    exploration_noise = Number(">= 0", read="to act")
-    action_gradient_clip = Number("> 0")
-    critic_learning_rate = Number(">= 0")
-    actor_learning_rate = Number(">= 0")
+    gamma = Number("in [0, 1]", 0.99)
+    tau = Number("in (0, 1]", 0.005)
+    exploration_noise = Number(">= 0", 0.1, read="to act")
+    action_gradient_clip = Number("> 0", None)
+    learning_rate = Number(">= 0", 1e-3)
+    critic_learning_rate = Number(">= 0", None)  # None: the learning rate
+    actor_learning_rate = Number(">= 0", None)
 
-    def __init__(
-        self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
-        exploration_noise: float = 0.1, action_gradient_clip: float | None = None,
-        critic_learning_rate: float | None = None, actor_learning_rate: float | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(**options)
+    def __init__(self, *, model: Any, **settings: Any) -> None:
+        super().__init__(**settings)
         self.model = model
-        self.gamma, self.tau, self.exploration_noise = gamma, tau, exploration_noise
-        self.action_gradient_clip = action_gradient_clip
-        self.learning_rate = learning_rate
-        self.critic_learning_rate, self.actor_learning_rate = critic_learning_rate, actor_learning_rate
-        critics, actor = model.critics.parameters(), model.actor.parameters()
-        critic_rate, actor_rate = ("critic_learning_rate", "learning_rate"), ("actor_learning_rate", "learning_rate")
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, critic_rate)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, actor_rate)
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
         self.last_actor_loss: Tensor

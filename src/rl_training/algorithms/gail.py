@@ -100,9 +100,8 @@ class GAIL(PolicyActing):
         self.discriminator_updates, self.discriminator_batch_size = discriminator_updates, discriminator_batch_size
         self.reward_form = reward_form
         self.absorbing_states = absorbing_states
-        self.discriminator_optimizer = self.make_optimizer(
-            "discriminator_optimizer", discriminator.parameters(), "discriminator_learning_rate", **PLAIN_ADAM
-        )
+        parameters = discriminator.parameters()
+        self.discriminator_optimizer = self.make_optimizer("discriminator_optimizer", parameters, **PLAIN_ADAM)
 
     @property
     def policy(self) -> Any:
