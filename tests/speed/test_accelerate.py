@@ -22,8 +22,8 @@ from resume_cases import SPECS, assert_same, rows_of, stop_and_resume, take_step
 from rl_training.algorithms.base import Algorithm, Numbers
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.collect import behaviour
-from rl_training.collect.behaviour import Behaviour
+from rl_training.collect import local
+from rl_training.collect.local import Behaviour
 from rl_training.config import choices
 from rl_training.config.choices import choose_acceleration
 from rl_training.errors import UserError
@@ -48,7 +48,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on the CPU are captured, in Python."""
     monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
     monkeypatch.setattr(capture, "CapturedStep", Recorded)
-    monkeypatch.setattr(behaviour, "HostStep", RecordedOnHost)
+    monkeypatch.setattr(local, "HostStep", RecordedOnHost)
     for module in (passes, mlp_iqn_network):  # on a GPU, there is no numpy inside of a step
         monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
@@ -262,7 +262,7 @@ def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
     for module in (passes, noisy):  # a GPU acts in torch
         monkeypatch.setattr(module, "linear_step", lambda *_: None)
     monkeypatch.setattr(Numbers, "_stays_float", lambda self, name, _: self.read.get(name) in ("by value", "never"))
-    for module in (behaviour, acting):
+    for module in (local, acting):
         monkeypatch.setattr(module, "HostStep", Kept)
 
     def config(name: str) -> Any:

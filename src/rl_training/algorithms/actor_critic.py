@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number
-from rl_training.ops.policy import approx_kl
 from rl_training.ops.returns import gae
 from rl_training.speed.optimizer import Backward, Optimizer
 
@@ -193,12 +192,6 @@ def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
         ended = terminated | truncated
         terminated = terminated if "terminated" in batch else terminated & ~truncated
     return terminated, ended
-
-
-def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
-    """Per-sample distance from the policy that acted: `approx_kl`, and whether the ratio left its clip range."""
-    apart = logratio.detach()
-    return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
 
 
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ratio_statistics
 from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult, check_bound
 from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
-from rl_training.ops.losses import Losses, clipped_surrogate, means
-from rl_training.ops.policy import approx_kl
+from rl_training.ops.losses import Losses, approx_kl, clipped_surrogate, means, ratio_statistics
 
 METRICS = (
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_statistics, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
 from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
-from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
+from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, ratio_statistics, value_error
 
 MOST_STEPS = 32  # in one graph
 

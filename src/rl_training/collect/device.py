@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from rl_training.algorithms.base import Numbers
-from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import LocalCollector
+from rl_training.collect.local import Behaviour, LocalCollector
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
 from rl_training.envs.stepper import Stepper

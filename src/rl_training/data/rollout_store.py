@@ -49,7 +49,7 @@ class RolloutStore:
     def _evaluate(self, algorithm: Algorithm) -> None:
         """Compute the values of all observations with the learner's critic, unless acting has computed them."""
         experience, device = self.experience, self.device
-        policy: Any = algorithm.acting()
+        policy: Any = algorithm.policy
 
         def evaluate(obs: Array) -> Array:
             return self._value(policy, torch.from_numpy(obs).to(device)).cpu().numpy()
@@ -108,7 +108,7 @@ class RolloutStore:
     def _hand_over(self, algorithm: Algorithm, reads_values: bool) -> dict[str, Tensor]:
         """The batch of experience in tensors; the host reads nothing, so it has final observations of all rows."""
         experience, count = self.experience, self.layout.num_envs
-        policy: Any = algorithm.acting()
+        policy: Any = algorithm.policy
         batch = {name: getattr(experience, name) for name in COLUMNS} | {"obs": experience.obs[:-1]}
         batch["behavior_logprobs"] = batch["logprobs"]
         if not reads_values:

@@ -1,8 +1,9 @@
-"""Losses, most of them with their slopes, and one-step targets for learners that bootstrap from a replayed batch.
+"""Losses, most of them with their slopes, and one-step targets for learners from replay.
 
-For a few small tensors, autograd takes longer to differentiate the loss than a small network's passes take. Where that
-matters, a learner takes the slopes at the network's outputs from here and passes them to the network's own backward
-pass (`Optimizer.trace`). Autograd can differentiate the values too; slopes never have an autograd graph.
+A loss and its derivative come together, and tests check the derivative by autograd. For a few small tensors, autograd
+takes longer to differentiate the loss than a small network's passes take. Where that matters, a learner takes the
+slopes at the network's outputs from here and passes them to the network's own backward pass (`Optimizer.trace`).
+Autograd can differentiate the values too; slopes never have an autograd graph.
 """
 
 from __future__ import annotations
@@ -99,6 +100,17 @@ def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | T
     moved = ratio * advantages
     held = ratio.clamp(1.0 - clip_coef, 1.0 + clip_coef) * advantages  # type: ignore[arg-type]  # floats or tensors
     return torch.minimum(moved, held), moved.detach().masked_fill(moved > held, 0.0)
+
+
+def approx_kl(logratio: Tensor) -> Tensor:
+    """(r - 1) - log r per sample, never negative; its mean over actions of the old policy is KL(old || new)."""
+    return logratio.expm1() - logratio
+
+
+def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
+    """Per-sample distance from the policy that acted: `approx_kl`, and whether the ratio left its clip range."""
+    apart = logratio.detach()
+    return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
 
 
 def huber(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,11 +86,6 @@ def categorical_kl(log_probs_p: Tensor, log_probs_q: Tensor) -> Tensor:
     return (log_probs_p.exp() * (_finite(log_probs_p) - _finite(log_probs_q))).sum(-1)
 
 
-def approx_kl(logratio: Tensor) -> Tensor:
-    """(r - 1) - log r per sample, never negative; its mean over actions of the old policy is KL(old || new)."""
-    return logratio.expm1() - logratio
-
-
 def _finite(log_probs: Tensor) -> Tensor:
     """Replace -inf by the lowest number: 0 * -inf is NaN, and masking that NaN later would leave it in the gradient."""
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)

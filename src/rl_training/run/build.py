@@ -16,13 +16,10 @@ import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.device import DeviceCollector
-from rl_training.collect.first_comers import FirstComers
-from rl_training.collect.local import Collector, LocalCollector, NoCollector
-from rl_training.collect.transport import SharedMemory, Transport
-from rl_training.collect.worker import FIRST, WorkerPlan
-from rl_training.collect.workers import WorkerCollector
+from rl_training.collect.local import Behaviour, Collector, LocalCollector
+from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
+from rl_training.collect.workers import FirstComers, WorkerCollector
 from rl_training.config.choices import ACCELERATED, choose_device, resolve
 from rl_training.config.own_network import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
@@ -227,7 +224,7 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
     if config.has_workers:
         return open_workers(config, params, plan.recipe, behaviour, store.layout, plan.make_algorithm)
     if stepper is None:
-        return NoCollector()
+        return Collector()
     actor = behaviour
     if params.lag:  # a lagging policy acts with a second learner
         actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
@@ -290,7 +287,7 @@ def open_workers(
     )  # fmt: skip
 
 
-def open_transport(config: TrainConfig, plan: WorkerPlan) -> Transport:
+def open_transport(config: TrainConfig, plan: WorkerPlan) -> SharedMemory:
     """The transport to the workers."""
     if config.execution_backend == "local_async":
         return SharedMemory(plan, config.env_id, config.worker_timeout)
