@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl_training.models.blocks import ObservationInput, encode, encoded_dim, linear, numpy_input
 from rl_training.models.mlp_q_network import hidden_layers, value_layers
 from rl_training.models.noisy import NoisyNetwork
-from rl_training.speed.passes import WrittenOut, numpy_chain, numpy_step, runs_written_out
+from rl_training.speed.passes import numpy_chain, numpy_step, runs_written_out
 
 Array = NDArray[Any]
 
@@ -46,11 +46,11 @@ class MLPIQNNetwork(NoisyNetwork):
         )
         self.frequencies: Tensor
         self.register_buffer("frequencies", math.pi * torch.arange(embedding_dim).float())
-        self._passes = WrittenOut()
 
     def features(self, obs: Tensor) -> Tensor:
         """psi(s): [B, ...] -> [B, D]."""
-        return self._passes(encode(self.encoder, self.observation_input(obs)), self.trunk)[0]
+        features: Tensor = self.trunk(encode(self.encoder, self.observation_input(obs)))
+        return features
 
     def cosines(self, taus: Tensor) -> Tensor:
         """cos(pi i tau): [..., N] -> [..., N, K]."""
