@@ -153,7 +153,7 @@ def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Behav
     if accelerates:
         algorithm.accelerate("graph")
     acts = Behaviour(algorithm, spaces, 1, np.random.default_rng(0))
-    acts._asked_for_policy = True  # there is none
+    acts.numpy_policy = None
     obs, first = np.ones((1, *spaces.obs_shape), np.float32), np.zeros(1, bool)
     actions = []
     for step in range(8):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,11 @@ class Behaviour:
         self.memory = algorithm.initial_carry(num_envs)
         self.held: Array | None = None  # the last random actions
         self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
-        self._numpy_policy: NumpyPolicy | None = None
-        self._asked_for_policy = False
 
     def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Array]]:
         """Actions [N, ...] for encoded observations, and the values to store with them."""
-        policy = self._numpy_policy if self._asked_for_policy else self._ask_for_policy()
-        if policy is not None:
-            return policy(obs, masks, self.rng, False), {}
+        if self.numpy_policy is not None:
+            return self.numpy_policy(obs, masks, self.rng, False), {}
         given = {"obs": obs, "action_masks": masks, "is_first": None if self.memory is None else is_first}
         given = {name: array for name, array in given.items() if array is not None}
         found, self.memory = self._explore(given, self.memory)
@@ -55,9 +53,10 @@ class Behaviour:
         out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
         return {**out.extras, "actions": out.actions}, out.carry
 
-    def _ask_for_policy(self) -> NumpyPolicy | None:
-        self._numpy_policy, self._asked_for_policy = self.algorithm.numpy_policy(), True
-        return self._numpy_policy
+    @cached_property
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The learner's policy in numpy, if it has one."""
+        return self.algorithm.numpy_policy()
 
     def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
         """Uniform actions, each repeated for `hold` steps on average; with masks, a new legal one at every step."""
@@ -71,10 +70,8 @@ class Behaviour:
 
     def add_logprobs(self, experience: Experience) -> None:
         """After acting in numpy, compute log-probabilities of all actions in one pass, if the learner reads them."""
-        if experience.logprobs is None or self._numpy_policy is None:
-            return
-        if not self.algorithm.reads_logprobs:  # they stay 0
-            return
+        if experience.logprobs is None or self.numpy_policy is None or not self.algorithm.reads_logprobs:
+            return  # or they stay 0
         steps, masks = experience.steps, experience.masks
         obs, actions = (torch.from_numpy(array[:steps]).flatten(0, 1) for array in (experience.obs, experience.actions))
         legal = None if masks is None else torch.from_numpy(masks[:steps]).flatten(0, 1)

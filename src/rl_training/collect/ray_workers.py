@@ -42,10 +42,7 @@ class WorkerActor:
         """Make the object; modules are also searched for on the learner's path."""
         paths, pickled = pickle.loads(maker)
         sys.path.extend(path for path in paths if path not in sys.path)
-        return attempt(self._make, pickled)
-
-    def _make(self, pickled: bytes) -> None:
-        self.served = pickle.loads(pickled)()
+        return attempt(lambda: setattr(self, "served", pickle.loads(pickled)()))
 
     def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
         """Call a method; return its result, or a description of its exception."""

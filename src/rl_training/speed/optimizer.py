@@ -68,12 +68,14 @@ def split_evenly(flat: Tensor) -> tuple[Tensor, ...]:
 
 
 def _number(option: str) -> Any:
-    """A property that reads an option from the table that holds it."""
+    """A property that reads an option: the first of its values that is set, where a string is a name in `numbers`."""
 
     def read(optimizer: Optimizer) -> Any:
-        table, name, common = optimizer._where[option]
-        own = table[name]
-        return table[common] if own is None and common is not None else own
+        for value in optimizer._options[option]:
+            found = optimizer._numbers[value] if isinstance(value, str) else value
+            if found is not None:
+                return found
+        return None
 
     return property(read)
 
@@ -91,28 +93,16 @@ class Optimizer(nn.Module):
     max_grad_norm = _number("max_grad_norm")
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        *,
-        learning_rate: float | str | tuple[str, str],
-        kind: str = "adam",
-        eps: float | str = 1e-8,
-        max_grad_norm: float | str | None = None,
-        decay: float = 0.99,
+        self, parameters: Iterable[nn.Parameter], *, learning_rate: float | str | tuple[str, str], kind: str = "adam",
+        eps: float | str = 1e-8, max_grad_norm: float | str | None = None, decay: float = 0.99,
         numbers: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if kind not in OPTIMIZERS:
             raise UserError(f"optimizer is {kind!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-        own: dict[str, Any] = {}
-        self._where: dict[str, tuple[Mapping[str, Any], str, str | None]] = {}  # option -> table, name, common name
-        for option, value in (("learning_rate", learning_rate), ("eps", eps), ("max_grad_norm", max_grad_norm)):
-            if isinstance(value, (str, tuple)):
-                name, common = value if isinstance(value, tuple) else (value, None)
-                self._where[option] = {} if numbers is None else numbers, name, common
-            else:
-                own[option] = value
-                self._where[option] = own, option, None
+        self._numbers = {} if numbers is None else numbers
+        rates = learning_rate if isinstance(learning_rate, tuple) else (learning_rate,)
+        self._options = {"learning_rate": rates, "eps": (eps,), "max_grad_norm": (max_grad_norm,)}
         if self.learning_rate < 0:
             raise UserError(f"learning_rate is {self.learning_rate}; it must be at least 0.")
         params, flat = flatten_parameters(parameters)
