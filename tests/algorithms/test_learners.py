@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from resume_cases import SPECS, take_steps, tiny
-from rl_training.algorithms.base import Algorithm
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Algorithm, Number, Setting
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
 
@@ -83,3 +82,20 @@ def test_a_learner_of_images_is_not_laid_out_anew() -> None:
 
     with pytest.raises(UserError, match="memory format; change its networks before you make it"):
         Images().to(memory_format=torch.channels_last)
+
+
+def test_a_declared_number_is_an_argument_with_its_default() -> None:
+    class Small(Algorithm):
+        learning_rate = Number(">= 0", 0.5)
+        size = Setting(">= 1", 3)
+
+    class Smaller(Small):
+        size = Setting(">= 1", 2)
+
+    made = Smaller(learning_rate=0.25)
+    assert (made.learning_rate, made.size, made.optimizer_eps) == (0.25, 2, 1e-8)
+    assert dict(made.numbers) == {"optimizer_eps": 1e-8, "max_grad_norm": None, "learning_rate": 0.25}
+    with pytest.raises(ValueError, match=r"size must be >= 1, got 0$"):
+        Smaller(size=0)
+    with pytest.raises(TypeError, match=r"^Small\(\) got an unexpected keyword argument 'sise'$"):
+        Small(sise=1)

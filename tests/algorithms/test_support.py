@@ -17,7 +17,7 @@ import yaml
 import env_zoo
 from resume_cases import SPECS, StopAt, assert_same, assert_same_run, tiny
 from rl_training.algorithms.c51_dqn import C51DQN
-from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Behaviour
 from rl_training.config import support
 from rl_training.config.support import derive_support, random_returns
 from rl_training.data.experience import Experience, ExperienceLayout

@@ -21,7 +21,7 @@ import torch
 
 import env_zoo
 from resume_cases import SPECS, StopAt, load_checkpoint, stop_and_resume, tiny
-from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Behaviour
 from rl_training.collect.worker import CollectingWorker, WorkerPlan
 from rl_training.collect.workers import WorkerCollector, WorkerRecord
 from rl_training.config.choices import choose_workers
@@ -144,7 +144,7 @@ def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
     packed[0][:] = behaviour.pack()
     seen = []
     for index in range(3):
-        worker = CollectingWorker(plan, index, index, index + 1, descriptor)
+        worker = CollectingWorker(plan, index, descriptor)
         for _ in range(2):  # the second time as the first
             worker.collect(0, Request(steps=1))
         seen.append(worker.collector.actor.algorithm.epsilon)
@@ -156,7 +156,7 @@ def test_workers_stand_on_a_ladder_of_epsilons(tmp_path: Path) -> None:
 def test_a_record_knows_the_actions_since_each_episode_began() -> None:
     experience = Experience(ExperienceLayout(4, 3, (1,), "float32"))
     experience.steps = 4
-    record = WorkerRecord(0, 3)
+    record = WorkerRecord(3)
 
     def follow(first: int, *steps: int) -> list[list[int]]:
         brief = {"stepper": {"engine": {"episodes": [{"episode": 0, "steps": count} for count in steps]}}}
@@ -172,7 +172,7 @@ def test_a_record_follows_games_that_go_on_after_a_lost_life() -> None:
     recipe = read_recipe("ALE/Breakout-v5", {"frameskip": 1, "wrappers": {"atari": {"terminal_on_life_loss": True}}})
     spaces = probe_spaces(recipe)
     experience = Experience(ExperienceLayout(9, 2, spaces.obs_shape, "uint8"))
-    experience.steps, rng, record, ends = 9, np.random.default_rng(0), WorkerRecord(0, 2), 0
+    experience.steps, rng, record, ends = 9, np.random.default_rng(0), WorkerRecord(2), 0
     with closing(Stepper(make_engine(recipe, spaces, 2, 7, "sync"), spaces, 2)) as stepper:
         stepper.start()
         for _ in range(12):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Behaviour
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.recipe import read_recipe
 

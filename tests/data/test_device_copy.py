@@ -15,7 +15,7 @@ from test_replay_buffer import Episodes
 
 from on_gpu import OnGPU
 from resume_cases import assert_same, stop_and_resume, tiny
-from rl_training.collect.behaviour import Behaviour
+from rl_training.collect.local import Behaviour
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer, replay_store, transfer
 from rl_training.data.replay_store import ReplayStore

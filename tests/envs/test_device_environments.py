@@ -21,6 +21,7 @@ import resume_cases
 from recorded_steps import Recorded
 from resume_cases import SPECS, assert_same_run, stop_and_resume, tiny
 from rl_training import PPO
+from rl_training.algorithms.base import Numbers
 from rl_training.cli.main import app
 from rl_training.collect.device import DeviceCollector
 from rl_training.config.settings import UNSAID, fill_defaults
@@ -46,7 +47,7 @@ from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.run.build import Session, open_session
 from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
-from rl_training.speed.capture import PLAIN_CALLS, Numbers
+from rl_training.speed.capture import PLAIN_CALLS
 
 CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1")
 OTHERWISE: dict[str, dict[str, Any]] = {

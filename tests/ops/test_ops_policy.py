@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal, TransformedDistribution, kl_divergence
 from torch.distributions.transforms import TanhTransform
 
+from rl_training.ops.losses import approx_kl
 from rl_training.ops.policy import (
-    approx_kl,
     categorical_entropy,
     categorical_kl,
     categorical_log_prob,

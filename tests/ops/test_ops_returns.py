@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_training.ops.losses import bellman_target, double_q_values, fold_discounts
 from rl_training.ops.returns import gae, lambda_returns, vtrace
-from rl_training.ops.targets import bellman_target, double_q_values, fold_discounts
 
 
 def rows(data: list) -> Tensor:

@@ -30,9 +30,7 @@ ROOMS = {
     "tools": "algorithms envs data collect config record run",
     "cli": "envs data config record run experiment tools",
 }
-ALGORITHM_BASES = {  # shared by learners
-    "base", "numbers", "actor_critic", "exploration", "q_learning", "support", "target", "ops",
-}  # fmt: skip
+ALGORITHM_BASES = {"base", "actor_critic", "q_learning", "target", "ops"}  # shared by learners
 
 
 def is_inside(module: str, parent: str) -> bool:

@@ -19,22 +19,22 @@ from torch import Tensor
 
 from recorded_steps import Recorded, RecordedOnHost, Replayed
 from resume_cases import SPECS, assert_same, rows_of, stop_and_resume, take_steps, tiny
-from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.base import Algorithm, Numbers
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.collect import behaviour
-from rl_training.collect.behaviour import Behaviour
+from rl_training.collect import local
+from rl_training.collect.local import Behaviour
 from rl_training.config import choices
 from rl_training.config.choices import choose_acceleration
 from rl_training.errors import UserError
 from rl_training.models import mlp_fqf_network, mlp_q_network
 from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run import learner
+from rl_training.run import learner as acting
 from rl_training.run.build import fit_ranks, open_session
 from rl_training.run.learner import ActingSession
 from rl_training.run.restoring import change_config
 from rl_training.run.workflows import resume_training, train
-from rl_training.speed import capture, numpy_forms, passes
+from rl_training.speed import capture, passes
 from rl_training.speed.capture import map_tensors
 from rl_training.speed.optimizer import Optimizer
 
@@ -48,7 +48,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on the CPU are captured, in Python."""
     monkeypatch.setattr(capture, "CAPTURING", ("cpu",))
     monkeypatch.setattr(capture, "CapturedStep", Recorded)
-    monkeypatch.setattr(behaviour, "HostStep", RecordedOnHost)
+    monkeypatch.setattr(local, "HostStep", RecordedOnHost)
     for module in (passes, mlp_fqf_network):  # on a GPU, there is no numpy inside of a step
         monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
@@ -66,7 +66,7 @@ def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> 
         step += take_steps(session, step)
         for phase, batch in store.batches(algorithm, step):
             for name, value in start.items():
-                if moves and value and name not in table.floats | table.unread | table.acting:
+                if moves and value and table.read.get(name, "in place") == "in place":
                     algorithm.set_number(name, value * (1.0 - 0.05 * updates))
             store.feedback(batch, algorithm.update(batch, phase=phase, global_step=step, sync=False))
             updates += phase == "policy"
@@ -153,11 +153,11 @@ def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Behav
     if accelerates:
         algorithm.accelerate("graph")
     acts = Behaviour(algorithm, spaces, 1, np.random.default_rng(0))
-    acts._asked_for_policy = True  # there is none
+    acts.numpy_policy = None
     obs, first = np.ones((1, *spaces.obs_shape), np.float32), np.zeros(1, bool)
     actions = []
     for step in range(8):
-        for name in set(algorithm.numbers) & algorithm.numbers.acting:
+        for name in [name for name in algorithm.numbers if algorithm.numbers.read.get(name) == "to act"]:
             algorithm.set_number(name, 0.9 - 0.1 * step)
         actions.append(acts.act(obs, None, first)[0])
     session.close()
@@ -171,7 +171,7 @@ def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
     assert np.array_equal(plain, actions)
     step: Any = captured._explore
     numbers = captured.algorithm.numbers
-    fades = numbers.acting & set(numbers)  # on a CPU each value is a constant of another graph
+    fades = "to act" in [numbers.read.get(name) for name in numbers]  # on a CPU, each value has another graph
     assert (sum(step.replays), step.plain) == ((0, 8) if fades else (5, 3))
 
 
@@ -259,10 +259,10 @@ def test_a_run_that_acts_learns_and_evaluates_by_graphs_is_the_run_without(
             super().__init__(*arguments)
             steps.append(self)
 
-    for module in (numpy_forms, mlp_q_network):  # a GPU acts in torch
+    for module in (passes, mlp_q_network):  # a GPU acts in torch
         monkeypatch.setattr(module, "linear_step", lambda *_: None)
-    monkeypatch.setattr(capture.Numbers, "_stays_float", lambda self, name, _: name in self.floats | self.unread)
-    for module in (behaviour, learner):
+    monkeypatch.setattr(Numbers, "_stays_float", lambda self, name, _: self.read.get(name) in ("by value", "never"))
+    for module in (local, acting):
         monkeypatch.setattr(module, "HostStep", Kept)
 
     def config(name: str) -> Any:

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from recorded_steps import Recorded, RecordedOnHost
+from rl_training.algorithms.base import Numbers
 from rl_training.speed import capture
 from rl_training.speed.capture import (
     MOST_GRAPHS,
     PLAIN_CALLS,
     CapturedStep,
-    Numbers,
+    HostRecording,
+    HostStep,
     Recording,
 )
-from rl_training.speed.host_step import HostRecording, HostStep
 
 
 @pytest.fixture
@@ -126,8 +127,7 @@ def test_inputs_of_ever_other_shapes_end_the_capturing(monkeypatch: pytest.Monke
 
 def test_a_number_that_moves_is_read_in_place_and_others_are_constants() -> None:
     numbers = Numbers(rate=0.5, fixed=2.0, optimizer_eps=1e-8, target_kl=1.0, epsilon=1.0, unset=None)
-    numbers.floats, numbers.unread = frozenset({"optimizer_eps"}), frozenset({"target_kl"})
-    numbers.acting = frozenset({"epsilon"})
+    numbers.read = {"optimizer_eps": "by value", "target_kl": "never", "epsilon": "to act"}
     numbers.device = torch.device("cpu")
     step = Recorded(lambda x: x * numbers["rate"] * numbers["fixed"] + numbers["optimizer_eps"], numbers)
     assert isinstance(numbers["rate"], float)  # no schedule has set it

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_training.speed.capture import CapturedStep, Recording
-from rl_training.speed.host_step import HostRecording, HostStep
+from rl_training.speed.capture import CapturedStep, HostRecording, HostStep, Recording
 
 
 class Kernels(TorchDispatchMode):

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
 from rl_training.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 
 
@@ -27,16 +26,15 @@ class A2C(ActorCriticAlgorithm):
 
     reads_logprobs = False
     steps = ("gradient_step",)
-    ent_coef = Number(">= 0")
-    vf_coef = Number(">= 0")
+    learning_rate = Number(">= 0", 7e-4)
+    ent_coef = Number(">= 0", 0.0)
+    vf_coef = Number(">= 0", 0.5)
+    gae_lambda = Number("in [0, 1]", 1.0)
+    max_grad_norm = Number("> 0", 0.5)
+    normalize_advantages = Setting(default=False)
 
-    def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
-        gae_lambda: float = 1.0, normalize_advantages: bool = False, max_grad_norm: float | None = 0.5, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gae_lambda=gae_lambda, max_grad_norm=max_grad_norm, **options)
-        self.normalize_advantages = normalize_advantages
-        self.learning_rate, self.ent_coef, self.vf_coef = learning_rate, ent_coef, vf_coef
+    def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
+        super().__init__(policy=policy, **settings)
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def gradient_step(self, rows: Batch) -> dict[str, Tensor]:

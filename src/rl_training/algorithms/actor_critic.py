@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch
-from rl_training.algorithms.exploration import PolicyActing
-from rl_training.algorithms.numbers import Number
-from rl_training.ops.policy import approx_kl
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number
 from rl_training.ops.returns import gae
 from rl_training.speed.optimizer import Backward, Optimizer
 
@@ -67,22 +64,39 @@ class RewardScale(nn.Module):
         self.running = None if running is None else running.to(self.moments.device)
 
 
+class PolicyActing(Algorithm):
+    """A learner of a `policy` that samples (`act`) and estimates values: the rollout family, GAIL."""
+
+    policy: Any
+
+    def acting(self) -> nn.Module:
+        """Policy and normalizer."""
+        policy: nn.Module = self.policy
+        return policy
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """Actions, with the log-probabilities and values that a rollout stores with them."""
+        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
+        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
+
+
 class ActorCriticAlgorithm(PolicyActing):
     """A learner of a policy with `act`, `evaluate_actions`, `distribution` and `values` (see `models`)."""
 
-    gamma = Number("in [0, 1]")
-    gae_lambda = Number("in [0, 1]")
+    gamma = Number("in [0, 1]", 0.99)
+    gae_lambda = Number("in [0, 1]", 0.95)
+    optimizer_eps = Number("> 0", 1e-5, read="by value")
     optimizer: Optimizer
-    normalize_advantages: bool
+    normalize_advantages: Any
 
-    def __init__(
-        self, *, policy: nn.Module, gamma: float = 0.99, gae_lambda: float = 0.95, normalize_rewards: bool = False,
-        optimizer_eps: float = 1e-5, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(optimizer_eps=optimizer_eps, **options)
+    def __init__(self, *, policy: nn.Module, normalize_rewards: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
         self.policy = policy
-        self.gamma, self.gae_lambda = gamma, gae_lambda
-        self.reward_scale = RewardScale(gamma) if normalize_rewards else None
+        self.reward_scale = RewardScale(self.gamma) if normalize_rewards else None
 
     def trace(self, rows: Batch) -> tuple[Any, Backward]:
         """Log-probabilities, values and entropy [B] of rows, and a function that maps their slopes to gradients."""
@@ -178,12 +192,6 @@ def read_ends(batch: Batch) -> tuple[Tensor, Tensor]:
         ended = terminated | truncated
         terminated = terminated if "terminated" in batch else terminated & ~truncated
     return terminated, ended
-
-
-def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
-    """Per-sample distance from the policy that acted: `approx_kl`, and whether the ratio left its clip range."""
-    apart = logratio.detach()
-    return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
 
 
 def select_rows(rows: Batch, index: Tensor) -> dict[str, Tensor]:

@@ -18,12 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ratio_statistics
-from rl_training.algorithms.base import Batch, UpdateResult
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult, check_bound
 from rl_training.algorithms.impala import IMPALA, flat_obs, vtrace_losses
-from rl_training.algorithms.numbers import Number, Setting, check_bound
-from rl_training.ops.losses import Losses, clipped_surrogate, means
-from rl_training.ops.policy import approx_kl
+from rl_training.ops.losses import Losses, approx_kl, clipped_surrogate, means, ratio_statistics
 
 METRICS = (
     "loss", "policy_loss", "value_loss", "entropy_loss", "rho_mean", "vtrace_target_mean", "pg_advantage_mean",
@@ -47,23 +44,19 @@ class APPO(IMPALA):
     """The APPO learner. Batches are those of IMPALA. Minibatches are whole trajectories: each recomputes V-trace."""
 
     steps = ("minibatch_step",)
-    clip_coef = Number("> 0")
-    kl_target = Number("> 0")
-    update_epochs = Setting(">= 1")
-    minibatch_size = Setting(">= 1")
-    target_update_interval = Setting(">= 1")
+    learning_rate = Number(">= 0", 5e-4)
+    ent_coef = Number(">= 0", 0.01)
+    clip_coef = Number("> 0", 0.2)
+    kl_target = Number("> 0", 0.01)
+    update_epochs = Setting(">= 1", 1)
+    minibatch_size = Setting(">= 1", None)  # None: the whole rollout
+    normalize_advantages = Setting(default=False)
+    target_update_interval = Setting(">= 1", 4)
 
     def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 5e-4, ent_coef: float = 0.01, clip_coef: float = 0.2,
-        update_epochs: int = 1, minibatch_size: int | None = None, normalize_advantages: bool = False,
-        target_policy: bool = False, target_update_interval: int = 4, kl_coef: float = 1.0, kl_target: float = 0.01,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(policy=policy, learning_rate=learning_rate, ent_coef=ent_coef, **options)
-        self.clip_coef, self.kl_target = clip_coef, kl_target
-        self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
-        self.normalize_advantages = normalize_advantages
-        self.target_update_interval = target_update_interval
+        self, *, policy: nn.Module, target_policy: bool = False, kl_coef: float = 1.0, **settings: Any
+    ) -> None:
+        super().__init__(policy=policy, **settings)
         self.target: Any = copy.deepcopy(policy).requires_grad_(False) if target_policy else None
         check_bound("kl_coef", ">= 0", kl_coef)
         self.kl_coef: Tensor

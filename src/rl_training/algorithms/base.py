@@ -1,19 +1,22 @@
-"""`Algorithm`: the base class of every learner. Subclasses write `act` and `learn`; this class has the shared code."""
+"""`Algorithm`: the base class of every learner, and how a learner declares its numbers.
+
+Subclasses write `act` and `learn`; this class has the shared code. `gamma = Number("in [0, 1]", 0.99)` in a learner's
+class defines `self.gamma`: its bounds, its default, and that the constructor takes it by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.algorithms.numbers import Number, numbers_read
 from rl_training.errors import UserError
-from rl_training.speed.capture import Numbers, capture_step
+from rl_training.speed.capture import capture_step
 from rl_training.speed.optimizer import Optimizer
 
 Batch = Mapping[str, Tensor]
@@ -21,6 +24,125 @@ Carry = Any
 Array = NDArray[Any]
 # obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
+BOUNDS: dict[str, Callable[[Any], bool]] = {
+    ">= 0": lambda x: x >= 0,
+    "> 0": lambda x: x > 0,
+    ">= 1": lambda x: x >= 1,
+    "in [0, 1]": lambda x: 0 <= x <= 1,
+    "in (0, 1]": lambda x: 0 < x <= 1,
+    "in (0, 1)": lambda x: 0 < x < 1,
+    "any": lambda x: True,
+}
+NO_DEFAULT: Any = object()
+
+
+def check_bound(name: str, bound: str, value: Any) -> None:
+    """Refuse a number that is out of its bounds; None (not set) and strings are skipped."""
+    if isinstance(value, (int, float)) and not BOUNDS[bound](value):
+        raise ValueError(f"{name} must be {bound}, got {value}")
+
+
+class Setting:
+    """A number or switch of a learner that stays as it is during a run.
+
+    With a default it is an argument of the learner's constructor too; without one, the learner sets it itself.
+    """
+
+    name: str
+
+    def __init__(self, bound: str = "any", default: Any = NO_DEFAULT) -> None:
+        self.bound, self.default = bound, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    if TYPE_CHECKING:  # at run time there is no `__get__`: reading it is a plain attribute access
+
+        def __get__(self, learner: Any, owner: Any = None) -> Any: ...
+
+    def __set__(self, learner: Any, value: Any) -> None:
+        check_bound(self.name, self.bound, value)
+        learner.__dict__[self.name] = value
+
+
+class Number(Setting):
+    """A number of a learner that a schedule may change; None means not set.
+
+    Its value is in the learner's table `numbers`, which comes from the config and is not in `state_dict`. `read` says
+    how the captured steps read it: "in place" as a tensor; "by value", where a kernel or Python code needs a float;
+    "never"; or "to act", only in acting, which on a CPU is done in numpy. `of` makes it another name of that number.
+    """
+
+    def __init__(self, bound: str = "any", default: Any = NO_DEFAULT, *, read: str = "in place", of: str = "") -> None:
+        super().__init__(bound, default)
+        self.read, self.key = read, of
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        super().__set_name__(owner, name)
+        self.key = self.key or name
+
+    def __get__(self, learner: Any, owner: Any = None) -> Any:
+        return self if learner is None else learner.numbers[self.key]
+
+    def __set__(self, learner: Any, value: Any) -> None:
+        check_bound(self.name, self.bound, value)
+        learner.numbers[self.key] = value
+
+
+def declared(learner: type) -> Iterator[tuple[str, Setting]]:
+    """The settings and numbers that a learner's classes declare, those of base classes first."""
+    for part in reversed(learner.__mro__):
+        yield from ((name, value) for name, value in vars(part).items() if isinstance(value, Setting))
+
+
+class Numbers(dict[str, Any]):
+    """A learner's table of numbers: floats, or None for a number that is not set.
+
+    With a `device`, a number that is set becomes a 0-dim tensor there, and later values are written into it, so that a
+    captured step reads them. This includes numbers that have not changed yet: a resumed run would otherwise round
+    differently. What is read "by value" or "never" stays a float, as does what is read "to act" on a CPU.
+
+    `constants` are the values that a graph cannot read in place: floats, and the addresses of the tensors. A graph is
+    valid only for the constants that it was captured with.
+    """
+
+    device: torch.device | None = None
+    read: Mapping[str, str] = {}  # how captured steps read a number (see `Number`), by its name
+    constants: tuple[Any, ...] = ()
+    _failures = 0
+
+    def __setitem__(self, name: str, value: float | None) -> None:
+        held = self.get(name)
+        if isinstance(held, Tensor) and value is not None:
+            held.fill_(value)
+            return
+        if self.device is not None and value is not None and not self._stays_float(name, self.device):
+            value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
+        super().__setitem__(name, value)
+        self._find_constants()
+
+    def _stays_float(self, name: str, device: torch.device) -> bool:
+        how = self.read.get(name)
+        return how in ("by value", "never") or (how == "to act" and device.type == "cpu")
+
+    def _find_constants(self) -> None:
+        read = [value for name, value in self.items() if self.read.get(name) != "never"]
+        places = [("at", value.data_ptr()) if isinstance(value, Tensor) else value for value in read]
+        self.constants = (self._failures, *places)
+
+    def drop_graphs(self) -> None:
+        """Invalidate all graphs captured so far: they would draw from an old state of the generator."""
+        self._failures += 1
+        self._find_constants()
+
+    def __reduce__(self) -> Any:
+        """Copy floats as floats; the copy has its own tensors."""
+        return Numbers, (dict(self),), {"device": self.device, "read": self.read}
+
+    def update(self, *others: Any, **values: float | None) -> None:
+        """Like `dict.update`, but through `__setitem__`."""
+        for name, value in dict(*others, **values).items():
+            self[name] = value
 
 
 @dataclass
@@ -55,13 +177,13 @@ class ActOutput:
 class Algorithm(nn.Module):
     """A learner: networks, optimizers and random generator in one module whose `state_dict` is complete.
 
-    `numbers` is the table of the numbers that a schedule may change, which a learner declares as `Number`. The
-    optimizers read their numbers from it at every step.
+    Its constructor takes by name every declared `Setting` and `Number` that has a default. `numbers` is the table of
+    the numbers that a schedule may change; the optimizers read theirs from it at every step.
     """
 
     learning_rate = Number(">= 0")
-    optimizer_eps = Number("> 0", read="by value")
-    max_grad_norm = Number("> 0")
+    optimizer_eps = Number("> 0", 1e-8, read="by value")
+    max_grad_norm = Number("> 0", None)
 
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
     steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
@@ -70,13 +192,14 @@ class Algorithm(nn.Module):
     reads_values: ClassVar[bool] = True  # of the critic that acted, if a rollout has them; else it values observations
     eager_part: ClassVar[str] = ""  # describes the part of an update that is neither a step nor a graph
 
-    def __init__(
-        self, *, optimizer: str = "adam", optimizer_eps: float = 1e-8, max_grad_norm: float | None = None
-    ) -> None:
+    def __init__(self, *, optimizer: str = "adam", **settings: Any) -> None:
         super().__init__()
         self.numbers = Numbers()
-        self._say_how_numbers_are_read()
-        self.optimizer_eps, self.max_grad_norm = optimizer_eps, max_grad_norm
+        self.numbers.read = {name: value.read for name, value in declared(type(self)) if isinstance(value, Number)}
+        for name, setting in self.settings().items():
+            setattr(self, name, settings.pop(name, setting.default))
+        if settings:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {next(iter(settings))!r}")
         self.optimizer_kind = optimizer
         self.num_updates = 0
         self._optimizers: dict[str, Optimizer] = {}
@@ -140,23 +263,24 @@ class Algorithm(nn.Module):
             for optimizer in learner._optimizers.values() if how == "compile" else ():
                 optimizer.apply_gradients = torch.compiler.disable(optimizer.apply_gradients)  # type: ignore[method-assign]
 
-    def _say_how_numbers_are_read(self) -> None:
-        table = self.numbers
-        table.floats |= numbers_read(type(self), "by value")
-        table.acting |= numbers_read(type(self), "to act")
-        table.unread |= numbers_read(type(self), "never")
+    @classmethod
+    def settings(cls) -> dict[str, Setting]:
+        """The declared settings and numbers that have a default, by name: arguments of the constructor."""
+        return {name: value for name, value in declared(cls) if value.default is not NO_DEFAULT}
 
-    def make_optimizer(
-        self, name: str, parameters: Iterable[nn.Parameter],
-        learning_rate: str | tuple[str, str] = "learning_rate", **options: Any,
-    ) -> Optimizer:  # fmt: skip
+    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
-        It has the learner's kind of optimizer unless the options name another. `learning_rate`, `eps` and
-        `max_grad_norm` are names in `numbers` (of two, the first that is set counts), or numbers that stay as they are.
+        Its learning rate is that of its name (`critic_learning_rate` for "critic_optimizer") if the learner has one
+        that is set, else `learning_rate`. Its other options are the learner's, or those given: names in `numbers`, or
+        numbers that stay as they are.
         """
-        options = {"kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm"} | options
-        optimizer = Optimizer(parameters, learning_rate=learning_rate, numbers=self.numbers, **options)
+        own = name.removesuffix("optimizer") + "learning_rate"
+        options = {
+            "learning_rate": (own, "learning_rate") if own in self.numbers else "learning_rate",
+            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm", **options,
+        }  # fmt: skip
+        optimizer = Optimizer(parameters, numbers=self.numbers, **options)
         self.add_module(name, optimizer)
         self._optimizers[name] = optimizer
         return optimizer

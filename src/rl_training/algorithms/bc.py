@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, UpdateResult
 
 
 def bc_loss(batch: Batch, ent_coef: float = 0.0) -> dict[str, Tensor]:
@@ -29,14 +28,12 @@ class BC(ActorCriticAlgorithm):
     """
 
     steps = ("gradient_step",)
-    ent_coef = Number(">= 0")
+    learning_rate = Number(">= 0", 1e-3)
+    ent_coef = Number(">= 0", 0.0)
+    max_grad_norm = Number("> 0", 0.5)
 
-    def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 1e-3, ent_coef: float = 0.0,
-        max_grad_norm: float | None = 0.5, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(policy=policy, max_grad_norm=max_grad_norm, **options)
-        self.learning_rate, self.ent_coef = learning_rate, ent_coef
+    def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
+        super().__init__(policy=policy, **settings)
         self.heldout_loss: Tensor
         self.register_buffer("heldout_loss", torch.zeros(()))
         self.optimizer = self.make_optimizer("optimizer", self.policy.actor_parameters())

@@ -11,26 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
-from rl_training.algorithms.support import move_support
+from rl_training.algorithms.target import move_support
 from rl_training.errors import UserError
 from rl_training.ops.distributional import cross_entropy, outside_mass, project_categorical
-from rl_training.ops.targets import bellman_target
+from rl_training.ops.losses import bellman_target
 
 
 class C51DQN(QLearning):
     """The C51 learner. `q_network` maps [B, ...] to logits [B, A, num_atoms] on atoms from `v_min` to `v_max`."""
 
-    def __init__(
-        self, *, q_network: nn.Module, v_min: float = -10.0, v_max: float = 10.0, num_atoms: int = 51, **options: Any
-    ) -> None:
+    def __init__(self, *, v_min: float = -10.0, v_max: float = 10.0, num_atoms: int = 51, **settings: Any) -> None:
         if num_atoms < 2 or v_max <= v_min:
             raise UserError(f"the support has {num_atoms} atoms from {v_min} to {v_max}; v_max must be above v_min.")
-        super().__init__(q_network=q_network, **options)
-        self.num_atoms = num_atoms
+        super().__init__(**settings)
         self.support: Tensor
         self.register_buffer("support", torch.linspace(v_min, v_max, num_atoms))
         self.make_target()

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch
+from rl_training.algorithms.base import Batch, Number, Setting
 from rl_training.algorithms.ddpg import DDPG, actor_loss
-from rl_training.algorithms.numbers import Setting
-from rl_training.algorithms.support import move_support
+from rl_training.algorithms.target import move_support
 from rl_training.errors import UserError
 from rl_training.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
-from rl_training.ops.losses import weighted_mean
-from rl_training.ops.targets import bellman_target
+from rl_training.ops.losses import bellman_target, weighted_mean
 
 
 def critic_loss(logits: Tensor, target_distributions: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -44,14 +42,14 @@ class D4PG(DDPG):
     Priorities are the cross-entropies. `v_min`, `v_max` and `num_atoms`, when given, must match the model.
     """
 
-    target_update_interval = Setting(">= 1")
+    learning_rate = Number(">= 0", 3e-4)
+    exploration_noise = Number(">= 0", 0.3, read="to act")
+    target_update_interval = Setting(">= 1", 1)
 
     def __init__(
-        self, *, model: Any, learning_rate: float = 3e-4, v_min: float | None = None, v_max: float | None = None,
-        num_atoms: int | None = None, target_update_interval: int = 1, exploration_noise: float = 0.3, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(model=model, learning_rate=learning_rate, exploration_noise=exploration_noise, **options)
-        self.target_update_interval = target_update_interval
+        self, *, v_min: float | None = None, v_max: float | None = None, num_atoms: int | None = None, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
         support = self.model.support
         found = {"v_min": float(support[0]), "v_max": float(support[-1]), "num_atoms": len(support)}
         for name, value in {"v_min": v_min, "v_max": v_max, "num_atoms": num_atoms}.items():

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.exploration import GaussianExploration
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, NumpyPolicy, UpdateResult
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, transition_columns
+from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
 def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -41,6 +38,27 @@ def clip_rows(gradients: Tensor, clip: float) -> Tensor:
     return gradients * (clip / torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)).clamp(max=1.0)
 
 
+class GaussianExploration(Algorithm):
+    """A learner whose `model.actor(obs)` is mu(s) in [-1, 1] and that explores with Gaussian noise."""
+
+    model: Any
+    exploration_noise: float  # the deviation of the noise; a schedule may change it
+
+    @torch.no_grad()
+    def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
+        """mu(s), with Gaussian noise unless deterministic."""
+        actions = self.model.actor(obs)
+        if not deterministic:
+            noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
+            actions = (actions + self.exploration_noise * noise).clamp_(-1.0, 1.0)
+        return ActOutput(actions)
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The same in numpy, if the acting network has a numpy form."""
+        make = getattr(self.acting(), "numpy_policy", None)
+        return None if make is None else make(lambda: self.exploration_noise)
+
+
 class DDPG(GaussianExploration):
     """The DDPG learner. `model` has `actor(obs)`, `critics(features, actions)` [E, B], `features(obs)`, `q_values` [B].
 
@@ -51,28 +69,19 @@ class DDPG(GaussianExploration):
     steps = ("critic_step", "actor_step")
     graphs = ("update_step",)
     target_update_interval: Any = None  # updates between target updates; None: with every actor step
-    gamma = Number("in [0, 1]")
-    tau = Number("in (0, 1]")
-    exploration_noise = Number(">= 0", read="to act")
-    action_gradient_clip = Number("> 0")
-    critic_learning_rate = Number(">= 0")
-    actor_learning_rate = Number(">= 0")
+    gamma = Number("in [0, 1]", 0.99)
+    tau = Number("in (0, 1]", 0.005)
+    exploration_noise = Number(">= 0", 0.1, read="to act")
+    action_gradient_clip = Number("> 0", None)
+    learning_rate = Number(">= 0", 1e-3)
+    critic_learning_rate = Number(">= 0", None)  # None: the learning rate
+    actor_learning_rate = Number(">= 0", None)
 
-    def __init__(
-        self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
-        exploration_noise: float = 0.1, action_gradient_clip: float | None = None,
-        critic_learning_rate: float | None = None, actor_learning_rate: float | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(**options)
+    def __init__(self, *, model: Any, **settings: Any) -> None:
+        super().__init__(**settings)
         self.model = model
-        self.gamma, self.tau, self.exploration_noise = gamma, tau, exploration_noise
-        self.action_gradient_clip = action_gradient_clip
-        self.learning_rate = learning_rate
-        self.critic_learning_rate, self.actor_learning_rate = critic_learning_rate, actor_learning_rate
-        critics, actor = model.critics.parameters(), model.actor.parameters()
-        critic_rate, actor_rate = ("critic_learning_rate", "learning_rate"), ("actor_learning_rate", "learning_rate")
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, critic_rate)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, actor_rate)
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network
         self.last_actor_loss: Tensor

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_training.algorithms.base import Batch
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
-from rl_training.ops.losses import huber
-from rl_training.ops.targets import bellman_target, double_q_values
+from rl_training.ops.losses import bellman_target, double_q_values, huber
 
 
 def dqn_terms(q_values: Tensor, actions: Tensor, targets: Tensor) -> SampleTerms:
@@ -32,8 +31,8 @@ def dqn_loss(batch: Batch) -> dict[str, Tensor]:
 class DQN(QLearning):
     """The DQN learner. `q_network` is any module [B, ...] -> [B, A]."""
 
-    def __init__(self, *, q_network: nn.Module, **options: Any) -> None:
-        super().__init__(q_network=q_network, **options)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.make_target()
 
     def targets(self, rows: Batch) -> Tensor:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult
 from rl_training.algorithms.target import TargetNetwork
 from rl_training.ops.distributional import categorical_cross_entropy
 from rl_training.ops.policy import categorical_kl
@@ -72,43 +71,31 @@ class Dreamer(Algorithm):
     """
 
     steps: tuple[str, ...] = ("train_step",)
-    gamma = Number("in [0, 1]")
-    gae_lambda = Number("in [0, 1]")
-    entropy_coef = Number(">= 0")
-    free_nats = Number(">= 0")
-    tau = Number("in (0, 1]")
-    world_model_learning_rate = Number(">= 0")
-    actor_learning_rate = Number(">= 0")
-    critic_learning_rate = Number(">= 0")
-    imagination_horizon = Setting(">= 1")
+    gamma = Number("in [0, 1]", 0.997)
+    gae_lambda = Number("in [0, 1]", 0.95)
+    tau = Number("in (0, 1]", 0.02)
+    entropy_coef = Number(">= 0", 3e-4)
+    free_nats = Number(">= 0", 1.0)
+    learning_rate = Number(">= 0", 3e-4)
+    world_model_learning_rate = Number(">= 0", None)  # None: the learning rate
+    actor_learning_rate = Number(">= 0", None)
+    critic_learning_rate = Number(">= 0", None)
+    max_grad_norm = Number("> 0", 100.0)
+    imagination_horizon = Setting(">= 1", 15)
 
-    def __init__(
-        self, *, world_model: Any, actor: Any, critic: Any, learning_rate: float = 3e-4,
-        world_model_learning_rate: float | None = None, actor_learning_rate: float | None = None,
-        critic_learning_rate: float | None = None, gamma: float = 0.997, gae_lambda: float = 0.95,
-        imagination_horizon: int = 15, entropy_coef: float = 3e-4, free_nats: float = 1.0, tau: float = 0.02,
-        max_grad_norm: float | None = 100.0, capture: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(max_grad_norm=max_grad_norm, **options)
+    def __init__(self, *, world_model: Any, actor: Any, critic: Any, capture: bool = True, **settings: Any) -> None:
+        super().__init__(**settings)
         self.world_model, self.actor, self.critic = world_model, actor, critic
         if not capture:
             self.steps = ()
-        self.gamma, self.gae_lambda, self.tau = gamma, gae_lambda, tau
-        self.entropy_coef, self.free_nats = entropy_coef, free_nats
-        self.learning_rate, self.world_model_learning_rate = learning_rate, world_model_learning_rate
-        self.actor_learning_rate, self.critic_learning_rate = actor_learning_rate, critic_learning_rate
-        self.imagination_horizon = imagination_horizon
-        common = "learning_rate"
         self.optimizers = {
-            name: self.make_optimizer(f"{name}_optimizer", part.parameters(), (f"{name}_learning_rate", common))
+            name: self.make_optimizer(f"{name}_optimizer", part.parameters())
             for name, part in (("world_model", world_model), ("actor", actor), ("critic", critic))
         }
         self._target = TargetNetwork(critic)
         self.slow_critic: Any = self._target.network
         self.return_scale = ReturnScale()
         self.carry_dim = world_model.rssm.feature_dim + actor.action_dim
-
-    # acting ----------------------------------------------------------------------------------------------------
 
     def acting(self) -> nn.Module:
         """The parts that acting needs: encoder (with its input), RSSM, actor."""

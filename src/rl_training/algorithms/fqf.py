@@ -14,37 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Array, Batch, Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose
 from rl_training.errors import UserError
 from rl_training.ops.distributional import fraction_gradient, quantile_huber
+from rl_training.ops.losses import bellman_target
 from rl_training.ops.policy import mask_actions
-from rl_training.ops.targets import bellman_target
 from rl_training.speed.optimizer import Backward
 
 
 class FQF(QLearning):
     """The FQF learner. `q_network` has `propose`, a `fraction_layer`, and what IQN needs (see `MLPFQFNetwork`)."""
 
-    kappa = Number(">= 0", read="by value")
-    entropy_coef = Number(">= 0")
-    fraction_learning_rate = Number(">= 0")
-    num_quantiles = Setting(">= 1")
+    kappa = Number(">= 0", 1.0, read="by value")
+    entropy_coef = Number(">= 0", 0.0)
+    fraction_learning_rate = Number(">= 0", 2.5e-9)
+    num_quantiles = Setting(">= 1", 32)
 
-    def __init__(
-        self, *, q_network: nn.Module, fraction_learning_rate: float = 2.5e-9, num_quantiles: int = 32,
-        kappa: float = 1.0, entropy_coef: float = 0.0, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(q_network=q_network, **options)
-        if self.q_network.num_quantiles != num_quantiles:
-            raise UserError(
-                f"num_quantiles is {num_quantiles}; the network proposes {self.q_network.num_quantiles} fractions."
-            )
-        self.num_quantiles = num_quantiles
-        self.kappa, self.entropy_coef, self.fraction_learning_rate = kappa, entropy_coef, fraction_learning_rate
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        proposed = self.q_network.num_quantiles
+        if proposed != self.num_quantiles:
+            raise UserError(f"num_quantiles is {self.num_quantiles}; the network proposes {proposed} fractions.")
         self.fraction_optimizer = self.make_optimizer(
-            "fraction_optimizer", self.q_network.fraction_layer.parameters(), "fraction_learning_rate",
+            "fraction_optimizer", self.q_network.fraction_layer.parameters(),
             kind="rmsprop", decay=0.95, eps=1e-5, max_grad_norm=None,
         )  # fmt: skip
         self.make_target()

@@ -19,10 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import read_ends
-from rl_training.algorithms.base import Algorithm, Batch, UpdateResult
-from rl_training.algorithms.exploration import PolicyActing
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.actor_critic import PolicyActing, read_ends
+from rl_training.algorithms.base import Algorithm, Batch, Number, Setting, UpdateResult
 from rl_training.errors import UserError
 from rl_training.speed.optimizer import PLAIN_ADAM
 
@@ -95,16 +93,15 @@ class GAIL(PolicyActing):
         if reward_form not in REWARD_FORMS:
             raise UserError(f"reward_form is {reward_form!r}; it must be one of {', '.join(REWARD_FORMS)}.")
         self.ppo: Any = ppo
+        ppo.numbers.read = {**ppo.numbers.read, **self.numbers.read}
         self.numbers = ppo.numbers  # one table for both
-        self._say_how_numbers_are_read()
         self.discriminator_learning_rate, self.gradient_penalty = discriminator_learning_rate, gradient_penalty
         self.discriminator: Any = discriminator
         self.discriminator_updates, self.discriminator_batch_size = discriminator_updates, discriminator_batch_size
         self.reward_form = reward_form
         self.absorbing_states = absorbing_states
-        self.discriminator_optimizer = self.make_optimizer(
-            "discriminator_optimizer", discriminator.parameters(), "discriminator_learning_rate", **PLAIN_ADAM
-        )
+        parameters = discriminator.parameters()
+        self.discriminator_optimizer = self.make_optimizer("discriminator_optimizer", parameters, **PLAIN_ADAM)
 
     @property
     def policy(self) -> Any:

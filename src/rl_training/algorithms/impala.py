@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
 from rl_training.ops.losses import Losses, actor_critic_losses, policy_gradient, value_error
 from rl_training.ops.returns import vtrace
 from rl_training.speed.optimizer import Backward
@@ -48,21 +47,18 @@ class IMPALA(ActorCriticAlgorithm):
 
     reads_values = False
     steps: tuple[str, ...] = ("gradient_step",)
-    ent_coef = Number(">= 0")
-    vf_coef = Number(">= 0")
-    rho_clip = Number("> 0")
-    c_clip = Number("> 0")
-    pg_rho_clip = Number("> 0")
+    learning_rate = Number(">= 0", 7e-4)
+    ent_coef = Number(">= 0", 0.0)
+    vf_coef = Number(">= 0", 0.5)
+    rho_clip = Number("> 0", 1.0)
+    c_clip = Number("> 0", 1.0)
+    pg_rho_clip = Number("> 0", 1.0)
+    gae_lambda = Number("in [0, 1]", 1.0)
+    max_grad_norm = Number("> 0", 0.5)
+    importance_correction = Setting(default=True)
 
-    def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 7e-4, ent_coef: float = 0.0, vf_coef: float = 0.5,
-        rho_clip: float = 1.0, c_clip: float = 1.0, pg_rho_clip: float = 1.0, gae_lambda: float = 1.0,
-        importance_correction: bool = True, max_grad_norm: float | None = 0.5, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(policy=policy, gae_lambda=gae_lambda, max_grad_norm=max_grad_norm, **options)
-        self.learning_rate, self.ent_coef, self.vf_coef = learning_rate, ent_coef, vf_coef
-        self.rho_clip, self.c_clip, self.pg_rho_clip = rho_clip, c_clip, pg_rho_clip
-        self.importance_correction = importance_correction
+    def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
+        super().__init__(policy=policy, **settings)
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def trajectories(self, batch: Batch) -> dict[str, Tensor]:

@@ -10,34 +10,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Array, Batch, Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose
 from rl_training.ops.distributional import quantile_huber
+from rl_training.ops.losses import bellman_target
 from rl_training.ops.policy import mask_actions
-from rl_training.ops.targets import bellman_target
 from rl_training.speed.optimizer import Backward
 
 
 class IQN(QLearning):
     """The IQN learner. `q_network` has `features`, `quantiles` and `expected_values` (see `MLPIQNNetwork`)."""
 
-    kappa = Number(">= 0", read="by value")
-    num_quantiles = Setting(">= 1")
-    num_target_quantiles = Setting(">= 1")
-    num_acting_quantiles = Setting(">= 1")
+    kappa = Number(">= 0", 1.0, read="by value")
+    num_quantiles = Setting(">= 1", 8)
+    num_target_quantiles = Setting(">= 1", None)  # None: as many
+    num_acting_quantiles = Setting(">= 1", 32)
 
-    def __init__(
-        self, *, q_network: nn.Module, num_quantiles: int = 8, num_target_quantiles: int | None = None,
-        num_acting_quantiles: int = 32, kappa: float = 1.0, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(q_network=q_network, **options)
-        self.num_quantiles = num_quantiles
-        self.num_target_quantiles = num_quantiles if num_target_quantiles is None else num_target_quantiles
-        self.num_acting_quantiles = num_acting_quantiles
-        self.kappa = kappa
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if self.num_target_quantiles is None:
+            self.num_target_quantiles = self.num_quantiles
         self.make_target()
 
     def draws(self, count: int) -> dict[str, Tensor]:

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, UpdateResult
 from rl_training.algorithms.sac import SAC
 from rl_training.errors import UserError
 from rl_training.speed.optimizer import PLAIN_ADAM
@@ -65,28 +64,24 @@ class MBPO(SAC):
 
     model_loss_name = "mbpo_model_loss"
     policy_learning_rate = Number(">= 0", of="learning_rate")
-    model_learning_rate = Number(">= 0")
-    model_weight_decay = Number(">= 0", read="by value")
+    model_learning_rate = Number(">= 0", 1e-3)
+    model_weight_decay = Number(">= 0", 0.0, read="by value")
     steps = ("critic_step", "actor_step", "model_step")
     graphs = ("update_step", "model_step")
     eager_part = "imagined rollouts and the choice of elites"
 
     def __init__(
         self, *, policy_model: Any, dynamics_model: Any, policy_learning_rate: float = 3e-4,
-        model_learning_rate: float = 1e-3, model_weight_decay: float = 0.0, num_elites: int | None = None,
-        **options: Any,
+        num_elites: int | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        """`num_elites` is the number of members minus two unless given; `options` are SAC's."""
+        """`num_elites` is the number of members minus two unless given; `settings` include SAC's."""
         members = dynamics_model.num_ensembles
         elites = max(1, members - 2) if num_elites is None else num_elites
         if not 1 <= elites <= members:
             raise UserError(f"num_elites is {elites}; from 1 to num_ensembles ({members}) are possible.")
-        super().__init__(model=policy_model, learning_rate=policy_learning_rate, **options)
+        super().__init__(model=policy_model, learning_rate=policy_learning_rate, **settings)
         self.dynamics_model: Any = dynamics_model
-        self.model_learning_rate, self.model_weight_decay = model_learning_rate, model_weight_decay
-        self.model_optimizer = self.make_optimizer(
-            "model_optimizer", dynamics_model.parameters(), "model_learning_rate", **PLAIN_ADAM
-        )
+        self.model_optimizer = self.make_optimizer("model_optimizer", dynamics_model.parameters(), **PLAIN_ADAM)
         self.elites: Tensor
         self.last_disagreement: Tensor  # on held-out rows
         self.register_buffer("elites", torch.arange(elites, device=self.device))

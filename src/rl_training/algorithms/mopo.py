@@ -7,13 +7,10 @@ environment's own units; the maximum is over all members. With lambda 0 this is 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch
+from rl_training.algorithms.base import Batch, Number
 from rl_training.algorithms.mbpo import MBPO, mbpo_model_loss
-from rl_training.algorithms.numbers import Number
 
 
 def mopo_model_loss(batch: Batch) -> dict[str, Tensor]:
@@ -25,11 +22,7 @@ class MOPO(MBPO):
     """The MOPO learner: MBPO with `penalty_coef` (lambda)."""
 
     model_loss_name = "mopo_model_loss"
-    penalty_coef = Number(">= 0", read="never")
-
-    def __init__(self, *, penalty_coef: float = 1.0, **options: Any) -> None:
-        super().__init__(**options)
-        self.penalty_coef = penalty_coef
+    penalty_coef = Number(">= 0", 1.0, read="never")
 
     def imagined_rewards(self, rewards: Tensor, obs: Tensor, actions: Tensor) -> Tensor:
         """Predicted rewards [B] minus the penalty."""

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.exploration import GaussianExploration
-from rl_training.algorithms.numbers import Number
+from rl_training.algorithms.base import Batch, Number, UpdateResult
+from rl_training.algorithms.ddpg import GaussianExploration
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, transition_columns
+from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
 def naf_loss(batch: Batch) -> dict[str, Tensor]:
@@ -33,18 +31,14 @@ class NAF(GaussianExploration):
     """The NAF learner. `model` has `actor(obs)` [B, A], `q_values(obs, actions)` [B] and `state_values(obs)` [B]."""
 
     steps = ("critic_step",)
-    gamma = Number("in [0, 1]")
-    tau = Number("in (0, 1]")
-    exploration_noise = Number(">= 0", read="to act")
+    learning_rate = Number(">= 0", 1e-3)
+    gamma = Number("in [0, 1]", 0.99)
+    tau = Number("in (0, 1]", 0.005)
+    exploration_noise = Number(">= 0", 0.1, read="to act")
 
-    def __init__(
-        self, *, model: Any, learning_rate: float = 1e-3, gamma: float = 0.99, tau: float = 0.005,
-        exploration_noise: float = 0.1, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(**options)
+    def __init__(self, *, model: Any, **settings: Any) -> None:
+        super().__init__(**settings)
         self.model = model
-        self.learning_rate, self.gamma, self.tau = learning_rate, gamma, tau
-        self.exploration_noise = exploration_noise
         self.optimizer = self.make_optimizer("optimizer", model.parameters())
         self._target = TargetNetwork(model)
         self.target_network: Any = self._target.network

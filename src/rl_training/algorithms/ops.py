@@ -2,7 +2,7 @@
 
 import sys
 
-from rl_training.ops import distributional, losses, policy, returns, targets
+from rl_training.ops import distributional, losses, policy, returns
 
-for _module in (distributional, losses, policy, returns, targets):
+for _module in (distributional, losses, policy, returns):
     sys.modules[f"{__name__}.{_module.__name__.rpartition('.')[2]}"] = _module

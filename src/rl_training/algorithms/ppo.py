@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ratio_statistics, select_rows
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting
-from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, value_error
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
+from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, ratio_statistics, value_error
 
 MOST_STEPS = 32  # in one graph
 
@@ -36,24 +35,19 @@ class PPO(ActorCriticAlgorithm):
 
     steps = ("minibatch_step",)
     graphs = ("shuffled_steps",)
-    clip_coef = Number("> 0")
-    ent_coef = Number(">= 0")
-    vf_coef = Number(">= 0")
-    target_kl = Number("> 0", read="never")
-    update_epochs = Setting(">= 1")
-    minibatch_size = Setting(">= 1")
+    learning_rate = Number(">= 0", 3e-4)
+    clip_coef = Number("> 0", 0.2)
+    target_kl = Number("> 0", None, read="never")
+    ent_coef = Number(">= 0", 0.0)
+    vf_coef = Number(">= 0", 0.5)
+    max_grad_norm = Number("> 0", 0.5)
+    update_epochs = Setting(">= 1", 1)
+    minibatch_size = Setting(">= 1", None)  # None: the whole batch
+    normalize_advantages = Setting(default=True)
+    clip_value_loss = Setting(default=False)
 
-    def __init__(
-        self, *, policy: nn.Module, learning_rate: float = 3e-4, clip_coef: float = 0.2, ent_coef: float = 0.0,
-        vf_coef: float = 0.5, update_epochs: int = 1, minibatch_size: int | None = None,
-        normalize_advantages: bool = True, clip_value_loss: bool = False, target_kl: float | None = None,
-        max_grad_norm: float | None = 0.5, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(policy=policy, max_grad_norm=max_grad_norm, **options)
-        self.learning_rate, self.clip_coef, self.target_kl = learning_rate, clip_coef, target_kl
-        self.ent_coef, self.vf_coef = ent_coef, vf_coef
-        self.update_epochs, self.minibatch_size = update_epochs, minibatch_size
-        self.normalize_advantages, self.clip_value_loss = normalize_advantages, clip_value_loss
+    def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
+        super().__init__(policy=policy, **settings)
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def minibatch_step(self, rows: Batch) -> Tensor:

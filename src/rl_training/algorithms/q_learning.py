@@ -13,15 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Number, NumpyPolicy, Setting, UpdateResult
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import chosen_slopes, index_actions, weighted_mean
+from rl_training.ops.losses import chosen_slopes, index_actions, transition_columns, weighted_mean
 from rl_training.ops.policy import mask_actions
-from rl_training.ops.targets import transition_columns
 from rl_training.play import random_actions
-from rl_training.speed.numpy_forms import mask_in_numpy
 from rl_training.speed.optimizer import Backward
+from rl_training.speed.passes import mask_in_numpy
 
 # obs [N, D] and a generator (None: deterministic) -> action values [N, A]
 NumpyValues = Callable[[Array, "np.random.Generator | None"], Array]
@@ -58,20 +56,17 @@ class QLearning(Algorithm):
 
     steps = ("critic_step",)
     graphs = ("update_step",)
-    gamma = Number("in [0, 1]")
-    tau = Number("in (0, 1]")
-    epsilon = Number("in [0, 1]", read="to act")
-    target_update_interval = Setting(">= 1")
+    learning_rate = Number(">= 0", 3e-4)
+    gamma = Number("in [0, 1]", 0.99)
+    tau = Number("in (0, 1]", 1.0)
+    epsilon = Number("in [0, 1]", 0.0, read="to act")
+    max_grad_norm = Number("> 0", 10.0)
+    target_update_interval = Setting(">= 1", 500)
+    double_q = Setting(default=False)
 
-    def __init__(
-        self, *, q_network: nn.Module, learning_rate: float = 3e-4, gamma: float = 0.99,
-        target_update_interval: int = 500, double_q: bool = False, tau: float = 1.0, epsilon: float = 0.0,
-        max_grad_norm: float | None = 10.0, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(max_grad_norm=max_grad_norm, **options)
+    def __init__(self, *, q_network: nn.Module, **settings: Any) -> None:
+        super().__init__(**settings)
         self.q_network: Any = q_network
-        self.learning_rate, self.gamma, self.tau, self.epsilon = learning_rate, gamma, tau, epsilon
-        self.double_q, self.target_update_interval = double_q, target_update_interval
         self.optimizer = self.make_optimizer("optimizer", self.value_parameters())
         self.noisy = bool(getattr(q_network, "noise_dim", 0))
         self.last_td_errors: Tensor | None = None
@@ -179,7 +174,7 @@ class QLearning(Algorithm):
 
     @torch.no_grad()
     def act(
-        self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        self, obs: Tensor, carry: Any = None, *, is_first: Tensor | None = None, deterministic: bool = False,
         action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
         """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""

@@ -9,27 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_training.algorithms.base import Array, Batch
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Array, Batch, Number, Setting
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.ops.distributional import quantile_huber
-from rl_training.ops.targets import bellman_target
+from rl_training.ops.losses import bellman_target
 
 
 class QRDQN(QLearning):
     """The QR-DQN learner. `q_network` maps [B, ...] to quantiles [B, A, num_quantiles]."""
 
-    kappa = Number(">= 0", read="by value")
-    num_quantiles = Setting(">= 1")
+    kappa = Number(">= 0", 1.0, read="by value")
+    num_quantiles = Setting(">= 1", 50)
 
-    def __init__(self, *, q_network: nn.Module, num_quantiles: int = 50, kappa: float = 1.0, **options: Any) -> None:
-        super().__init__(q_network=q_network, **options)
-        self.num_quantiles = num_quantiles
-        self.kappa = kappa
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.taus: Tensor
-        self.register_buffer("taus", (torch.arange(num_quantiles).float() + 0.5) / num_quantiles)
+        self.register_buffer("taus", (torch.arange(self.num_quantiles).float() + 0.5) / self.num_quantiles)
         self.make_target()
 
     def values(self, outputs: Tensor) -> Tensor:

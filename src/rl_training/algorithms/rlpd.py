@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch
-from rl_training.algorithms.numbers import Setting
+from rl_training.algorithms.base import Batch, Setting
 from rl_training.algorithms.sac import SAC, least, sac_loss
 from rl_training.errors import UserError
 
@@ -37,20 +36,16 @@ class RLPD(SAC):
     """
 
     graphs = ()  # a permutation is drawn between the steps
-    actor_update_interval = Setting(">= 1")
+    actor_update_interval = Setting(">= 1", 1)
 
-    def __init__(
-        self, *, model: Any, critic_subset_size: int = 2, actor_update_interval: int = 1,
-        target_entropy: float | None = None, **options: Any,
-    ) -> None:  # fmt: skip
-        num_critics, action_dim = model.num_critics, model.action_dim
+    def __init__(self, *, model: Any, critic_subset_size: int = 2, **settings: Any) -> None:
+        num_critics = model.num_critics
         if not 1 <= critic_subset_size <= num_critics:
             raise UserError(f"critic_subset_size is {critic_subset_size}; from 1 to {num_critics} are possible.")
-        if target_entropy is None and critic_subset_size < num_critics:
-            target_entropy = -action_dim / 2
-        super().__init__(model=model, target_entropy=target_entropy, **options)
+        if critic_subset_size < num_critics and settings.get("target_entropy") is None:
+            settings["target_entropy"] = -model.action_dim / 2
+        super().__init__(model=model, **settings)
         self.num_critics, self.critic_subset_size = num_critics, critic_subset_size
-        self.actor_update_interval = actor_update_interval
 
     def draw_subset(self) -> Tensor | None:
         """Distinct indices [M], newly drawn for every critic step."""

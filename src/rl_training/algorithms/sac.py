@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting, check_bound
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult, check_bound
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import critic_losses
-from rl_training.ops.targets import bellman_target, transition_columns
+from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
 def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:
@@ -62,37 +60,29 @@ class SAC(Algorithm):
     actor_update_interval: Any = 1
     steps: tuple[str, ...] = ("critic_step", "actor_step")
     graphs: tuple[str, ...] = ("update_step",)
-    gamma = Number("in [0, 1]")
-    tau = Number("in (0, 1]")
-    critic_learning_rate = Number(">= 0")
-    actor_learning_rate = Number(">= 0")
-    target_entropy = Number()
-    initial_alpha = Setting("> 0")
+    gamma = Number("in [0, 1]", 0.99)
+    tau = Number("in (0, 1]", 0.005)
+    target_entropy = Number("any", None)
+    learning_rate = Number(">= 0", 3e-4)
+    critic_learning_rate = Number(">= 0", None)  # None: the learning rate
+    actor_learning_rate = Number(">= 0", None)
+    initial_alpha = Setting("> 0", 1.0)
+    backup_entropy = Setting(default=True)
 
-    def __init__(
-        self, *, model: Any, learning_rate: float = 3e-4, gamma: float = 0.99, alpha: float | str = "auto",
-        tau: float = 0.005, target_entropy: float | None = None, critic_learning_rate: float | None = None,
-        actor_learning_rate: float | None = None, initial_alpha: float = 1.0, backup_entropy: bool = True,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(**options)
+    def __init__(self, *, model: Any, alpha: float | str = "auto", **settings: Any) -> None:
+        super().__init__(**settings)
         self.model: Any = model
-        self.gamma, self.tau, self.initial_alpha = gamma, tau, initial_alpha
-        self.target_entropy = -float(model.action_dim) if target_entropy is None else target_entropy
-        self.learning_rate = learning_rate
-        self.critic_learning_rate, self.actor_learning_rate = critic_learning_rate, actor_learning_rate
-        critics, actor = model.critics.parameters(), model.actor.parameters()
-        critic_rate, actor_rate = ("critic_learning_rate", "learning_rate"), ("actor_learning_rate", "learning_rate")
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", critics, critic_rate)
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", actor, actor_rate)
-        start = torch.tensor(math.log(initial_alpha), device=self.device)
+        if self.target_entropy is None:
+            self.target_entropy = -float(model.action_dim)
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
+        start = torch.tensor(math.log(self.initial_alpha), device=self.device)
         self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
             self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha])
         else:
             check_bound("alpha", ">= 0", alpha)
             self.numbers["alpha"] = float(alpha)
-        self.backup_entropy = backup_entropy
         self._target = TargetNetwork(model.critics)
         self.target_critics = self._target.network
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step

@@ -1,12 +1,14 @@
-"""Target networks: a slow copy of an online network, updated by one operation per flat piece of its parameters."""
+"""Changes of networks in place: target networks, which follow an online one, and moves of a categorical support."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rl_training.ops.distributional import carry_over
 from rl_training.speed.optimizer import join_parameters
 
 
@@ -75,3 +77,19 @@ def _adjacent(before: nn.Parameter, after: nn.Parameter) -> bool:
         and before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
         and before.storage_offset() + before.numel() == after.storage_offset()
     )
+
+
+@torch.no_grad()
+def move_support(support: Tensor, v_min: float, v_max: float, *heads: Any) -> None:
+    """Spread `support` [K] from `v_min` to `v_max`, and change the last layers of the `heads` that predict on it.
+
+    All of it happens in place, so captured steps and numpy policies see it. Predicted means stay the same within about
+    half the distance of two new atoms.
+    """
+    wider = torch.linspace(v_min, v_max, len(support), device="cpu").to(support)
+    if torch.equal(wider, support):
+        return
+    weights, offsets = carry_over(support, wider)
+    for head in heads:
+        head.combine_outputs(weights, offsets)
+    support.copy_(wider)

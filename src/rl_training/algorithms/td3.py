@@ -6,14 +6,11 @@ actor and all targets move once per `policy_delay` critic steps.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch
+from rl_training.algorithms.base import Batch, Number, Setting
 from rl_training.algorithms.ddpg import DDPG, ddpg_loss
-from rl_training.algorithms.numbers import Number, Setting
 
 
 def td3_loss(batch: Batch) -> dict[str, Tensor]:
@@ -25,17 +22,10 @@ def td3_loss(batch: Batch) -> dict[str, Tensor]:
 class TD3(DDPG):
     """The TD3 learner: DDPG with a model that has two `critics` [2, B]."""
 
-    policy_noise = Number(">= 0")
-    noise_clip = Number(">= 0")
-    policy_delay = Setting(">= 1")
-
-    def __init__(
-        self, *, model: Any, learning_rate: float = 3e-4, policy_noise: float = 0.2, noise_clip: float = 0.5,
-        policy_delay: int = 2, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(model=model, learning_rate=learning_rate, **options)
-        self.policy_noise, self.noise_clip = policy_noise, noise_clip
-        self.policy_delay = policy_delay
+    learning_rate = Number(">= 0", 3e-4)
+    policy_noise = Number(">= 0", 0.2)
+    noise_clip = Number(">= 0", 0.5)
+    policy_delay = Setting(">= 1", 2)
 
     def draw_noise(self, actions: Tensor) -> Tensor:
         """Clipped target noise [B, A]; actions are in [-1, 1], so it needs no scaling."""

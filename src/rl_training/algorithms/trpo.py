@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
-from rl_training.algorithms.base import Batch, UpdateResult
-from rl_training.algorithms.numbers import Number, Setting
+from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
 from rl_training.ops.losses import squared_error
 from rl_training.ops.policy import conjugate_gradient
 from rl_training.speed.optimizer import flatten_parameters, join_parameters
@@ -42,30 +41,21 @@ class TRPO(ActorCriticAlgorithm):
 
     steps = ("value_step",)
     eager_part = "the policy's step, whose line search reads the KL"
-    value_learning_rate = Number("> 0")
+    value_learning_rate = Number("> 0", 1e-3)
     learning_rate = Number("> 0", of="value_learning_rate")  # the only learning rate
-    max_kl = Number("> 0")
-    cg_damping = Number("> 0")
-    line_search_shrink = Number("in (0, 1)")
-    cg_iterations = Setting(">= 1")
-    line_search_steps = Setting(">= 1")
-    value_updates = Setting(">= 1")
-    value_minibatch_size = Setting(">= 1")
+    max_kl = Number("> 0", 0.01)
+    cg_damping = Number("> 0", 0.1)
+    line_search_shrink = Number("in (0, 1)", 0.8)
+    cg_iterations = Setting(">= 1", 15)
+    line_search_steps = Setting(">= 1", 10)
+    value_updates = Setting(">= 1", 80)
+    value_minibatch_size = Setting(">= 1", 128)
+    normalize_advantages = Setting(default=True)
 
-    def __init__(
-        self, *, policy: nn.Module, value_learning_rate: float = 1e-3, max_kl: float = 0.01, cg_iterations: int = 15,
-        cg_damping: float = 0.1, line_search_steps: int = 10, line_search_shrink: float = 0.8, value_updates: int = 80,
-        value_minibatch_size: int | None = 128, normalize_advantages: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(policy=policy, **options)
-        self.value_learning_rate, self.max_kl, self.cg_damping = value_learning_rate, max_kl, cg_damping
-        self.line_search_shrink = line_search_shrink
-        self.cg_iterations, self.line_search_steps = cg_iterations, line_search_steps
-        self.value_updates, self.value_minibatch_size = value_updates, value_minibatch_size
-        self.normalize_advantages = normalize_advantages
+    def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
+        super().__init__(policy=policy, **settings)
         self._actor_params, self._actor_flat = flatten_parameters(self.policy.actor_parameters())
-        critic = self.policy.critic.parameters()
-        self.value_optimizer = self.make_optimizer("value_optimizer", critic, "value_learning_rate")
+        self.value_optimizer = self.make_optimizer("value_optimizer", self.policy.critic.parameters())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Join the parameters of a copy again, as `Optimizer.__setstate__` does."""

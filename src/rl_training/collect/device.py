@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import LocalCollector
+from rl_training.algorithms.base import Numbers
+from rl_training.collect.local import Behaviour, LocalCollector
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure
-from rl_training.speed.capture import CapturedStep, Numbers
+from rl_training.speed.capture import CapturedStep
 
 
 class DeviceCollector(LocalCollector):
@@ -38,11 +39,7 @@ class DeviceCollector(LocalCollector):
         engine: Any = stepper.engine
         self.engine: DeviceEngine = engine
         device = engine.device
-        dtypes = {"bool": torch.bool, "float32": torch.float32, "int64": torch.int64, "uint8": torch.uint8}
-        arrays: dict[str, Any] = {
-            name: torch.zeros(shape, dtype=dtypes[getattr(dtype, "__name__", dtype)], device=device)
-            for name, (shape, dtype) in layout.arrays().items()
-        }
+        arrays = {name: torch.from_numpy(np.zeros(*spec)).to(device) for name, spec in layout.arrays().items()}
         super().__init__(actor, stepper, Experience(layout, arrays), lag)
         self.experience.totals = torch.zeros(4, dtype=torch.float64, device=device)
         self.returns = torch.zeros(layout.num_envs, dtype=torch.float64, device=device)  # of the current episodes

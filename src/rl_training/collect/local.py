@@ -1,46 +1,153 @@
-"""Collect experience in this process, and define the interface of all collectors."""
+"""Acting in this process: `Behaviour`, the policy that acts, and `Collector`, where it acts."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from rl_training.algorithms.base import Array
-from rl_training.collect.behaviour import Behaviour
+from rl_training.algorithms.base import Algorithm, Array, Carry, NumpyPolicy
 from rl_training.data.experience import Experience, ExperienceLayout, Request, Timed, untimed
+from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper
 from rl_training.errors import UserError
+from rl_training.speed.capture import HostStep
+
+NOTHING = Experience(ExperienceLayout(0, 0, (), "float32"))
 
 
-class Collector(Protocol):
-    """Where a behaviour acts. It owns the environments and the policy's memory."""
+class Behaviour:
+    """Acting network, exploration numbers, generators and memory for N environments.
 
-    part: str  # of a turn, to which the time of `collect` belongs
+    In the learner's process it acts with the learner itself: nothing is copied, and a numpy policy reads the current
+    weights. In other processes it acts with a second learner of the same spec, whose weights `unpack` loads.
+    """
+
+    def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
+        self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
+        self.device = algorithm.device
+        self.memory = algorithm.initial_carry(num_envs)
+        self.held: Array | None = None  # the last random actions
+        self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
+
+    def act(self, obs: Array, masks: Array | None, is_first: Array) -> tuple[Array, dict[str, Array]]:
+        """Actions [N, ...] for encoded observations, and the values to store with them."""
+        if self.numpy_policy is not None:
+            return self.numpy_policy(obs, masks, self.rng, False), {}
+        given = {"obs": obs, "action_masks": masks, "is_first": None if self.memory is None else is_first}
+        given = {name: array for name, array in given.items() if array is not None}
+        found, self.memory = self._explore(given, self.memory)
+        return found.pop("actions"), found
+
+    @torch.no_grad()
+    def explore(self, given: Mapping[str, Tensor], memory: Carry) -> tuple[dict[str, Tensor], Carry]:
+        """Actions and extras on the device."""
+        first, legal = given.get("is_first"), given.get("action_masks")
+        out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
+        return {**out.extras, "actions": out.actions}, out.carry
+
+    @cached_property
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """The learner's policy in numpy, if it has one."""
+        return self.algorithm.numpy_policy()
+
+    def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
+        """Uniform actions, each repeated for `hold` steps on average; with masks, a new legal one at every step."""
+        actions = self.spaces.random_actions(self.rng, count, masks)
+        if hold > 1 and masks is None:
+            if self.held is not None:
+                kept = self.rng.random(count) >= 1 / hold
+                actions[kept] = self.held[kept]
+            self.held = actions.copy()
+        return actions
+
+    def add_logprobs(self, experience: Experience) -> None:
+        """After acting in numpy, compute log-probabilities of all actions in one pass, if the learner reads them."""
+        if experience.logprobs is None or self.numpy_policy is None or not self.algorithm.reads_logprobs:
+            return  # or they stay 0
+        steps, masks = experience.steps, experience.masks
+        obs, actions = (torch.from_numpy(array[:steps]).flatten(0, 1) for array in (experience.obs, experience.actions))
+        legal = None if masks is None else torch.from_numpy(masks[:steps]).flatten(0, 1)
+        policy: Any = self.algorithm.policy
+        with torch.no_grad():
+            logprobs = policy.distribution(obs, legal).log_prob(actions)
+        experience.logprobs[:steps] = logprobs.view(steps, -1).numpy()
+
+    # transfer ---------------------------------------------------------------------------------------------------
 
     @property
-    def started(self) -> bool:
-        """Whether episodes have started."""
+    def version(self) -> int:
+        """The number of updates that produced the weights."""
+        return self.algorithm.num_updates
+
+    def pack(self) -> Array:
+        """Network, normalizers, exploration numbers and version as one array of bytes."""
+        numbers = [math.nan if number is None else float(number) for number in self.algorithm.numbers.values()]
+        arrays = [tensor.detach().cpu().numpy() for tensor in self.algorithm.acting_tensors()]
+        arrays.append(np.array([*numbers, self.version]))
+        return np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
+
+    @torch.no_grad()
+    def unpack(self, packed: Array) -> None:
+        """Load the result of `pack` from another process or an earlier time."""
+        begin = 0
+        for tensor in self.algorithm.acting_tensors():
+            end = begin + tensor.numel() * tensor.element_size()
+            tensor.copy_(torch.from_numpy(packed[begin:end].copy()).view(tensor.dtype).view(tensor.shape))
+            begin = end
+        *values, version = packed[begin:].copy().view(np.float64).tolist()
+        for name, value in zip(self.algorithm.numbers, values, strict=True):
+            self.algorithm.numbers[name] = None if math.isnan(value) else value
+        self.algorithm.num_updates = int(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The policy's memory, if it has one, and the repeated random actions."""
+        memory = {} if self.memory is None else {"carry": self.memory.clone()}
+        return memory if self.held is None else memory | {"held": self.held.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        if self.memory is not None:
+            self.memory.copy_(state["carry"])
+        self.held = state.get("held")
+
+
+class Collector:
+    """Where a behaviour acts: owns the environments and the policy's memory. This one, for recorded data, has none."""
+
+    part = "store"  # of a turn, to which the time of `collect` belongs
+    started = False  # whether episodes have started
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
-        """The requested experience, valid until the next call."""
+        """The requested experience, valid until the next call; here nothing."""
+        return NOTHING
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
         """Metrics since the previous call; a call with `last` does not reset them: a resumed run does not repeat it."""
+        return {}
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise this instead of the next step."""
+        """Raise this instead of the next step; here the turn ends with its update."""
 
     def abandon(self) -> None:
         """Discard the current episodes and start new ones."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` restores."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Restore a saved state; return one sentence for each thing that could not be restored exactly."""
+        return []
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the environments."""
 
 
 class Lag:
@@ -61,20 +168,19 @@ class Lag:
         self.packed.extend(packed)
 
 
-class LocalCollector:
+class LocalCollector(Collector):
     """Steps environments in this process.
 
     `actor` acts: it is the learner's own behaviour or, with a `lag`, another one that is that many turns behind.
     """
 
-    part = "store"
     def __init__(self, actor: Behaviour, stepper: Stepper, experience: Experience, lag: int | None = None) -> None:
         self.actor, self.stepper, self.experience = actor, stepper, experience
         self.lag = None if lag is None else Lag(lag)
         self._timed: Timed = untimed
 
     @property
-    def started(self) -> bool:
+    def started(self) -> bool:  # type: ignore[override]  # a read-only view
         """Whether episodes have started."""
         return self.stepper.started
 
@@ -148,10 +254,6 @@ class LocalCollector:
             if result.final_masks is not None and experience.final_masks is not None:
                 experience.final_masks[t, rows] = result.final_masks[rows]
 
-    def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """No metrics: nothing waits."""
-        return {}
-
     def watch(self, timed: Timed) -> None:
         """Let `timed` replace the calls of the policy and the environments."""
         self._timed = timed
@@ -179,37 +281,3 @@ class LocalCollector:
     def close(self) -> None:
         """Close the environments."""
         self.stepper.close()
-
-
-class NoCollector:
-    """For recorded data: no environment is built, and nothing is collected."""
-
-    started, part = False, "store"
-
-    def collect(self, behaviour: Behaviour, request: Request) -> Experience:
-        """Nothing."""
-        return NOTHING
-
-    def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """No metrics."""
-        return {}
-
-    def interrupt(self, error: BaseException) -> None:
-        """Do nothing: the turn ends with its update."""
-
-    def abandon(self) -> None:
-        """There are no episodes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Nothing."""
-        return []
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-NOTHING = Experience(ExperienceLayout(0, 0, (), "float32"))

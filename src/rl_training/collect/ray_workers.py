@@ -22,7 +22,7 @@ from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 
 from rl_training.algorithms.base import Array
-from rl_training.collect.worker import MEMORIES, CollectingWorker, WorkerPlan
+from rl_training.collect.worker import MEMORIES, CollectingWorker, SharedMemory, WorkerPlan
 from rl_training.data.experience import Experience, Request
 from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
@@ -42,10 +42,7 @@ class WorkerActor:
         """Make the object; modules are also searched for on the learner's path."""
         paths, pickled = pickle.loads(maker)
         sys.path.extend(path for path in paths if path not in sys.path)
-        return attempt(self._make, pickled)
-
-    def _make(self, pickled: bytes) -> None:
-        self.served = pickle.loads(pickled)()
+        return attempt(lambda: setattr(self, "served", pickle.loads(pickled)()))
 
     def call(self, method: str, *arguments: Any) -> tuple[bool, Any]:
         """Call a method; return its result, or a description of its exception."""
@@ -197,9 +194,9 @@ class RayWorker(CollectingWorker):
     Its memory has the same layout as that of worker processes, so that the arithmetic is the same, bit for bit.
     """
 
-    def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int) -> None:
+    def __init__(self, plan: WorkerPlan, index: int) -> None:
         *_, self._counts, descriptor = plan.share()
-        super().__init__(plan, index, first, stop, descriptor)
+        super().__init__(plan, index, descriptor)
         self._index = index
 
     def collect(self, number: int, request: Request, packed: Array | None = None) -> dict[str, Any]:
@@ -237,7 +234,7 @@ def unpack_arrays(experience: Experience, packed: Mapping[str, Array]) -> None:
             experience.arrays[name][: len(array)] = array
 
 
-class ObjectStore:
+class ObjectStore(SharedMemory):
     """Ray actors: weights go through Ray's object store, once per node, and answers carry the experience.
 
     At any time the store holds a few sets of weights and at most one answer per worker.
@@ -249,9 +246,9 @@ class ObjectStore:
         self._columns = plan.columns()
         self._weights: list[Any] = [None] * plan.behaviours
         self._owns_cluster = connect(plan.num_workers, needs)
-        makers = [partial(RayWorker, plan, index, *place) for index, place in enumerate(self._columns)]
+        makers = [partial(RayWorker, plan, index) for index in range(plan.num_workers)]
         try:
-            self.pool = RayWorkers(makers, name, timeout, needs)
+            self.pool: RayWorkers = RayWorkers(makers, name, timeout, needs)
         except BaseException:
             self._disconnect()
             raise
@@ -260,12 +257,13 @@ class ObjectStore:
         """Put the weights into the store; Ray frees the weights that they replace once no worker reads them."""
         self._weights[number % len(self._weights)] = ray.put(packed)
 
-    def weights(self, number: int) -> tuple[Any, ...]:
-        """A reference, which Ray turns into the weights where the worker is."""
-        return (self._weights[number % len(self._weights)],)
+    def ask(self, index: int, number: int, request: Request) -> None:
+        """Ask a worker, with a reference that Ray turns into the weights where the worker is."""
+        self.pool.ask(index, "collect", number, request, self._weights[number % len(self._weights)])
 
-    def receive(self, number: int, index: int, answer: Any) -> dict[str, Any]:
-        """Copy the experience to its columns."""
+    def receive(self, index: int, number: int) -> dict[str, Any]:
+        """A worker's answer; its experience is copied to its columns."""
+        answer = self.pool.get(index)
         unpack_arrays(self.experiences[number % MEMORIES].columns(*self._columns[index]), answer["arrays"])
         return pickle.loads(answer["answer"])
 

@@ -1,10 +1,12 @@
-"""The code of a worker process: some of a run's environments, and a behaviour that acts in them."""
+"""Workers: some of a run's environments, and a behaviour that acts in them, in processes with shared memory."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,14 +14,13 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm, Array
-from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import LocalCollector
+from rl_training.collect.local import Behaviour, LocalCollector
 from rl_training.data.experience import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import make_engine
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
-from rl_training.envs.workers import register_missing, share_arrays
+from rl_training.envs.workers import WorkerPool, Workers, register_missing, share_arrays
 
 MEMORIES = 2  # workers fill one while the learner reads the other
 FIXED, FIRST = "fixed", "first"  # a turn takes one answer from every worker, or the first that arrive
@@ -76,13 +77,14 @@ class CountedStepper(Stepper):
 
 
 class CollectingWorker:
-    """Steps the environments from `first` to `stop` and fills their columns of an experience.
+    """Steps the environments of one worker and fills their columns of an experience.
 
     Messages carry only small data: finished episodes, generators, the policy's memory, and the state of the
     environments without the actions of their episodes, which the learner reads from the experience.
     """
 
-    def __init__(self, plan: WorkerPlan, index: int, first: int, stop: int, descriptor: int) -> None:
+    def __init__(self, plan: WorkerPlan, index: int, descriptor: int) -> None:
+        first, stop = plan.columns()[index]
         torch.set_num_threads(1)
         register_missing(plan.registrations)
         experiences, self.packed, counts, _ = plan.share(descriptor)
@@ -132,3 +134,45 @@ class CollectingWorker:
     def close(self) -> None:
         """Close the environments."""
         self.collector.close()
+
+
+class SharedMemory:
+    """Worker processes, and the data that they exchange with the learner, which is in memory that all of them see.
+
+    `ray_workers.ObjectStore` does the same for Ray actors.
+    """
+
+    pool: WorkerPool
+
+    def __init__(self, plan: WorkerPlan, name: str, timeout: float) -> None:
+        self.experiences, self._packed, self._counts, self._descriptor = plan.share()
+        makers = [partial(CollectingWorker, plan, index, self._descriptor) for index in range(plan.num_workers)]
+        try:
+            self.pool = Workers(makers, name, timeout, [self._descriptor])
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def send(self, number: int, packed: Array) -> None:
+        """Put a packed behaviour where workers find it, in place of an older one that no worker reads."""
+        self._packed[number % len(self._packed)][:] = packed
+
+    def ask(self, index: int, number: int, request: Request) -> None:
+        """Ask a worker for experience, with the behaviour of that number."""
+        self.pool.ask(index, "collect", number, request)
+
+    def receive(self, index: int, number: int) -> dict[str, Any]:
+        """A worker's answer, when its experience is in its columns; here it has written them itself."""
+        answer: dict[str, Any] = self.pool.get(index)
+        return answer
+
+    def steps(self) -> Array:
+        """The steps that each worker has taken, as far as known; the count of a stalled worker does not change."""
+        return self._counts.copy()
+
+    def close(self) -> None:
+        """End the processes."""
+        try:
+            self.pool.close()
+        finally:
+            os.close(self._descriptor)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import suppress
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rl_training.algorithms.base import Array
-from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import NOTHING, Lag
-from rl_training.collect.transport import Transport
-from rl_training.collect.worker import MEMORIES, WorkerPlan
+from rl_training.collect.local import NOTHING, Behaviour, Collector, Lag
+from rl_training.collect.worker import MEMORIES, SharedMemory, WorkerPlan
 from rl_training.data.experience import Experience, Request
 from rl_training.envs.engines import REPLAY_SECONDS
 from rl_training.envs.spaces import EnvSpaces
@@ -37,10 +36,9 @@ class Flight(NamedTuple):
 class WorkerRecord:
     """A worker's state after its last answer, and the actions of each environment since its episode or game began."""
 
-    def __init__(self, first: int, stop: int) -> None:
-        self.first, self.stop = first, stop
+    def __init__(self, num_envs: int) -> None:
         self.state: dict[str, Any] = {}
-        self._actions: list[list[Array]] = [[] for _ in range(first, stop)]
+        self._actions: list[list[Array]] = [[] for _ in range(num_envs)]
 
     def follow(self, brief: dict[str, Any], columns: Experience, actions: Array) -> None:
         """Record an answer: the worker's `columns` and `actions` [T, n, ...], the latter in the environment's range."""
@@ -55,12 +53,12 @@ class WorkerRecord:
 
     def whole_state(self) -> dict[str, Any]:
         """A state from which a new worker can continue; empty before the first answer."""
-        stepper = self.state.get("stepper", {})
-        if "episodes" not in stepper.get("engine", {}):
+        if not self.episodes():
             return self.state
+        stepper = self.state["stepper"]
         episodes = [
             {**{name: value for name, value in brief.items() if name != "steps"}, "actions": np.concatenate(parts)}
-            for brief, parts in zip(stepper["engine"]["episodes"], self._actions, strict=True)
+            for brief, parts in zip(self.episodes(), self._actions, strict=True)
         ]
         return {**self.state, "stepper": {**stepper, "engine": {"episodes": episodes}}}
 
@@ -76,10 +74,10 @@ class WorkerRecord:
 
     def replay_seconds(self) -> float:
         """How long replaying the episodes may take."""
-        return REPLAY_SECONDS * max((sum(map(len, parts)) for parts in self._actions), default=0)
+        return REPLAY_SECONDS * max(sum(map(len, parts)) for parts in self._actions)
 
 
-class WorkerCollector:
+class WorkerCollector(Collector):
     """Environments in `num_workers` processes or actors, each with its columns of an experience.
 
     A turn takes the answers to the requests of the previous turn. When a worker's answer arrives, it gets its next
@@ -91,16 +89,15 @@ class WorkerCollector:
     answers_again = False  # whether a worker may give several answers in one turn
 
     def __init__(
-        self, plan: WorkerPlan, spaces: EnvSpaces, transport: Transport, *, lag: int | None, timeout: float,
+        self, plan: WorkerPlan, spaces: EnvSpaces, transport: SharedMemory, *, lag: int | None, timeout: float,
         max_restarts: int, max_lag: int | None = None,
     ) -> None:  # fmt: skip
         self.spaces, self.timeout, self.max_restarts, self.max_lag = spaces, timeout, max_restarts, max_lag
-        self.num_envs, self.packed_size = plan.layout.num_envs, plan.packed_size
+        self.num_envs, self.packed_size, self.columns = plan.layout.num_envs, plan.packed_size, plan.columns()
         self.transport, self.pool, self.experiences = transport, transport.pool, transport.experiences
-        self.records = [WorkerRecord(*place) for place in plan.columns()]
+        self.experience = self.experiences[0]  # to read sizes from
         self.lag = Lag(lag or 0)
-        self.started = False
-        self._flights: list[Flight] = []  # the pending request of each worker
+        self.abandon()
         self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by place in the batch, with the worker
         self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # and when each last changed
         self._left = time.monotonic()  # when the learner last stopped waiting
@@ -111,11 +108,6 @@ class WorkerCollector:
         self._waited = self._acted = 0.0
         self._told = [1, 0, 0, 0]
         self._lags: list[int] = []  # count, sum, least and most of the answers since the last row of metrics
-
-    @property
-    def experience(self) -> Experience:
-        """One of the experiences, to read sizes from."""
-        return self.experiences[0]
 
     # a turn -----------------------------------------------------------------------------------------------------
 
@@ -152,12 +144,9 @@ class WorkerCollector:
     def _ask(self, index: int, flight: Flight) -> None:
         self._flights[index], self._moved[index] = flight, time.monotonic()
         try:
-            self._request(index, flight)
+            self.transport.ask(index, flight.number, flight.request)
         except WorkerFailure as failure:
-            self._restart(index, failure, flight)
-
-    def _request(self, index: int, flight: Flight) -> None:
-        self.pool.ask(index, "collect", flight.number, flight.request, *self.transport.weights(flight.number))
+            self._restart(index, failure)
 
     def _wait(self, following: Flight, version: int) -> Experience:
         """Take one answer per worker, or fewer if that fills the batch, and send each of these workers the following
@@ -176,19 +165,16 @@ class WorkerCollector:
                 self._restart_stalled(owing - set(ready))
             free = min(left, len(self.records) - len(self._answers))
             for index in sorted(ready, key=lambda index: (self._flights[index].version, index))[:free]:
-                flight = self._flights[index]
                 try:
-                    answer = self.pool.get(index)
+                    answer = self.transport.receive(index, self._flights[index].number)
                 except WorkerFailure as failure:
-                    self._restart(index, failure, flight)
+                    self._restart(index, failure)
                     continue
                 self._tries[index] = 0
                 left -= 1
                 if not self.answers_again:
                     owing.discard(index)
-                answer = self.transport.receive(flight.number, index, answer)
-                experience = self._take(index, answer, flight)
-                self._keep(index, answer, experience, version - answer["version"])
+                experience = self._take(index, answer, version)
                 self._ask(index, following)
         self._waited += time.perf_counter() - begun
         self._left = time.monotonic()
@@ -199,36 +185,31 @@ class WorkerCollector:
         self._moved[before != self._steps] = time.monotonic()
         for index in sorted(owing):
             if self.pool.has_ended(index) or time.monotonic() - self._moved[index] > self.timeout:
-                self._restart(index, self.pool.failure(index, self.timeout), self._flights[index])
+                self._restart(index, self.pool.failure(index, self.timeout))
                 self._moved[index] = time.monotonic()
 
-    def _keep(self, index: int, answer: dict[str, Any], experience: Experience, lag: int) -> None:
-        """Give an answer a place in the batch, or drop it if it is too old."""
-        if self.max_lag is not None and lag > self.max_lag:
-            self._dropped += answer["transitions"]
-            return
-        number, total, least, most = self._lags or (0, 0, lag, lag)
-        self._lags = [number + 1, total + lag, min(least, lag), max(most, lag)]
-        self._answers[self._place(index, experience)] = index, answer
-
-    def _place(self, index: int, experience: Experience) -> int:
-        """The answer's place in the batch; here the worker has already written its columns there."""
-        return index
-
-    def _take(self, index: int, answer: dict[str, Any], flight: Flight) -> Experience:
-        """Record the worker's new state; return the experience that holds its columns."""
-        self._acted += answer["seconds"]
-        experience = self.experiences[flight.number % MEMORIES]
-        columns = self._columns(experience, index)
+    def _take(self, index: int, answer: dict[str, Any], version: int) -> Experience:
+        """Record the worker's new state, and give its answer a place in the batch unless it is too old; return the
+        experience that holds its columns."""
+        experience = self.experiences[self._flights[index].number % MEMORIES]
+        columns = experience.columns(*self.columns[index])
         columns.steps = answer["steps"]
         taken = columns.actions[: columns.steps]
         mapped = self.spaces.map_actions(taken.reshape(-1, *taken.shape[2:]))
         self.records[index].follow(answer["state"], columns, mapped.reshape(*taken.shape[:2], *mapped.shape[1:]))
+        self._acted += answer["seconds"]
+        lag = version - answer["version"]
+        if self.max_lag is not None and lag > self.max_lag:
+            self._dropped += answer["transitions"]
+            return experience
+        number, total, least, most = self._lags or (0, 0, lag, lag)
+        self._lags = [number + 1, total + lag, min(least, lag), max(most, lag)]
+        self._answers[self._place(index, columns)] = index, answer
         return experience
 
-    def _columns(self, experience: Experience, index: int) -> Experience:
-        """The columns of the worker, or place, with that number."""
-        return experience.columns(self.records[index].first, self.records[index].stop)
+    def _place(self, index: int, columns: Experience) -> int:
+        """The place in the batch of a worker's columns; here the worker has already written them there."""
+        return index
 
     def _join(self, experience: Experience) -> Experience:
         answers = {place: answer for place, (_, answer) in self._answers.items()}
@@ -238,12 +219,12 @@ class WorkerCollector:
         experience.transitions = sum(answer["transitions"] for answer in answers.values())
         experience.has_resets = any(answer["has_resets"] for answer in answers.values())
         episodes = {place: iter(answer["episodes"]) for place, answer in answers.items()}
-        place_of = np.repeat(range(len(self.records)), [record.stop - record.first for record in self.records])
+        place_of = np.repeat(range(len(self.columns)), [stop - first for first, stop in self.columns])
         ends = experience.terminated[: experience.steps] | experience.truncated[: experience.steps]
         experience.episodes = [next(episodes[place_of[env]]) for _, env in np.argwhere(ends)]
         return experience
 
-    def _restart(self, index: int, failure: WorkerFailure, flight: Flight) -> None:
+    def _restart(self, index: int, failure: WorkerFailure) -> None:
         """Start a new worker from the last answer, with the same request; after too many restarts, raise `failure`."""
         while True:
             self._restarts += 1
@@ -254,7 +235,7 @@ class WorkerCollector:
             try:
                 self.pool.restart(index)
                 self._restore(index)
-                self._request(index, flight)
+                self.transport.ask(index, self._flights[index].number, self._flights[index].request)
                 return
             except WorkerFailure as error:
                 failure = error
@@ -287,8 +268,9 @@ class WorkerCollector:
 
     def abandon(self) -> None:
         """Discard the current episodes."""
-        self.started, self._flights = False, []
-        self.records = [WorkerRecord(record.first, record.stop) for record in self.records]
+        self.started = False
+        self._flights: list[Flight] = []  # the pending request of each worker
+        self.records = [WorkerRecord(stop - first) for first, stop in self.columns]
 
     def state_dict(self) -> dict[str, Any]:
         """Every worker's state after its last answer, and the request in flight, if all have the same."""
@@ -332,3 +314,39 @@ class WorkerCollector:
                     self.pool.get(index, max(0.0, deadline - time.monotonic()))
         finally:
             self.transport.close()
+
+
+class FirstComers(WorkerCollector):
+    """Takes as many answers in a turn as there are workers, from those that are ready first.
+
+    Slow workers delay nothing, but a run depends on timing.
+
+    The answers of one turn may be in the same columns of different memories, so they are copied into one batch.
+    """
+
+    answers_again = True
+
+    def __init__(self, plan: WorkerPlan, *arguments: Any, **options: Any) -> None:
+        super().__init__(plan, *arguments, **options)
+        self.joined = Experience(plan.layout)
+
+    def _next_number(self) -> int:
+        """The smallest number that no pending request uses, so that no worker reads the weights with that number."""
+        held = {flight.number for flight in self._flights}
+        return next(number for number in count() if number not in held)
+
+    def _place(self, index: int, columns: Experience) -> int:
+        """Copy the answer to the worker's own columns, or to other ones if those are taken; return the place."""
+        place = min(set(range(len(self.records))) - set(self._answers), key=lambda free: (free != index, free))
+        for name, array in self.joined.columns(*self.columns[place]).arrays.items():
+            array[:] = columns.arrays[name]
+        return place
+
+    def _join(self, experience: Experience) -> Experience:
+        """The copies; `parts` say which environments they come from."""
+        joined = super()._join(self.joined)
+        joined.parts = [
+            (np.arange(*self.columns[index]), joined.columns(*self.columns[place]))
+            for place, (index, _) in self._answers.items()
+        ]
+        return joined

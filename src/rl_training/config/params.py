@@ -245,6 +245,8 @@ class Params(StrictModel):
                 accepted.update(arguments)
                 if all(argument.kind != argument.VAR_KEYWORD for argument in arguments.values()):
                     break
+        else:  # the base class of learners takes all of their settings
+            accepted.update(getattr(learner, "settings", dict)())
         return {name: getattr(self, name) for name in type(self).model_fields if name in accepted}
 
 

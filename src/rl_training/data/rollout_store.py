@@ -82,7 +82,7 @@ class RolloutStore(Store):
     def _evaluate(self, algorithm: Algorithm) -> dict[str, Tensor]:
         """The values of all observations by the learner's critic, unless acting has computed them."""
         experience, shape = self.experience, self.experience.rewards.shape
-        policy: Any = algorithm.acting()
+        policy: Any = algorithm.policy
 
         def evaluate(obs: Any) -> Tensor:
             rows = torch.as_tensor(obs).to(self.device)

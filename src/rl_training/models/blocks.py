@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.speed.numpy_forms import Array, NumpyStep, numpy_chain, numpy_step
+from rl_training.speed.passes import Array, NumpyStep, numpy_chain, numpy_step
 
 # obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]

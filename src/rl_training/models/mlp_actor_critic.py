@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp
 from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
-from rl_training.speed.numpy_forms import Array, mask_in_numpy
-from rl_training.speed.passes import Backward, WrittenOut, run_network
+from rl_training.speed.passes import Array, Backward, WrittenOut, mask_in_numpy, run_network
 from rl_training.speed.private_torch import differentiate
 
 
@@ -104,7 +103,7 @@ class MLPActorCritic(ObservationNetwork):
             return None
         (outputs, values), backward = traced
         outputs.requires_grad_(self.action_kind != "discrete")  # a Categorical has a hand-written gradient
-        leaves = [outputs] if self.log_std is None else [outputs, self.log_std]
+        leaves = (outputs,) if self.log_std is None else (outputs, self.log_std)
         policy = self._distribution_of(outputs, action_masks)
         logprobs, entropy = policy.log_prob(actions), policy.entropy()
 
@@ -112,9 +111,10 @@ class MLPActorCritic(ObservationNetwork):
             on_log_std: Sequence[Tensor] = ()
             if isinstance(policy, Categorical):
                 on_outputs = policy.gradient(actions, on_logprobs, on_entropy)
+            elif on_entropy is None:
+                on_outputs, *on_log_std = differentiate((logprobs,), (on_logprobs,), inputs=leaves)
             else:
-                slopes = [on_logprobs] if on_entropy is None else [on_logprobs, on_entropy]
-                on_outputs, *on_log_std = differentiate([logprobs, entropy][: len(slopes)], slopes, leaves)
+                on_outputs, *on_log_std = differentiate((logprobs, entropy), (on_logprobs, on_entropy), inputs=leaves)
             on_networks = backward(on_outputs, on_values.unsqueeze(-1))
             return [*on_log_std, *on_networks] if on_log_std else on_networks
 
@@ -125,8 +125,8 @@ class MLPActorCritic(ObservationNetwork):
         traced = self._critic.trace(features, self.critic)
         if traced is not None:
             return traced[0][0].squeeze(-1), lambda slopes: traced[1](slopes.unsqueeze(-1))
-        values, parameters = self.values_of(features), list(self.critic.parameters())
-        return values.detach(), lambda slopes: differentiate([values], [slopes], parameters)
+        values, parameters = self.values_of(features), tuple(self.critic.parameters())
+        return values.detach(), lambda slopes: differentiate((values,), (slopes,), inputs=parameters)
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """The parameters that the policy depends on, including the encoder's."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import linear
 from rl_training.models.mlp_q_network import NoisyNetwork, hidden_layers, value_layers
-from rl_training.speed.numpy_forms import MOST_WEIGHTS, Array, numpy_chain, numpy_step
-from rl_training.speed.passes import WrittenOut, runs_written_out
+from rl_training.speed.passes import MOST_WEIGHTS, Array, numpy_chain, numpy_step, runs_written_out
 
 
 class MLPIQNNetwork(NoisyNetwork):
@@ -37,11 +36,11 @@ class MLPIQNNetwork(NoisyNetwork):
         sizes = self.feature_dim, head_sizes, action_dim, 1
         self.middle, self.head = value_layers(*sizes, activation, dueling=dueling, noisy=noisy)
         self.frequencies = nn.Buffer(math.pi * torch.arange(embedding_dim).float())
-        self._passes = WrittenOut()
 
     def features(self, obs: Tensor) -> Tensor:
         """psi(s): [B, ...] -> [B, D]."""
-        return self._passes(super().features(obs), self.trunk)[0]
+        features: Tensor = self.trunk(super().features(obs))
+        return features
 
     def cosines(self, taus: Tensor) -> Tensor:
         """cos(pi i tau): [..., N] -> [..., N, K]."""

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationNetwork, activation_layer, linear
-from rl_training.speed.numpy_forms import MOST_WEIGHTS, Array, NumpyStep, linear_step, numpy_step
-from rl_training.speed.passes import Backward, WrittenOut
+from rl_training.speed.passes import MOST_WEIGHTS, Array, Backward, NumpyStep, WrittenOut, linear_step, numpy_step
 
 
 class NoisyLinear(nn.Module):

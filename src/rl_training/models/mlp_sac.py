@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp
 from rl_training.models.ensemble import ActorAndCritics
 from rl_training.ops.policy import tanh_log_det
-from rl_training.speed.numpy_forms import Array
+from rl_training.speed.passes import Array
 
 LOG_STD_RANGE = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)

@@ -1,8 +1,9 @@
-"""Losses, most of them with their slopes: value and derivative come together, and tests check them by autograd.
+"""Losses, most of them with their slopes, and one-step targets for learners from replay.
 
-For a few small tensors, autograd takes longer to differentiate the loss than a small network's passes take. Where that
-matters, a learner takes the slopes at the network's outputs from here and passes them to the network's own backward
-pass (`Optimizer.trace`). Autograd can differentiate the values too; slopes never have an autograd graph.
+A loss and its derivative come together, and tests check the derivative by autograd. For a few small tensors, autograd
+takes longer to differentiate the loss than a small network's passes take. Where that matters, a learner takes the
+slopes at the network's outputs from here and passes them to the network's own backward pass (`Optimizer.trace`).
+Autograd can differentiate the values too; slopes never have an autograd graph.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+COLUMNS = ("obs", "actions", "rewards", "next_obs", "weights", "next_action_masks")
 
 
 class Losses(dict[str, Tensor]):
@@ -99,6 +102,17 @@ def clipped_surrogate(logratio: Tensor, advantages: Tensor, clip_coef: float | T
     return torch.minimum(moved, held), moved.detach().masked_fill(moved > held, 0.0)
 
 
+def approx_kl(logratio: Tensor) -> Tensor:
+    """(r - 1) - log r per sample, never negative; its mean over actions of the old policy is KL(old || new)."""
+    return logratio.expm1() - logratio
+
+
+def ratio_statistics(logratio: Tensor, clip_coef: float) -> dict[str, Tensor]:
+    """Per-sample distance from the policy that acted: `approx_kl`, and whether the ratio left its clip range."""
+    apart = logratio.detach()
+    return {"approx_kl": approx_kl(apart), "clip_fraction": (apart.expm1().abs() > clip_coef).to(apart.dtype)}
+
+
 def huber(values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Huber losses with delta 1 and their slopes, elementwise: x^2 / 2 for |x| <= 1, else |x| - 1/2."""
     errors = values - targets
@@ -148,3 +162,32 @@ def with_slope(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *other
     """The values [B, ...] of a function that also returns its slopes (in the shape of x); autograd uses them for x."""
     values: Tensor = _Sloped.apply(function, x, *others)  # type: ignore[no-untyped-call]
     return values
+
+
+def bellman_target(batch: Mapping[str, Tensor], gamma: float | Tensor, next_values: Tensor) -> Tensor:
+    """r + g V(s') of a batch of transitions, from next values [B], or [B, K] (or [1, K]) for K targets each."""
+    rewards, discounts = batch["rewards"], fold_discounts(batch, gamma)
+    if next_values.dim() == 2:
+        rewards, discounts = rewards.unsqueeze(1), discounts.unsqueeze(1)
+    return torch.addcmul(rewards, discounts, next_values)
+
+
+def double_q_values(q_selector: Tensor, q_value: Tensor) -> Tensor:
+    """One network's value of the action that another prefers: [B, A], [B, A] -> [B] (van Hasselt et al. 2016)."""
+    return q_value.gather(-1, q_selector.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def transition_columns(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The columns that a step reads from a batch of transitions; a captured step copies nothing else."""
+    end = "discounts" if "discounts" in batch else "terminated" if "terminated" in batch else "dones"
+    return {name: batch[name] for name in (*COLUMNS, end) if name in batch}
+
+
+def fold_discounts(batch: Mapping[str, Tensor], gamma: float | Tensor) -> Tensor:
+    """The batch's own `discounts`, else gamma * (1 - terminated), where a plain batch's `dones` mean terminated."""
+    if "discounts" in batch:
+        return batch["discounts"]
+    terminated = batch["terminated"] if "terminated" in batch else batch["dones"]
+    if not terminated.is_floating_point():
+        terminated = terminated.float()
+    return gamma * (1.0 - terminated)

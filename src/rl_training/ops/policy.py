@@ -19,7 +19,7 @@ _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 def mask_actions(scores: Tensor, legal: Tensor | None, fill: float = -torch.inf) -> Tensor:
     """Set the scores [..., A] of illegal actions to `fill`; a row without legal actions (only at an end) is unchanged.
 
-    The same in numpy is `speed.numpy_forms.mask_in_numpy`.
+    The same in numpy is `speed.passes.mask_in_numpy`.
     """
     if legal is None:
         return scores
@@ -95,11 +95,6 @@ def categorical_entropy(log_probs: Tensor) -> Tensor:
 def categorical_kl(log_probs_p: Tensor, log_probs_q: Tensor) -> Tensor:
     """KL(p || q) [..., A] -> [...]; an action that p masks (-inf) adds exactly 0 to the value and to the gradient."""
     return (log_probs_p.exp() * (_finite(log_probs_p) - _finite(log_probs_q))).sum(-1)
-
-
-def approx_kl(logratio: Tensor) -> Tensor:
-    """(r - 1) - log r per sample, never negative; its mean over actions of the old policy is KL(old || new)."""
-    return logratio.expm1() - logratio
 
 
 def _finite(log_probs: Tensor) -> Tensor:

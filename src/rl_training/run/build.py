@@ -16,13 +16,10 @@ import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.behaviour import Behaviour
 from rl_training.collect.device import DeviceCollector
-from rl_training.collect.first_comers import FirstComers
-from rl_training.collect.local import Collector, LocalCollector, NoCollector
-from rl_training.collect.transport import SharedMemory, Transport
-from rl_training.collect.worker import FIRST, WorkerPlan
-from rl_training.collect.workers import WorkerCollector
+from rl_training.collect.local import Behaviour, Collector, LocalCollector
+from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
+from rl_training.collect.workers import FirstComers, WorkerCollector
 from rl_training.config.choices import ACCELERATED, choose_device, resolve
 from rl_training.config.own_network import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
@@ -206,7 +203,7 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
     if config.has_workers:
         return open_workers(plan, behaviour, store.layout)
     if stepper is None:
-        return NoCollector()
+        return Collector()
     actor = behaviour
     if params.lag:  # a lagging policy acts with a second learner
         actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
@@ -231,7 +228,7 @@ def open_workers(plan: Plan, behaviour: Behaviour, layout: ExperienceLayout) -> 
     if config.execution_backend == "ray":
         from rl_training.collect.ray_workers import ObjectStore  # an extra; the import takes half a second
 
-        transport: Transport = ObjectStore(*told, config.ray.needs())
+        transport: SharedMemory = ObjectStore(*told, config.ray.needs())
     else:
         transport = SharedMemory(*told)
     collector = FirstComers if config.worker_order == FIRST else WorkerCollector

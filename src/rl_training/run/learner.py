@@ -25,7 +25,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.play import Act
 from rl_training.record.checkpoints import load_checkpoint, pack_tree, unpack_tree
-from rl_training.speed.host_step import HostStep
+from rl_training.speed.capture import HostStep
 from rl_training.stable_baselines3 import ACTION_ALONE
 from rl_training.validation import check_plain, validate
 

@@ -88,7 +88,7 @@ class Run:
         self.cadence = Cadence(self.config, self.params, self.state)
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints", keep=self.config.checkpoint_keep)
         self.recorder = Recorder(session, self.cadence, run_dir, console=console, append=restored is not None)
-        self.clock, self.logger = self.cadence.clock, self.recorder.logger
+        self.clock, self.logger, self.shows_progress = self.cadence.clock, self.recorder.logger, console
         self.evaluator = Evaluator(
             session.recipe, session.spaces, self.config.seed, max_steps=self.config.eval_max_steps,
             check=self._look_up, warn=self.logger.message,
@@ -179,7 +179,7 @@ class Run:
         self.clock.tick()
         if self.cadence.takes_log():
             self.log_row()
-        elif self.logger.progress_due:
+        elif self.shows_progress and self.logger.progress_due:
             self.recorder.show_progress()
         if self.cadence.evaluation_due():
             self.evaluate()

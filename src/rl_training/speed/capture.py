@@ -1,4 +1,8 @@
-"""Run a learner's steps as CUDA graphs (compiled or not), and keep the numbers that graphs read in place."""
+"""Run a learner's steps as CUDA graphs (compiled or not), with inputs on the device (`CapturedStep`) or on the host.
+
+`numbers` is a learner's table (`algorithms/base.py`): it says on which `device` the steps run, and its `constants` are
+the values that a graph cannot read in place.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -23,64 +27,12 @@ MOST_CAPTURES = 64  # per step: inputs with more shapes than that seldom repeat 
 CAPTURING_STREAM = threading.RLock()  # held while a thread uses `capture_stream`
 
 
-class Numbers(dict[str, Any]):
-    """A learner's table of numbers: floats, or None for a number that is not set.
-
-    With a `device`, a number that is set becomes a 0-dim tensor there, and later values are written into it, so that a
-    captured step reads them. This includes numbers that have not changed yet: a resumed run would otherwise round
-    differently.
-    `constants` are the values that a graph cannot read in place: floats, and the addresses of the tensors. A graph is
-    valid only for the constants that it was captured with. Numbers in `floats` stay floats (those in `acting` only on a
-    CPU), and those in `unread` are in no graph.
-    """
-
-    device: torch.device | None = None
-    floats: frozenset[str] = frozenset()
-    acting: frozenset[str] = frozenset()
-    unread: frozenset[str] = frozenset()
-    constants: tuple[Any, ...] = ()
-    _failures = 0
-
-    def __setitem__(self, name: str, value: float | None) -> None:
-        held = self.get(name)
-        if isinstance(held, Tensor) and value is not None:
-            held.fill_(value)
-            return
-        if self.device is not None and value is not None and not self._stays_float(name, self.device):
-            value = torch.tensor(float(value), device=self.device)  # type: ignore[assignment]
-        super().__setitem__(name, value)
-        self._find_constants()
-
-    def _find_constants(self) -> None:
-        read = [value for name, value in self.items() if name not in self.unread]
-        places = [("at", value.data_ptr()) if isinstance(value, Tensor) else value for value in read]
-        self.constants = (self._failures, *places)
-
-    def drop_graphs(self) -> None:
-        """Invalidate all graphs captured so far: they would draw from an old state of the generator."""
-        self._failures += 1
-        self._find_constants()
-
-    def __reduce__(self) -> Any:
-        """Copy floats as floats; the copy has its own tensors."""
-        kept = ("device", "floats", "acting", "unread")
-        return Numbers, (dict(self),), {name: getattr(self, name) for name in kept}
-
-    def _stays_float(self, name: str, device: torch.device) -> bool:
-        return name in self.floats or name in self.unread or (name in self.acting and device.type == "cpu")
-
-    def update(self, *others: Any, **values: float | None) -> None:
-        """Like `dict.update`, but through `__setitem__`."""
-        for name, value in dict(*others, **values).items():
-            self[name] = value
-
-
-def can_capture(numbers: Numbers) -> bool:
+def can_capture(numbers: Any) -> bool:
     """Whether steps on the numbers' device can be captured."""
     return numbers.device is not None and numbers.device.type in CAPTURING
 
 
-def capture_step(step: Step, numbers: Numbers, generator: torch.Generator) -> Step:
+def capture_step(step: Step, numbers: Any, generator: torch.Generator) -> Step:
     """Wrap a step, which may draw from the generator, in a `CapturedStep` if the numbers' device can capture."""
     return CapturedStep(step, numbers, generator) if can_capture(numbers) else step
 
@@ -92,7 +44,7 @@ class CapturedStep:
     tensor on the host and changes tensors only in place. Every call computes one step, captured or not.
     """
 
-    def __init__(self, function: Step, numbers: Numbers, generator: torch.Generator | None = None) -> None:
+    def __init__(self, function: Step, numbers: Any, generator: torch.Generator | None = None) -> None:
         self.function, self.numbers, self.generator = function, numbers, generator
         self._graphs: dict[Any, Recording] = {}
         self._calls: Counter[Any] = Counter()
@@ -256,6 +208,76 @@ class Joined:
             return next(others[own.dtype]).view(own.shape)
 
         return map_tensors(piece, self.tree)
+
+
+class HostStep(CapturedStep):
+    """A step with inputs on the host and a state on a device: `function(tensors, state) -> (tensors, state)`.
+
+    It takes and returns numpy arrays, through pinned memory: a call launches a graph, then copies its results and waits
+    for them. It is captured if the device of the numbers can capture.
+    """
+
+    def __init__(self, function: Step, numbers: Any, generator: torch.Generator, device: torch.device) -> None:
+        # in the memory layout that a graph reads: products of transposed tensors may round differently
+        by_rows: dict[str, Any] = {} if device.type == "cpu" else {"memory_format": torch.contiguous_format}
+
+        @wraps(function)
+        def between(given: Mapping[str, Tensor], state: Any) -> tuple[dict[str, Tensor], Any]:
+            found, state = function({name: tensor.to(device, **by_rows) for name, tensor in given.items()}, state)
+            return {name: tensor.cpu() for name, tensor in found.items()}, state
+
+        super().__init__(between, numbers, generator)
+        self.on_device, self.device = function, device
+        self._can_capture = can_capture(numbers)
+
+    def __call__(self, arrays: Mapping[str, Any], state: Any) -> tuple[dict[str, Any], Any]:
+        """Return the function's result, which the next call does not overwrite."""
+        found, state = super().__call__({name: torch.from_numpy(array) for name, array in arrays.items()}, state)
+        return {name: tensor.numpy() for name, tensor in found.items()}, state
+
+    def _run_plainly(self, inputs: tuple[Any, ...]) -> Any:
+        return self.function(*inputs)
+
+    def _record(self, inputs: tuple[Any, ...]) -> Recording:
+        return HostRecording(self.on_device, inputs, self.generator, self.device)
+
+
+class HostRecording(Recording):
+    """A captured call of a `HostStep`, with pinned memory for its inputs and outputs on the host."""
+
+    def __init__(
+        self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None, device: torch.device
+    ) -> None:
+        self.given = {name: self.allocate(tensor, device) for name, tensor in inputs[0].items()}
+        self.here: dict[torch.dtype, Tensor] = {}
+
+        def transfer(state: Any) -> Any:
+            return function({name: own.to(device, non_blocking=True) for name, own in self.given.items()}, state)
+
+        super().__init__(transfer, inputs[1:], generator, device)
+
+    @staticmethod
+    def allocate(like: Tensor, device: torch.device) -> Tensor:
+        """Allocate host memory that the device can read and write directly (pinned for CUDA)."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
+
+    def keep(self, outputs: Any) -> None:
+        """Keep results and state separately."""
+        found, state = outputs
+        self.found = Joined(found)
+        super().keep(state)
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        """Run the graph on other inputs of the same shapes, and wait for the results."""
+        for own, tensor in zip(self.given.values(), tensors, strict=False):  # the remaining tensors belong to the state
+            own.copy_(tensor)
+        state = super().replay(tensors[len(self.given) :])
+        return self.found.copy(self._fetch), state
+
+    def _fetch(self, joined: Tensor) -> Tensor:
+        if joined.dtype not in self.here:
+            self.here[joined.dtype] = self.allocate(joined, joined.device)
+        return self.here[joined.dtype].copy_(joined).clone()
 
 
 def _sign(tree: Any, tensors: list[Tensor]) -> Any:

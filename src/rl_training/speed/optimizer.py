@@ -68,12 +68,14 @@ def split_evenly(flat: Tensor) -> tuple[Tensor, ...]:
 
 
 def _number(option: str) -> Any:
-    """A property that reads an option from the table that holds it."""
+    """A property that reads an option: the first of its values that is set, where a string is a name in `numbers`."""
 
     def read(optimizer: Optimizer) -> Any:
-        table, name, common = optimizer._where[option]
-        own = table[name]
-        return table[common] if own is None and common is not None else own
+        for value in optimizer._options[option]:
+            found = optimizer._numbers[value] if isinstance(value, str) else value
+            if found is not None:
+                return found
+        return None
 
     return property(read)
 
@@ -91,28 +93,16 @@ class Optimizer(nn.Module):
     max_grad_norm = _number("max_grad_norm")
 
     def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        *,
-        learning_rate: float | str | tuple[str, str],
-        kind: str = "adam",
-        eps: float | str = 1e-8,
-        max_grad_norm: float | str | None = None,
-        decay: float = 0.99,
+        self, parameters: Iterable[nn.Parameter], *, learning_rate: float | str | tuple[str, str], kind: str = "adam",
+        eps: float | str = 1e-8, max_grad_norm: float | str | None = None, decay: float = 0.99,
         numbers: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if kind not in OPTIMIZERS:
             raise UserError(f"optimizer is {kind!r}; it must be one of {', '.join(OPTIMIZERS)}.")
-        own: dict[str, Any] = {}
-        self._where: dict[str, tuple[Mapping[str, Any], str, str | None]] = {}  # option -> table, name, common name
-        for option, value in (("learning_rate", learning_rate), ("eps", eps), ("max_grad_norm", max_grad_norm)):
-            if isinstance(value, (str, tuple)):
-                name, common = value if isinstance(value, tuple) else (value, None)
-                self._where[option] = {} if numbers is None else numbers, name, common
-            else:
-                own[option] = value
-                self._where[option] = own, option, None
+        self._numbers = {} if numbers is None else numbers
+        rates = learning_rate if isinstance(learning_rate, tuple) else (learning_rate,)
+        self._options = {"learning_rate": rates, "eps": (eps,), "max_grad_norm": (max_grad_norm,)}
         if self.learning_rate < 0:
             raise UserError(f"learning_rate is {self.learning_rate}; it must be at least 0.")
         params, flat = flatten_parameters(parameters)
@@ -135,7 +125,7 @@ class Optimizer(nn.Module):
 
     def step(self, loss: Tensor) -> Tensor:
         """Differentiate a loss, clip, and update the parameters; return the gradient norm before clipping."""
-        return self.apply_gradients(differentiate((loss,), (self._one,), self._params))
+        return self.apply_gradients(differentiate((loss,), (self._one,), inputs=self._params))
 
     def trace(self, network: Any, *inputs: Any, call: Callable[..., Any] | None = None) -> tuple[Any, Backward]:
         """Outputs of a network (or of its method `call`) without an autograd graph, and a function that maps a loss's
@@ -149,7 +139,7 @@ class Optimizer(nn.Module):
         def backward(*slopes: Tensor | None) -> Gradients:
             given = [pair for pair in zip(tensors, slopes, strict=True) if pair[1] is not None]
             outputs, on_outputs = zip(*given, strict=True)
-            return differentiate(outputs, on_outputs, self._params)
+            return differentiate(outputs, on_outputs, inputs=self._params)
 
         detached = [tensor.detach() for tensor in tensors]
         return detached[0] if isinstance(outputs, Tensor) else type(outputs)(*detached), backward
@@ -179,7 +169,8 @@ class Optimizer(nn.Module):
             steps.add_(self._one)  # in place, since setting an attribute of a module takes longer than the addition
             tensors = self.flat, grad, self.mean, self.square
             params, grads, means, squares = [(x,) if grad.is_cpu else split_evenly(x) for x in tensors]
-            adam_step(params, grads, means, squares, steps, learning_rate=self.learning_rate, eps=self.eps)
+            state_steps = [steps] * len(params)
+            adam_step(params, grads, means, squares, state_steps=state_steps, lr=self.learning_rate, eps=self.eps)
             return
         rate = self.learning_rate
         if self.kind != "sgd":

@@ -1,14 +1,15 @@
-"""Hand-written forward and backward passes of small MLPs, and `WrittenOut`, through which a network uses them.
+"""Small MLPs without torch's overhead: hand-written passes for learning (`WrittenOut`), and acting in numpy.
 
-On a CPU a small network's update is mostly bookkeeping: a module call and a graph node per layer and direction.
-Here a whole network is one node, its gradients are pieces of one flat tensor that the optimizer uses directly, and
-tanh is numpy's, seven times as fast as torch's. The caller sees an ordinary network: autograd can differentiate
-functions of its outputs with respect to parameters or inputs, once or twice. If a loss provides its slopes at the
-outputs, there is no graph at all (`trace`). Networks without a hand-written pass (other activations, LayerNorm, noise,
-a GPU) use autograd; the tests compare the two.
+On a CPU a small network's update is mostly bookkeeping: a module call and a graph node per layer and direction. If a
+loss provides its slopes at the outputs, a whole network runs without an autograd graph (`WrittenOut.trace`): its
+gradients are pieces of one flat tensor that the optimizer uses directly, and tanh is numpy's, seven times as fast as
+torch's. Networks without hand-written passes (other activations, LayerNorm, noise, a GPU) and losses without slopes use
+autograd; the tests compare the two. On a GPU, networks with two hidden layers run as one kernel per direction if there
+are many rows (`speed/mlp_kernels.py`).
 
-On a GPU, networks with two hidden layers run as one kernel per direction if there are many rows
-(`speed/mlp_kernels.py`).
+Acting with 8 rows, a numpy layer costs a third of a torch layer. The arrays are views of the weights, so they always
+show in-place updates. A numpy form is None if there is none, or if it would not be faster: with an encoder, on a GPU,
+for wide layers. A module of another kind provides its own as `numpy_step()`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.speed.private_torch import constant_in_graphs, count_holders, no_graph
+from rl_training.speed.private_torch import constant_in_graphs, holder_counter
 
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
-Networks = Callable[[Tensor], Sequence[Tensor]]  # x [B, in] -> outputs of every network
+Array = NDArray[Any]
+NumpyStep = Callable[[Array, "np.random.Generator | None"], Array]  # x [N, D] and a generator, None for mean weights
+MOST_WEIGHTS = 2 * 256 * 256  # of a layer; above this a torch layer is as fast
+NUMPY_ACTIVATIONS: dict[type[nn.Module], Callable[[Array], Array]] = {
+    nn.Tanh: lambda x: np.tanh(x, out=x), nn.ReLU: lambda x: np.maximum(x, 0.0, out=x),
+}  # fmt: skip
 FUSED_ROWS, FUSED_OUTPUTS = 2**15, 2**16  # fewest rows in learning and evaluation that repay compiling the kernels
 FUSED_UNITS = 64
 CAN_FUSE = bool(torch.version.cuda and find_spec("triton") and any(map(shutil.which, ("cc", "gcc", "clang"))))
@@ -38,171 +45,52 @@ class Pieces(list[Tensor]):
     flat: Tensor
 
 
-class GradientMemory:
-    """Memory for the gradients of parameters: the same memory every time, unless a view of it is still in use."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = parameters
-        self._pieces: Pieces | None = None
-        self._holders = 0
-
-    def __reduce__(self) -> Any:
-        """Leave out the memory, because a copy's pieces need not be parts of one tensor."""
-        return GradientMemory, (self.parameters,)
-
-    def take(self) -> Pieces:
-        """Pieces to write into."""
-        if self._pieces is None or count_holders(self._pieces.flat) > self._holders:
-            sizes = [p.numel() for p in self.parameters]
-            flat = self.parameters[0].detach().new_empty(sum(sizes))
-            self._pieces = Pieces(g.view_as(p) for g, p in zip(flat.split(sizes), self.parameters, strict=True))
-            self._pieces.flat = flat
-            self._holders = count_holders(flat)
-        return self._pieces
-
-
 class SplitMLP:
-    """Layers with ReLU or tanh between them, and also after the last one with `active_end`."""
+    """Linear layers with ReLU or tanh between them."""
 
-    def __init__(self, layers: Sequence[nn.Linear], *, is_tanh: bool, active_end: bool) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], *, is_tanh: bool) -> None:
         # the parameters themselves, because an optimizer moves their memory
         self.layers = [(layer.weight, layer.bias) for layer in layers]
-        self.is_tanh, self.active_end = is_tanh, active_end
+        self.is_tanh = is_tanh
         self.parameters: list[Tensor] = [p for layer in self.layers for p in layer]
-        self.num_saved = len(self.layers) + active_end
-        self.memory = GradientMemory(self.parameters)
-        self._slope = tanh_backward if is_tanh else relu_backward
 
     @classmethod
-    def of(cls, network: Iterable[nn.Module]) -> SplitMLP | None:
+    def of(cls, network: Sequence[nn.Module]) -> SplitMLP | None:
         """The passes of a network of linear layers with one activation (tanh or ReLU); None for any other network."""
-        parts = list(network)
-        kinds, ends = [type(part) for part in parts], len(parts) % 2
-        if not parts or set(kinds[0::2]) != {nn.Linear} or set(kinds[1::2]) not in ({nn.Tanh}, {nn.ReLU}, set()):
-            return None
-        layers = [part for part in parts if isinstance(part, nn.Linear)]
-        return cls(layers, is_tanh=nn.Tanh in kinds, active_end=not ends)
+        kinds = [type(part) for part in network]
+        known = len(kinds) % 2 and set(kinds[0::2]) == {nn.Linear} and set(kinds[1::2]) in ({nn.Tanh}, {nn.ReLU}, set())
+        layers = [part for part in network if isinstance(part, nn.Linear)]
+        return cls(layers, is_tanh=nn.Tanh in kinds) if known else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Outputs, and each layer's input, without an autograd graph."""
         inputs: list[Tensor] = []
         for weight, bias in self.layers:
-            if inputs:
-                self._activate(x)
+            if inputs and self.is_tanh:
+                np.tanh(x.numpy(), out=x.numpy())
+            elif inputs:
+                x.relu_()
             inputs.append(x)
             x = F.linear(x, weight, bias)
-        if self.active_end:
-            self._activate(x)
-            inputs.append(x.detach())
         return x, inputs
 
-    def _activate(self, x: Tensor) -> None:
-        if self.is_tanh:
-            array = x.numpy()
-            np.tanh(array, out=array)
-        else:
-            x.relu_()
-
-    def backward(
-        self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor], into_input: bool
-    ) -> Tensor | None:
-        """Return the input's gradient from the outputs' gradient; write the parameters' gradients into `pieces`."""
-        if self.active_end:
-            grad = self._slope(grad, inputs[-1], torch.empty_like(grad))
+    def backward(self, inputs: Sequence[Tensor], grad: Tensor, pieces: Sequence[Tensor]) -> None:
+        """Write the parameters' gradients into `pieces`, from the outputs' gradient."""
         for i in range(len(self.layers) - 1, -1, -1):
             x = inputs[i]
             torch.mm(grad.t(), x, out=pieces[2 * i])
             torch.sum(grad, 0, out=pieces[2 * i + 1])
             if i:
                 grad = torch.mm(grad, self.layers[i][0])
-                self._slope(grad, x, grad)  # in place: new memory costs more than the arithmetic
-        return torch.mm(grad, self.layers[0][0]) if into_input else None
-
-
-class _Evaluation(torch.autograd.Function):
-    """Networks that read the same rows, as one node of the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, splits: Sequence[SplitMLP], plain: Networks, x: Tensor, *parameters: Tensor) -> Any:
-        ctx.splits, ctx.plain, ctx.parameters = splits, plain, parameters
-        if len(splits) == 1:
-            outputs, inputs = splits[0].forward(x)
-            ctx.save_for_backward(*inputs)
-            return outputs
-        ctx.set_materialize_grads(False)
-        both = [split.forward(x) for split in splits]
-        ctx.save_for_backward(*(tensor for _, inputs in both for tensor in inputs))
-        return tuple(outputs for outputs, _ in both)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # for a second derivative, autograd must record this part too
-            return None, None, *_differentiate_plainly(ctx, grads)
-        on_x: Tensor | None = None
-        on_parameters: list[Tensor | None] = []
-        saved, start = ctx.saved_tensors, 0
-        for split, grad in zip(ctx.splits, grads, strict=True):
-            inputs = saved[start : start + split.num_saved]
-            start += split.num_saved
-            if grad is None:
-                on_parameters += [None] * len(split.parameters)
-                continue
-            pieces = split.memory.take()
-            on_input = split.backward(inputs, grad, pieces, ctx.needs_input_grad[2])
-            on_parameters += [g.detach() for g in pieces]  # views, so that `GradientMemory` can count who holds them
-            if on_input is not None:
-                on_x = on_input if on_x is None else on_x + on_input
-        return None, None, on_x, *on_parameters
-
-
-def _differentiate_plainly(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    x, wanted = ctx.saved_tensors[0], ctx.needs_input_grad[2:]
-    used = [(out, grad) for out, grad in zip(ctx.plain(x), grads, strict=True) if grad is not None]
-    inputs = [tensor for tensor, is_wanted in zip((x, *ctx.parameters), wanted, strict=True) if is_wanted]
-    outputs, on_outputs = zip(*used, strict=True)
-    found = iter(torch.autograd.grad(outputs, inputs, on_outputs, create_graph=True, allow_unused=True))
-    return [next(found) if is_wanted else None for is_wanted in wanted]
-
-
-def relu_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
-    """The gradient before a ReLU from the one after it."""
-    return torch.ops.aten.threshold_backward.grad_input(grad, outputs, 0, grad_input=into)
-
-
-def tanh_backward(grad: Tensor, outputs: Tensor, into: Tensor) -> Tensor:
-    """The gradient before a tanh from the one after it."""
-    return torch.ops.aten.tanh_backward.grad_input(grad, outputs, grad_input=into)
+                if self.is_tanh:  # in place: new memory costs more than the arithmetic
+                    torch.ops.aten.tanh_backward.grad_input(grad, x, grad_input=grad)
+                else:
+                    torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad)
 
 
 def runs_written_out(x: Tensor) -> bool:
     """Whether the passes support these inputs: rows in CPU memory, outside `torch.compile`."""
     return x.is_cpu and x.dim() == 2 and not torch.compiler.is_compiling()
-
-
-def evaluate(splits: Sequence[SplitMLP], plain: Networks, x: Tensor) -> Sequence[Tensor]:
-    """Outputs of networks, computed by their passes; `plain` computes the same with autograd."""
-    if not torch.is_grad_enabled():
-        return [split.forward(x)[0] for split in splits]
-    if len(splits) == 1:
-        return [_Evaluation.apply(splits, plain, x, *splits[0].parameters)]
-    return _Evaluation.apply(splits, plain, x, *(p for split in splits for p in split.parameters))
-
-
-def trace(splits: Sequence[SplitMLP], memory: GradientMemory, x: Tensor) -> tuple[list[Tensor], Backward]:
-    """Outputs without a graph, and a function that maps their gradients to those of all parameters, in order."""
-    with no_graph():
-        passed = [split.forward(x) for split in splits]
-
-    def backward(*grads: Tensor) -> Pieces:
-        pieces, start = memory.take(), 0
-        with no_graph():
-            for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
-                end = start + len(split.parameters)
-                split.backward(inputs, grad, pieces[start:end], False)
-                start = end
-        return pieces
-
-    return [outputs for outputs, _ in passed], backward
 
 
 @constant_in_graphs
@@ -232,16 +120,16 @@ def _parameters(network: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def trace_fused(x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> tuple[list[Tensor], Backward]:
-    """`trace` with the kernels."""
+    """`WrittenOut.trace` with the kernels."""
     from rl_training.speed.mlp_kernels import mlp_backward, mlp_forward
 
     parameters, is_tanh = [_parameters(network) for network in networks], nn.Tanh in map(type, networks[0])
     every = [p for own in parameters for p in own]
 
+    @torch.no_grad()
     def backward(*grads: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            pieces = mlp_backward(x, list(grads), every, is_tanh).split([p.numel() for p in every])
-            return [piece.view_as(p) for piece, p in zip(pieces, every, strict=True)]
+        pieces = mlp_backward(x, list(grads), every, is_tanh).split([p.numel() for p in every])
+        return [piece.view_as(p) for piece, p in zip(pieces, every, strict=True)]
 
     with torch.no_grad():
         return [mlp_forward(x, own, is_tanh) for own in parameters], backward
@@ -262,14 +150,22 @@ class WrittenOut:
     def __init__(self) -> None:
         self._parts: list[list[nn.Module]] = []
         self._splits: list[SplitMLP] | None = None
-        self._memory: GradientMemory  # of all of them together
+        self._pieces: Pieces | None = None  # of memory for the gradients of all of them together
+        self._count: Callable[[], int]  # of the tensors that use it
+        self._holders = 0
+
+    def __reduce__(self) -> Any:
+        """A copy starts empty, because a copy's pieces need not be parts of one tensor."""
+        return WrittenOut, ()
 
     def __call__(self, x: Tensor, *networks: Iterable[nn.Module]) -> Sequence[Tensor]:
         """[B, in] -> [B, out] for each network, given as a sequence of modules."""
-        if not torch.is_grad_enabled() and is_fused(x, networks, FUSED_OUTPUTS):
-            return trace_fused(x, networks)[0]
-        splits = self._write_out(x, networks)
-        return self._run_plainly(x) if splits is None else evaluate(splits, self._run_plainly, x)
+        splits = None
+        if not torch.is_grad_enabled():
+            if is_fused(x, networks, FUSED_OUTPUTS):
+                return trace_fused(x, networks)[0]
+            splits = self._write_out(x, networks)
+        return [run_chain(network, x) for network in networks] if splits is None else [s.forward(x)[0] for s in splits]
 
     def trace(self, x: Tensor, *networks: Iterable[nn.Module]) -> tuple[Sequence[Tensor], Backward] | None:
         """The same without a graph, and a function that maps gradients of the outputs to those of all parameters, in
@@ -277,18 +173,40 @@ class WrittenOut:
         if is_fused(x, networks, FUSED_ROWS):
             return trace_fused(x, networks)
         splits = self._write_out(x, networks)
-        return None if splits is None else trace(splits, self._memory, x)
+        if splits is None:
+            return None
+        with torch.no_grad():
+            passed = [split.forward(x) for split in splits]
+
+        @torch.no_grad()
+        def backward(*grads: Tensor) -> Pieces:
+            pieces, start = self._take_pieces(splits), 0
+            for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
+                end = start + len(split.parameters)
+                split.backward(inputs, grad, pieces[start:end])
+                start = end
+            return pieces
+
+        return [outputs for outputs, _ in passed], backward
 
     def _write_out(self, x: Tensor, networks: Sequence[Iterable[nn.Module]]) -> list[SplitMLP] | None:
         parts = [list(network) for network in networks]
         if parts != self._parts:
             splits = [split for network in parts if (split := SplitMLP.of(network)) is not None]
-            self._parts, self._splits = parts, splits if len(splits) == len(parts) else None
-            self._memory = GradientMemory([p for split in splits for p in split.parameters])
+            self._parts, self._splits, self._pieces = parts, splits if len(splits) == len(parts) else None, None
         return self._splits if runs_written_out(x) else None
 
-    def _run_plainly(self, x: Tensor) -> list[Tensor]:
-        return [run_chain(network, x) for network in self._parts]
+    def _take_pieces(self, splits: Sequence[SplitMLP]) -> Pieces:
+        """Memory for gradients: the same every time, unless a view of it is still in use."""
+        if self._pieces is None or self._count() > self._holders:
+            parameters = [p for split in splits for p in split.parameters]
+            sizes = [p.numel() for p in parameters]
+            flat = parameters[0].detach().new_empty(sum(sizes))
+            self._pieces = Pieces(g.view_as(p) for g, p in zip(flat.split(sizes), parameters, strict=True))
+            self._pieces.flat = flat
+            self._count = holder_counter(flat)
+            self._holders = self._count()
+        return self._pieces
 
 
 def run_chain(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
@@ -296,3 +214,54 @@ def run_chain(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
     for module in modules:
         x = module(x)
     return x
+
+
+# acting in numpy ------------------------------------------------------------------------------------------------------
+
+
+def numpy_step(layer: nn.Module, most_weights: int = MOST_WEIGHTS) -> NumpyStep | None:
+    """A layer, or layers one after the other."""
+    if isinstance(layer, nn.Sequential):
+        return numpy_chain([numpy_step(part, most_weights) for part in layer])
+    if type(layer) in NUMPY_ACTIVATIONS:
+        activation = NUMPY_ACTIVATIONS[type(layer)]
+        return lambda x, rng: activation(x)
+    if isinstance(layer, nn.Linear):
+        return linear_step(layer, most_weights)
+    make = getattr(layer, "numpy_step", None)
+    return None if make is None else make()
+
+
+def linear_step(layer: Any, most_weights: int = MOST_WEIGHTS) -> NumpyStep | None:
+    """x W' + b of a layer with `weight` and `bias`."""
+    if layer.weight.device.type != "cpu" or layer.weight.numel() > most_weights:
+        return None
+    weight, bias = layer.weight.detach().numpy().T, layer.bias.detach().numpy()
+
+    def forward(x: Array, rng: np.random.Generator | None) -> Array:
+        x = x @ weight
+        x += bias
+        return x
+
+    return forward
+
+
+def numpy_chain(steps: list[NumpyStep | None]) -> NumpyStep | None:
+    """Steps one after the other; None when one of them is missing."""
+    known = [step for step in steps if step is not None]
+    if len(known) < len(steps):
+        return None
+
+    def forward(x: Array, rng: np.random.Generator | None) -> Array:
+        for step in known:
+            x = step(x, rng)
+        return x
+
+    return forward
+
+
+def mask_in_numpy(scores: Array, legal: Array | None) -> Array:
+    """`ops.policy.mask_actions` in numpy."""
+    if legal is None:
+        return scores
+    return np.where(legal | ~legal.any(-1, keepdims=True), scores, -np.inf)

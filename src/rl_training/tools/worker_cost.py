@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.behaviour import Behaviour
-from rl_training.collect.local import LocalCollector
+from rl_training.collect.local import Behaviour, LocalCollector
 from rl_training.config.choices import torch_settings_restored
 from rl_training.data.experience import Experience, Request
 from rl_training.envs.engines import choose_vectorization
