@@ -36,7 +36,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 class UnknownKey(UserError):
@@ -55,7 +55,7 @@ class EnvironmentFailure(RuntimeError):
     """An environment failed during a run: a one-line message, and the command line exits with 1."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
     @classmethod
     def of(cls, env_id: str, what: str) -> EnvironmentFailure:
@@ -111,7 +111,7 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     line = printable(" ".join(message.split()))
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 83]}...{line[-80:]}"
 

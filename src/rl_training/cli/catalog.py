@@ -16,20 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import rl_training
-from rl_training.cli.options import (
-    AlgoOption,
-    ConfigOption,
-    EnvOption,
-    ImportOption,
-    PresetArgument,
-    SetOption,
-    StepsOption,
-    apply_settings,
-    build_config,
-    name_environment,
-    one_config,
-    option,
-)
+from rl_training.cli import options
+from rl_training.cli.options import option
 from rl_training.cli.screen import make_console, print_facts
 from rl_training.errors import UserError, counted
 
@@ -80,12 +68,12 @@ def describe_score(score: Mapping[str, float] | None) -> str:
 
 
 def show_config(
-    preset: PresetArgument = None,
-    config: ConfigOption = None,
-    algo: AlgoOption = None,
-    env: EnvOption = None,
-    settings: SetOption = None,
-    modules: ImportOption = None,
+    preset: options.PresetArgument = None,
+    config: options.ConfigOption = None,
+    algo: options.AlgoOption = None,
+    env: options.EnvOption = None,
+    settings: options.SetOption = None,
+    modules: options.ImportOption = None,
     schema: Annotated[bool, option("Print the JSON schema; --algo adds its hyper-parameters.", "--schema")] = False,
     presets: Annotated[bool, option("List the packaged presets.", "--list")] = False,
 ) -> None:
@@ -96,13 +84,13 @@ def show_config(
     from rl_training.config.train_config import dump_yaml, list_presets, load_config
     from rl_training.envs.recipe import read_recipe
 
-    config = one_config(preset, config)
+    config = options.one_config(preset, config)
     if presets:
         typer.echo("\n".join(list_presets()))
     elif schema:
         typer.echo(json.dumps(config_schema(algo if config is None else load_config(config).algo), indent=2))
     else:
-        built = build_config(config, algo, env, settings, modules)
+        built = options.build_config(config, algo, env, settings, modules)
         params = read_params(get_algorithm_spec(built.algo).params, built.algo_kwargs)
         resolved = resolve(built, params, read_recipe(built.env_id, built.env_kwargs))
         typer.echo(dump_yaml(resolved.model_dump(mode="json")), nl=False)
@@ -133,16 +121,16 @@ def config_schema(algo: str | None) -> dict[str, Any]:
 
 
 def doctor(
-    env: EnvOption = None,
-    algo: AlgoOption = None,
-    total_timesteps: StepsOption = None,
-    modules: ImportOption = None,
-    settings: SetOption = None,
+    env: options.EnvOption = None,
+    algo: options.AlgoOption = None,
+    total_timesteps: options.StepsOption = None,
+    modules: options.ImportOption = None,
+    settings: options.SetOption = None,
 ) -> None:
     """Check this machine or, with --env ID [--algo NAME], an environment and the cost of training on it."""
     console = make_console()
     if env is not None:
-        name_environment(env, modules)
+        options.name_environment(env, modules)
         _check_environment(console, env, algo, settings or [], total_timesteps)
     elif algo is not None or settings or total_timesteps:
         raise UserError("--env is missing; give the environment to check, e.g. doctor --env CartPole-v1 --algo ppo.")
@@ -186,8 +174,9 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
     if algo is None and outside:
         raise UserError(f"--set {outside[0]!r} is not an env_kwargs key; add --algo NAME, or set env_kwargs.KEY.")
     spec = None if algo is None else get_algorithm_spec(algo)
-    config = build_config(None, algo or "ppo", env, settings, total_timesteps=budget)  # ppo fits every environment
-    kwargs = config.env_kwargs if algo else apply_settings({}, settings).get("env_kwargs", {})
+    algo_or_any = algo or "ppo"  # which supports every environment
+    config = options.build_config(None, algo_or_any, env, settings, total_timesteps=budget)
+    kwargs = config.env_kwargs if algo else options.apply_settings({}, settings).get("env_kwargs", {})
     found = []
     for check in run_checks(read_recipe(env, kwargs, config.named), spec, config):
         if not found:

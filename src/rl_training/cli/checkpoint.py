@@ -12,32 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from rl_training.cli import options, screen
 from rl_training.cli.exits import exit_after_signal
-from rl_training.cli.options import (
-    CheckpointOption,
-    ImportOption,
-    OutputOption,
-    OwnEnvOption,
-    SetOption,
-    StepsOption,
-    StochasticOption,
-    Text,
-    apply_settings,
-    find_checkpoint,
-    name_environment,
-    named_keys,
-    option,
-    whole_number,
-)
-from rl_training.cli.screen import (
-    describe_return,
-    make_console,
-    mean_interval,
-    print_facts,
-    print_run,
-    quote,
-    repeat_names,
-)
+from rl_training.cli.options import Text, option
 from rl_training.errors import UserError
 from rl_training.safe_files import write_text
 
@@ -46,25 +23,25 @@ FRESH_SEED = 10_000  # added to the run's seed, so a card does not use the episo
 
 
 def evaluate(
-    checkpoint: CheckpointOption,
+    checkpoint: options.CheckpointOption,
     num_episodes: Annotated[Text, option("Episodes; default: eval_episodes of the run.", metavar="N")] = None,
-    stochastic: StochasticOption = False,
+    stochastic: options.StochasticOption = False,
     seed: Annotated[Text, option("Seed of the episodes; default: the run's seed.", metavar="N")] = None,
     render: Annotated[bool, option("Show the episodes in a window.", "--render")] = False,
     record_video: Annotated[Text, option("Write one video per episode.", metavar="DIR")] = None,
     imagine: Annotated[bool, option("Draw the world model's predictions next to the checkpoint.", "--imagine")] = False,
-    env: OwnEnvOption = None,
-    modules: ImportOption = None,
+    env: options.OwnEnvOption = None,
+    modules: options.ImportOption = None,
 ) -> None:
     """Evaluate a checkpoint on whole episodes."""
-    episodes = None if num_episodes is None else whole_number("--num-episodes", num_episodes, least=1)
-    first = None if seed is None else whole_number("--seed", seed)
+    episodes = None if num_episodes is None else options.whole_number("--num-episodes", num_episodes, least=1)
+    first = None if seed is None else options.whole_number("--seed", seed)
     if render and record_video is not None:
         raise UserError("--render and --record-video were both given; give one of them.")
-    named = name_environment(env, modules)
+    named = options.name_environment(env, modules)
     from rl_training.run.workflows import evaluate_checkpoint
 
-    path = find_checkpoint(checkpoint)
+    path = options.find_checkpoint(checkpoint)
     pictures: list[Path] = []
     if imagine:
         from rl_training.tools.imagination import draw_imagination
@@ -76,38 +53,38 @@ def evaluate(
     )  # fmt: skip
     returns = metrics["eval_returns"]
     listed = ", ".join(f"{value:.1f}" for value in returns[:SHOWN])
-    print_facts(make_console(), [
-        ("return", f"{describe_return(metrics)}, {'sampled' if stochastic else 'deterministic'}"),
+    screen.print_facts(screen.make_console(), [
+        ("return", f"{screen.describe_return(metrics)}, {'sampled' if stochastic else 'deterministic'}"),
         ("range", f"{min(returns):.1f} to {max(returns):.1f}"),
         ("length", f"{metrics['eval_length_mean']:.1f} steps on average"),
         ("returns", listed + (f" and {len(returns) - SHOWN} more" if len(returns) > SHOWN else "")),
-        ("videos", "" if record_video is None else quote(Path(record_video))),
-        ("imagined", ", ".join(quote(picture) for picture in pictures)),
-        ("checkpoint", quote(Path(path))),
+        ("videos", "" if record_video is None else screen.quote(Path(record_video))),
+        ("imagined", ", ".join(screen.quote(picture) for picture in pictures)),
+        ("checkpoint", screen.quote(Path(path))),
     ])  # fmt: skip
 
 
 def resume(
-    checkpoint: CheckpointOption,
-    total_timesteps: StepsOption = None,
-    output_dir: OutputOption = None,
-    settings: SetOption = None,
+    checkpoint: options.CheckpointOption,
+    total_timesteps: options.StepsOption = None,
+    output_dir: options.OutputOption = None,
+    settings: options.SetOption = None,
     force: Annotated[bool, option("Allow changes to settings other than the budget.", "--force")] = False,
-    env: OwnEnvOption = None,
-    modules: ImportOption = None,
+    env: options.OwnEnvOption = None,
+    modules: options.ImportOption = None,
 ) -> None:
     """Continue from a checkpoint, exactly where the run stopped.
 
     The budget may change (schedules stretch with it); any other change needs --force.
     """
-    budget = None if total_timesteps is None else whole_number("--total-timesteps", total_timesteps, least=1)
-    path = find_checkpoint(checkpoint)
+    budget = None if total_timesteps is None else options.whole_number("--total-timesteps", total_timesteps, least=1)
+    path = options.find_checkpoint(checkpoint)
     changes = read_changes(path, settings or [])
     if env is None and isinstance(changes.get("env_id"), str):
         env = changes["env_id"]  # the user named it in --set
     network = changes.get("algo_kwargs", {}).get("network")
     networks = [network] if isinstance(network, str) else []
-    named = name_environment(env, modules, networks)
+    named = options.name_environment(env, modules, networks)
     from rl_training.run.workflows import resume_training
 
     begun: list[int] = []
@@ -119,7 +96,7 @@ def resume(
     config = result.policy.config
     title = f"{config.algo} on {config.env_id}, resumed at step {begun[0]:,}"
     trained = result.metrics["global_step"] - begun[0]
-    print_run(make_console(), result, title, repeat_names(env, modules, networks), trained=trained)
+    screen.print_run(screen.make_console(), result, title, screen.repeat_names(env, modules, networks), trained=trained)
     exit_after_signal(result)
 
 
@@ -130,21 +107,24 @@ def read_changes(path: str, settings: list[str]) -> dict[str, Any]:
     from rl_training.run.learner import read_checkpoint
 
     stored = read_checkpoint(path)["config"]
-    changed = apply_settings(stored, settings)
+    changed = options.apply_settings(stored, settings)
     changes = {name: value for name, value in changed.items() if stored.get(name) != value}
-    said, params, before = named_keys(settings), changed.get("algo_kwargs") or {}, stored.get("algo_kwargs") or {}
-    kept = {name: value for name, value in params.items() if before.get(name) != value or name in said}
-    return changes | {"algo_kwargs": kept}
+    said = options.named_keys(settings)
+    params, before = (data.get("algo_kwargs") or {} for data in (changed, stored))
+    changes["algo_kwargs"] = {
+        name: value for name, value in params.items() if before.get(name) != value or name in said
+    }
+    return changes
 
 
 def predict(
-    checkpoint: CheckpointOption,
+    checkpoint: options.CheckpointOption,
     obs: Annotated[str, option("An observation or a batch: JSON, .json or .npy, - is stdin.", metavar="JSON|FILE|-")],
     action_mask: Annotated[
         Text, option("1 for each legal action, else 0; a batch has one row per observation.", metavar="JSON|FILE|-")
     ] = None,
-    stochastic: StochasticOption = False,
-    modules: ImportOption = None,
+    stochastic: options.StochasticOption = False,
+    modules: options.ImportOption = None,
 ) -> None:
     """Print the action for an observation as JSON; a batch gives a batch.
 
@@ -154,7 +134,7 @@ def predict(
     mask = None if action_mask is None else read_values("--action-mask", action_mask, "a mask looks like [1, 0, 1]")
     from rl_training.run.workflows import load_policy
 
-    policy = load_policy(find_checkpoint(checkpoint), name_environment(None, modules))
+    policy = load_policy(options.find_checkpoint(checkpoint), options.name_environment(None, modules))
     action = policy.predict(observation, not stochastic, action_mask=mask)
     typer.echo(json.dumps(action if isinstance(action, int) else action.tolist()))
 
@@ -177,28 +157,28 @@ def read_values(name: str, given: str, example: str) -> Any:
 
 
 def export(
-    checkpoint: CheckpointOption,
+    checkpoint: options.CheckpointOption,
     file_format: Annotated[
         str, option("onnx, for onnxruntime; torch, for torch.export.load.", "--format", metavar="NAME")
     ] = "onnx",
     output: Annotated[Text, option("The file to write; default: next to the checkpoint.", metavar="FILE")] = None,
     card: Annotated[bool, option("Evaluate the policy and write a model card next to it.", "--card")] = False,
     num_episodes: Annotated[str, option("Evaluation episodes for the card.", metavar="N")] = "20",
-    env: OwnEnvOption = None,
-    modules: ImportOption = None,
+    env: options.OwnEnvOption = None,
+    modules: options.ImportOption = None,
 ) -> None:
     """Write the deterministic policy to a file that acts without rl-training.
 
     It maps the environment's observations to its actions; normalizer, scaling and masks are included.
     """
-    episodes = whole_number("--num-episodes", num_episodes, least=2)
+    episodes = options.whole_number("--num-episodes", num_episodes, least=2)
     if not card and env is not None:
         raise UserError("--env is for --card, which was not given; without it no environment is made.")
-    named = name_environment(env, modules)
+    named = options.name_environment(env, modules)
     from rl_training.run.workflows import evaluate_checkpoint, load_policy
     from rl_training.tools.export import export_policy
 
-    path, names = find_checkpoint(checkpoint), tuple(modules or ())
+    path, names = options.find_checkpoint(checkpoint), tuple(modules or ())
     scores: dict[str, Any] = {}
     if card:  # first, so a missing environment leaves no partial result
         config = load_policy(path, names).config
@@ -209,15 +189,15 @@ def export(
     if card:
         from rl_training.tools.card import render_card
 
-        mean, half = mean_interval(scores["eval_returns"])
+        mean, half = screen.mean_interval(scores["eval_returns"])
         interval = (mean - (half or 0.0), mean + (half or 0.0))
         write_text(f"{made.path}.md", render_card(made, config, scores, interval))
-    print_facts(make_console(), [
-        ("policy", quote(made.path)),
+    screen.print_facts(screen.make_console(), [
+        ("policy", screen.quote(made.path)),
         *((kind, escape(", ".join(f"{value['name']} {value['dtype']} ({', '.join(map(str, value['shape']))})"
                                   for value in facts[kind]))) for kind in ("inputs", "outputs")),
         ("checked", f"{parity['observations']:,} observations, {parity['different']} actions differ from predict, "
                     f"largest difference {parity['max_abs_difference']:.2g}"),
-        ("details", quote(Path(f"{made.path}.json"))),
-        ("card", quote(Path(f"{made.path}.md")) if card else ""),
+        ("details", screen.quote(Path(f"{made.path}.json"))),
+        ("card", screen.quote(Path(f"{made.path}.md")) if card else ""),
     ])  # fmt: skip

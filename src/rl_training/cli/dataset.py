@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from rl_training.cli.options import (
-    EnvOption,
-    ImportOption,
-    StochasticOption,
-    Text,
-    find_checkpoint,
-    name_environment,
-    option,
-    whole_number,
-)
+from rl_training.cli import options
+from rl_training.cli.options import Text, option
 from rl_training.cli.screen import make_console, print_facts, repeat_names
 from rl_training.errors import UserError, counted
 from rl_training.safe_files import output_written
@@ -46,13 +38,13 @@ def start(context: typer.Context) -> None:
 def collect(
     output: Annotated[str, option("The npz file to write.", "--output", metavar="F.npz")],
     checkpoint: Annotated[Text, option("Act with this checkpoint's policy.", "--checkpoint", metavar="P")] = None,
-    env: EnvOption = None,
+    env: options.EnvOption = None,
     random: Annotated[bool, option("Act at random in --env.", "--random")] = False,
     from_replay: Annotated[bool, option("Use the replay buffer in --checkpoint instead.", "--from-replay")] = False,
     num_steps: Annotated[Text, option("Steps to record; from a replay buffer, the newest.", metavar="N")] = None,
     seed: Annotated[Text, option("Seed; default: the run's seed, or 0.", metavar="N")] = None,
-    stochastic: StochasticOption = False,
-    modules: ImportOption = None,
+    stochastic: options.StochasticOption = False,
+    modules: options.ImportOption = None,
 ) -> None:
     """Record transitions to an npz file: --checkpoint P, or --env ID --random.
 
@@ -69,10 +61,10 @@ def collect(
         raise UserError(f"{useless[0]} has no meaning with {source}; leave it out.")
     if num_steps is None and not from_replay:
         raise UserError("collect needs --num-steps.")
-    steps = None if num_steps is None else whole_number("--num-steps", num_steps, least=1)
-    first = None if seed is None else whole_number("--seed", seed)
+    steps = None if num_steps is None else options.whole_number("--num-steps", num_steps, least=1)
+    first = None if seed is None else options.whole_number("--seed", seed)
     target = check_output("--output", output)
-    dataset = record(checkpoint, name_environment(env, modules), steps, first, from_replay, not stochastic)
+    dataset = record(checkpoint, options.name_environment(env, modules), steps, first, from_replay, not stochastic)
     with output_written(target, "--output"):
         dataset.save_npz(target)
     console, path, returns = make_console(), shlex.quote(str(target)), dataset.episode_returns
@@ -81,8 +73,8 @@ def collect(
         ("return", f"{returns.mean():.1f} ({returns.min():.1f} to {returns.max():.1f})"),
         ("file", escape(path)),
     ])  # fmt: skip
-    options = f"--path {path}{repeat_names(env or str(dataset.metadata.get('env_id')), modules)}"
-    console.print(f"\nnext\n  rl-training dataset check {escape(options)}", soft_wrap=True)
+    given_again = f"--path {path}{repeat_names(env or str(dataset.metadata.get('env_id')), modules)}"
+    console.print(f"\nnext\n  rl-training dataset check {escape(given_again)}", soft_wrap=True)
 
 
 def record(
@@ -93,7 +85,7 @@ def record(
 
     if checkpoint is None:
         return recording.record_random(env, steps or 1, seed or 0)
-    path = find_checkpoint(checkpoint)
+    path = options.find_checkpoint(checkpoint)
     if not from_replay:
         return recording.record_policy(path, steps or 1, seed=seed, deterministic=deterministic, env=env)
     dataset = recording.read_replay_buffer(path)
@@ -117,13 +109,13 @@ def check_output(name: str, given: str) -> Path:
 def check(
     path: Annotated[Text, option("An npz file.", "--path", metavar="F.npz")] = None,
     dataset_id: Annotated[Text, option("A local Minari data set.", "--dataset-id", metavar="ID")] = None,
-    env: EnvOption = None,
-    modules: ImportOption = None,
+    env: options.EnvOption = None,
+    modules: options.ImportOption = None,
 ) -> None:
     """Show what a data set contains and its problems; exit code 1 if there are any."""
     if (path is None) == (dataset_id is None):
         raise UserError("check takes one of --path F.npz and --dataset-id ID.")
-    name_environment(env, modules)
+    options.name_environment(env, modules)
     import numpy as np
 
     from rl_training.data import load_transition_dataset
@@ -195,7 +187,7 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="An npz file, or the id of a local Minari data set.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The other of the two formats.")],
     env: Annotated[Text, option("The environment, if the npz file does not name it.", "--env", metavar="ID")] = None,
-    modules: ImportOption = None,
+    modules: options.ImportOption = None,
 ) -> None:
     """Convert npz to Minari or Minari to npz: a name that ends in .npz is a file."""
     if source.endswith(".npz") == target.endswith(".npz"):
@@ -205,7 +197,7 @@ def convert(
     is_export = target.endswith(".npz")
     if is_export:
         check_output("TARGET", target)
-    name_environment(env, modules)
+    options.name_environment(env, modules)
     from rl_training.data.loading import load_transition_dataset
     from rl_training.data.minari_io import write_minari
 
