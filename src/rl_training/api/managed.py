@@ -87,7 +87,8 @@ class ManagedAlgorithm:
             raise UserError(f"{name} takes no policy such as {config!r}; write {name}({given}): {REMARKS['policy']}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
-        if config is not None and not _is_config(config):
+        known = isinstance(config, Mapping | TrainConfig | Path | None)
+        if not (names_config(config) if isinstance(config, str) else known):
             if env is not None:
                 raise UserError(f"{name} got two environments, {config!r} and env={env!r}; give one.")
             config, env = None, config
@@ -127,7 +128,8 @@ class ManagedAlgorithm:
             total_timesteps, callbacks = None, total_timesteps
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         steps = None if total_timesteps is None else _whole_number("total_timesteps", total_timesteps, least=1)
-        shown = _is_watched() if progress is None else progress
+        is_watched = sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"  # or in a notebook
+        shown = is_watched if progress is None else progress
         if self._checkpoint is None or reset:
             config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
             result = train(config, env=self.env, callbacks=callbacks, console=shown, raise_on_signal=False)
@@ -249,18 +251,9 @@ class ManagedAlgorithm:
         return self._policy
 
 
-def _is_config(given: Any) -> bool:
-    return names_config(given) if isinstance(given, str) else isinstance(given, TrainConfig | Mapping | Path)
-
-
 def _whole_number(name: str, value: Any, *, least: int) -> int:
     """The value as a whole number; `1e5` is one."""
     number = float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else 0.5
     if not number.is_integer() or number < least:
         raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
     return int(value)
-
-
-def _is_watched() -> bool:
-    """Whether the output goes to a terminal or a notebook."""
-    return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"

@@ -26,6 +26,7 @@ from gymnasium import spaces as gs
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array
+from rl_training.envs.device import map_actions
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.prediction_input import encode_for_prediction
 from rl_training.envs.spaces import EnvSpaces
@@ -64,12 +65,7 @@ class ExportedPolicy(nn.Module):
         self.structure = name_parts(spaces.observation_space)
         self.input_names = list(example_inputs(self, 1, np.random.default_rng(0)))
         self.output_names = ["action"] if self.state_size is None else ["action", "next_state"]
-        self.low: Tensor
-        self.high: Tensor
-        if isinstance(spaces.action_space, gs.Box):
-            low, high = map(torch.from_numpy, spaces._action_bounds)
-            self.register_buffer("low", low)
-            self.register_buffer("high", high)
+        self.scale = map_actions(spaces, torch.device("cpu"))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The best action, and with memory the state after it."""
@@ -92,19 +88,6 @@ class ExportedPolicy(nn.Module):
             else:
                 vector.append(flatten(space, part))
         return torch.cat([*pixels, *vector], -1)
-
-    def scale(self, actions: Tensor) -> Tensor:
-        """`EnvSpaces.map_actions`."""
-        space = self.spaces.action_space
-        dtype, shape = torch.from_numpy(np.empty(0, space.dtype)).dtype, space.shape or ()
-        if isinstance(space, gs.Box):
-            scaled = (actions + 1.0) * (0.5 * (self.high - self.low)) + self.low
-            scaled = scaled if dtype.is_floating_point else scaled.round()
-            return torch.minimum(torch.maximum(scaled, self.low), self.high).reshape(-1, *shape).to(dtype)
-        if isinstance(space, gs.Discrete):
-            return actions + int(space.start)
-        start = torch.from_numpy(np.asarray(space.start)) if isinstance(space, gs.MultiDiscrete) else 0
-        return (actions.reshape(-1, *shape) + start).to(dtype)
 
 
 def name_parts(space: gs.Space[Any], name: str = OBS) -> Any:
