@@ -9,7 +9,6 @@ import signal
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 from rl_training.stable_baselines3 import translate
@@ -123,10 +122,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return ours
     if (near := near_name(name, names)) is not None:
         return f"did you mean {near!r}?"
-    ends = accumulate(len(name) + 2 for name in names)
-    listed = [name for name, end in zip(names, ends, strict=True) if end <= NAMES_LENGTH]
-    more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
-    return f"known: {', '.join(listed)}{more}."
+    listed = ", ".join(names)
+    if len(listed) > NAMES_LENGTH:
+        listed = listed[:NAMES_LENGTH].rpartition(", ")[0]
+        listed += f" and {len(names) - 1 - listed.count(', ')} more"
+    return f"known: {listed}."
 
 
 def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:

@@ -97,15 +97,13 @@ def _describe_usage(error: Any) -> str:
         return f"{command} has no option {error.option_name!r}; {every}"
     if hasattr(error, "option_name"):
         return f"{error.option_name} has no value; give one after it"
-    if parameter is None:
-        extra = re.search(r"extra argument.*\((.*)\)", error.format_message())
-        wrong = f"{command} does not take {extra[1]!r}" if extra else f"{command}: {error.format_message()}"
-        return f"{wrong}; rl-training {command} --help shows what it takes"
-    option = parameter.opts[-1]
-    if not hasattr(error, "param_type"):
-        return f"{command} {option}: {error.message}"
-    wanted = f"{option} {parameter.metavar or ''}".rstrip()
-    return f"{command} needs {wanted}: {parameter.help[0].lower()}{parameter.help[1:]}"
+    said = error.format_message()
+    if parameter is not None and hasattr(error, "param_type"):  # it is missing
+        wanted = f"{parameter.opts[-1]} {parameter.metavar or ''}".rstrip()
+        return f"{command} needs {wanted}: {parameter.help[0].lower()}{parameter.help[1:]}"
+    extra = re.search(r"extra argument.*\((.*)\)", said)
+    wrong = f"{command} does not take {extra[1]!r}" if extra else f"{command}: {said[0].lower()}{said[1:].rstrip('.')}"
+    return f"{wrong}; rl-training {command} --help shows what it takes"
 
 
 def _stdout_is_gone() -> bool:
