@@ -98,7 +98,6 @@ def check_environment(
         "episodes": partial(check_episodes, recipe, spaces, seed, spec),
         "determinism": partial(check_determinism, recipe, spaces, seed),
         "replay": partial(check_replay, recipe, spaces, seed),
-        "step cost": partial(check_step_cost, recipe, spaces, seed),
     }
     said: set[str] = set()
     for name, check in checks.items():
@@ -278,28 +277,6 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
         detail = f"{attributes}; if a step depends on that, resuming is not exact"
         return Check("replay", WARN, detail, "Let reset(seed=...) set it, so that nothing carries over.")
     return Check("replay", OK, "episodes replay and continue exactly, also through resets, so resuming is exact")
-
-
-def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int = 8) -> Check:
-    """Microseconds per environment step of several environments, as a run would step them."""
-    vectorization = choose_vectorization("auto", recipe, num_envs)
-    rng = np.random.default_rng(seed)
-    with closing(make_stepper(recipe, spaces, seed, num_envs, vectorization)) as stepper:
-        begun = time.perf_counter()
-        stepper.start()
-        reset = (time.perf_counter() - begun) / num_envs
-        steps, spent = 0, 0.0
-        while spent < SECONDS and steps < 100 * STEPS:
-            actions = spaces.random_actions(rng, num_envs, stepper.masks)
-            begun = time.perf_counter()
-            stepper.step(actions)
-            spent += time.perf_counter() - begun
-            steps += num_envs
-    cost = 1e6 * spent / steps
-    fix = "Steps are slow: see workers, or --set vectorization=async for a process each." if cost > 2000 else ""
-    how = f"{counted(num_envs, 'environment')}, {vectorization}"
-    detail = f"{cost:,.1f} µs per step ({how}), first reset {1e3 * reset:.3g} ms"
-    return Check("step cost", WARN if fix else OK, detail, fix)
 
 
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
