@@ -13,7 +13,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import rl_training
 from rl_training.cli import options
@@ -39,17 +39,16 @@ def list_algorithms() -> None:
 
     specs, reached = list_algorithm_specs(), read_reached()
     every = max((spec.action_kinds for spec in specs), key=len)
-    algorithms = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    algorithms.add_column("name", style="bold cyan", no_wrap=True)
-    for name in ("year", "actions", "images", "what it is"):
-        algorithms.add_column(name, max_width=10 if name == "actions" else None)
+    algorithms = Table(
+        Column("name", style="bold cyan", no_wrap=True), "year", Column("actions", max_width=10), "images",
+        "what it is", header_style="bold", box=SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
     for spec in specs:
         actions = "any" if set(spec.action_kinds) == set(every) else ", ".join(spec.action_kinds)
         images = "yes" if "image" in spec.observation_kinds else "no"
         algorithms.add_row(spec.name, str(spec.year), actions, images, spec.scope.partition(";")[0].rstrip("."))
-    presets = Table(header_style="bold", box=SIMPLE_HEAD)
-    presets.add_column("preset", style="bold cyan", no_wrap=True)
-    presets.add_column("reached", no_wrap=True)
+    names, scores = Column("preset", style="bold cyan", no_wrap=True), Column("reached", no_wrap=True)
+    presets = Table(names, scores, header_style="bold", box=SIMPLE_HEAD)
     for name in list_presets():
         presets.add_row(name, describe_score(reached.get(name)))
     console = make_console()
@@ -168,7 +167,7 @@ def _version(package: str, missing: str) -> str:
 def _check_environment(console: Console, env: str, algo: str | None, settings: list[str], budget: str | None) -> None:
     from rl_training.config.spec import get_algorithm_spec
     from rl_training.envs.recipe import read_recipe
-    from rl_training.tools.doctor import run_checks
+    from rl_training.tools.doctor import Check, run_checks
 
     outside = [setting for setting in settings if not setting.startswith("env_kwargs.")]
     if algo is None and outside:
@@ -177,7 +176,7 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
     algo_or_any = algo or "ppo"  # which supports every environment
     config = options.build_config(None, algo_or_any, env, settings, total_timesteps=budget)
     kwargs = config.env_kwargs if algo else options.apply_settings({}, settings).get("env_kwargs", {})
-    found = []
+    found: list[Check] = []
     for check in run_checks(read_recipe(env, kwargs, config.named), spec, config):
         if not found:
             console.print(f"[bold]{escape(env)}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))

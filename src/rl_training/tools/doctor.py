@@ -73,7 +73,7 @@ def run_checks(recipe: EnvRecipe, spec: AlgorithmSpec | None, config: TrainConfi
     yield lives
     if found is None:
         return
-    measured = [] if spec is None else [check_algorithm(config)]
+    measured = [] if spec is None else [_guarded("memory", partial(check_algorithm, config), config.env_id)]
     for group in (check_environment(recipe, found, spec), *measured, check_workers(config)):
         fails = False
         for check in group:
@@ -157,10 +157,10 @@ def _find_outside(spaces: EnvSpaces, rows: Array) -> tuple[str, str]:
     if not odd.size:
         return "", ""
     row, *at = (int(i) for i in odd[0])
+    place = tuple(at)
     where = f" at {at}" if isinstance(spaces.observation_space, gs.Box) else ""
-    bounds = f"[{space.low[tuple(at)]:g}, {space.high[tuple(at)]:g}]"
-    value = rows[(row, *at)]
-    return f": the value {value:.4g}{where} lies outside {bounds}", "Widen the bounds of the space, or clip."
+    bounds = f"[{space.low[place]:g}, {space.high[place]:g}]"
+    return f": the value {rows[row][place]:.4g}{where} lies outside {bounds}", "Widen the bounds of the space, or clip."
 
 
 def _shorten(space: gs.Space[Any]) -> str:
@@ -281,10 +281,6 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
 
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     """The memory and time that the algorithm needs in this environment for its budget."""
-    yield from _guarded("memory", partial(_weigh, config), config.env_id)
-
-
-def _weigh(config: TrainConfig) -> Iterator[Check]:
     with closing(open_measured(config)) as session:
         weights = sum(tensor.numel() for tensor in session.algorithm.parameters())
         stored = storage_bytes(session)
