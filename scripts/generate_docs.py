@@ -391,7 +391,8 @@ def render_default(value: Any) -> str:
 def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     classes = sorted(spec.class_name for spec in specs)
     managed = "from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm\n"
-    along = [("run.run", "Callback"), ("config.params", "Schedule"), ("run.workflows", "TrainResult")]
+    along = [("run.run", "Callback"), ("config.params", "Schedule"), ("config.train_config", "TrainConfig"),
+             ("run.workflows", "TrainResult")]  # fmt: skip
     others = "".join(f"from rl_training.{module} import {name} as {name}\n" for module, name in along)
     terminated = "from rl_training.errors import Terminated as Terminated\n"
     plain = ["ManagedAlgorithm", "Terminated", *(name for _, name in along)]
@@ -400,16 +401,15 @@ def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
         f"from {s.learner.__module__} import {s.learner.__name__} as {s.class_name}Algorithm\n"
         for s in sorted(specs, key=lambda spec: spec.class_name)
     )
-    config = "from rl_training.config.train_config import TrainConfig as TrainConfig\n"
 
     def all_of(names: Iterable[str]) -> str:
         return "\n__all__ = [\n" + "".join(f'    "{name}",\n' for name in sorted(names)) + "]\n"
 
-    top = [*plain, "TrainConfig", "__version__", *classes, *(f"{name}Algorithm" for name in classes)]
+    top = [*plain, "__version__", *classes, *(f"{name}Algorithm" for name in classes)]
     bodies = "".join([STUB_IMPORTS, managed, *map(render_class, sorted(specs, key=lambda spec: spec.class_name))])
     return {
         PACKAGE / "__init__.pyi": (
-            f"{STUB_HEADER}{learners}{exports}{managed}{terminated}{config}{others}\n__version__: str\n{all_of(top)}"
+            f"{STUB_HEADER}{learners}{exports}{managed}{terminated}{others}\n__version__: str\n{all_of(top)}"
         ),
         PACKAGE / "api" / "__init__.pyi": (
             f"{STUB_HEADER}{exports}{managed}{terminated}{others}{all_of([*plain, *classes])}"

@@ -21,12 +21,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TrainConfig":
-        from rl_training.config.train_config import TrainConfig
-
-        return TrainConfig
     if not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rl_training.api import find_public_name
+    from rl_training import api
 
-    return find_public_name(name)
+    return getattr(api, name)

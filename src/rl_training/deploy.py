@@ -59,8 +59,6 @@ class Policy:
             parts = sorted(name for name in self._inputs if name not in ("action_mask", "state"))
             if sorted(_names(self.metadata["observation"])) != parts:
                 raise ValueError(f"its description of observations does not name its inputs, {', '.join(parts)}")
-            if "action_mask" in self._inputs and len(self._inputs["action_mask"][0]) != 1:
-                raise ValueError("its action_mask is not a row of numbers")
         except Exception as error:  # onnxruntime has a different exception for every kind of damage
             raise self._useless("be loaded", error) from None
         self.reset()
@@ -89,35 +87,40 @@ class Policy:
 
     def _run(self, obs: Any, action_mask: Any, state: Array | None) -> tuple[Any, Array | None]:
         parts = dict(self._parts(self.metadata["observation"], obs))
-        count, is_batch = self._count(parts)
-        feed = {name: array.reshape(count, *self._inputs[name][0]) for name, array in parts.items()}
+        batch = self._batch_of(parts)
+        rows = batch or (1,)
+        feed = {name: array.reshape(*rows, *self._inputs[name][0]) for name, array in parts.items()}
         if "action_mask" in self._inputs:
-            feed["action_mask"] = self._mask(action_mask, count)
+            shape = (*rows, *self._inputs["action_mask"][0])
+            mask = np.ones(shape, dtype=bool) if action_mask is None else np.asarray(action_mask).astype(bool)
+            if mask.size != np.prod(shape):
+                raise UserError(f"action_mask has {mask.size} entries; {' x '.join(map(str, shape))} are needed.")
+            feed["action_mask"] = mask.reshape(shape)
         elif action_mask is not None:
             raise UserError("action_mask is given, but the policy was trained without action masks; leave it out.")
         if "state" in self._inputs:
             shape, dtype = self._inputs["state"]
-            fits = state is not None and len(state) == count
-            feed["state"] = state if state is not None and fits else np.zeros((count, *shape), dtype)
+            feed["state"] = state if state is not None and len(state) == rows[0] else np.zeros((*rows, *shape), dtype)
         try:
             actions, *states = self._session.run(None, feed)
         except Exception as error:  # a file whose parts do not fit each other
             raise self._useless("act", error) from None
-        action = actions if is_batch else actions[0]
+        action = actions if batch else actions[0]
         whole = action.ndim == 0 and action.dtype.kind in "iu"
         return int(action) if whole else action, states[0] if states else None
 
-    def _count(self, parts: Mapping[str, Array]) -> tuple[int, bool]:
-        """The number of observations, and whether they are a batch; refuse parts that do not fit each other."""
-        ranks = {name: array.ndim - len(self._inputs[name][0]) for name, array in parts.items()}
-        counts = {len(array) if ranks[name] == 1 else 1 for name, array in parts.items()}
+    def _batch_of(self, parts: Mapping[str, Array]) -> tuple[int, ...]:
+        """The shape of the batch, which is empty for one observation; refuse parts that do not fit each other."""
+        found = set()
         for name, array in parts.items():
             shape = self._inputs[name][0]
-            if ranks[name] not in (0, 1) or array.shape[ranks[name] :] != shape:
+            rank = array.ndim - len(shape)
+            if rank not in (0, 1) or array.shape[rank:] != shape:
                 raise UserError(f"{name} has the shape {array.shape}; the policy needs {shape}, or a batch of it.")
-        if len(counts) > 1 or len(set(ranks.values())) > 1 or counts == {0}:
-            raise UserError(f"the parts of obs are batches of {sorted(counts)}; all must be of one size, at least 1.")
-        return counts.pop(), 1 in ranks.values()
+            found.add(array.shape[:rank])
+        if len(found) != 1 or found == {(0,)}:
+            raise UserError(f"the parts of obs are batches of {sorted(found)}; all must be of one size, at least 1.")
+        return found.pop()
 
     def _parts(self, structure: Any, value: Any) -> Iterator[tuple[str, Array]]:
         """(input, array) for each part of an observation, or of a list of observations."""
@@ -139,10 +142,3 @@ class Policy:
                 raise UserError(f"obs must be a tuple of {len(structure)} parts.")
             for inner, part in zip(structure, value, strict=True):
                 yield from self._parts(inner, part)
-
-    def _mask(self, action_mask: Any, count: int) -> Array:
-        (size,), _ = self._inputs["action_mask"]
-        mask = np.ones((count, size), dtype=bool) if action_mask is None else np.asarray(action_mask).astype(bool)
-        if mask.size != count * size:
-            raise UserError(f"action_mask has {mask.size} entries; {count} x {size} are needed.")
-        return mask.reshape(count, size)

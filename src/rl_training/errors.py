@@ -9,7 +9,6 @@ import signal
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 from rl_training.stable_baselines3 import translate
@@ -36,7 +35,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 class UnknownKey(UserError):
@@ -55,7 +54,7 @@ class EnvironmentFailure(RuntimeError):
     """An environment failed during a run: a one-line message, and the command line exits with 1."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
     @classmethod
     def of(cls, env_id: str, what: str) -> EnvironmentFailure:
@@ -111,7 +110,7 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     line = printable(" ".join(message.split()))
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 83]}...{line[-80:]}"
 
@@ -123,10 +122,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return ours
     if (near := near_name(name, names)) is not None:
         return f"did you mean {near!r}?"
-    ends = accumulate(len(name) + 2 for name in names)
-    listed = [name for name, end in zip(names, ends, strict=True) if end <= NAMES_LENGTH]
-    more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
-    return f"known: {', '.join(listed)}{more}."
+    listed = ", ".join(names)
+    if len(listed) > NAMES_LENGTH:
+        listed = listed[:NAMES_LENGTH].rpartition(", ")[0]
+        listed += f" and {len(names) - 1 - listed.count(', ')} more"
+    return f"known: {listed}."
 
 
 def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:

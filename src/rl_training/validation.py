@@ -96,13 +96,13 @@ def validate(model: type[Model], data: Any, where: str, *, also_known: Iterable[
     try:
         return model.model_validate(dict(data), context=READ)
     except ValidationError as error:
-        problems = [_Problem.locate(found, model, data) for found in error.errors(include_url=False)]
+        problems = [_Problem(_keys_of(found, data), found) for found in error.errors(include_url=False)]
         # a misspelled key is often reported as a missing one too
-        if unknown := next((one for one in problems if one.kind == "extra_forbidden"), None):
-            known = [*unknown.owner.model_fields, *(also_known if unknown.owner is model else ())]
-            hint = did_you_mean(unknown.path[-1], known)
-            raise UnknownKey(where, ".".join(unknown.path), hint, data) from None
-        raise UserError(f"{where}: {_first_problem(problems)}") from None
+        if unknown := next((one.path for one in problems if one.found["type"] == "extra_forbidden"), None):
+            owner = _model_at(model, unknown[:-1])
+            known = [*owner.model_fields, *(also_known if owner is model else ())]
+            raise UnknownKey(where, ".".join(unknown), did_you_mean(unknown[-1], known), data) from None
+        raise UserError(f"{where}: {_describe(problems)}") from None
 
 
 def whole_number(name: str, value: Any, *, least: int) -> int:
@@ -114,57 +114,54 @@ def whole_number(name: str, value: Any, *, least: int) -> int:
 
 
 class _Problem(NamedTuple):
-    """One error of pydantic: the keys that lead to it, and the model that the last of them belongs to."""
+    """One error of pydantic, and the keys that lead to it."""
 
     path: list[str]
-    owner: type[BaseModel]
-    kind: str
-    message: str
-    value: Any
+    found: Any
 
-    @classmethod
-    def locate(cls, found: Any, model: type[BaseModel], data: Any) -> _Problem:
-        """Follow its location through the data; a part that is not a key is pydantic's name for a union member."""
-        path: list[str] = []
-        owner, inner = model, model
-        for place in found["loc"]:
-            listed = isinstance(data, list | tuple) and isinstance(place, int)
-            if not listed and place not in inner.model_fields and not (isinstance(data, Mapping) and place in data):
-                continue
+
+def _keys_of(found: Any, data: Any) -> list[str]:
+    """The keys that lead to an error; the other parts of its location are pydantic's names for members of a union."""
+    path: list[str] = []
+    *_, last = found["loc"] or (None,)
+    for place in found["loc"]:
+        listed = isinstance(data, list | tuple) and isinstance(place, int)
+        present = place < len(data) if listed else isinstance(data, Mapping) and place in data
+        if listed or present or (found["type"] == "missing" and place == last):
             path.append(str(place))
-            owner = inner
-            kinds = _plain_types(field.annotation) if (field := inner.model_fields.get(str(place))) else set()
-            inner = next((kind for kind in kinds if issubclass(kind, StrictModel)), inner)
-            if listed:
-                data = data[place] if place < len(data) else None
-            else:
-                data = data.get(place) if isinstance(data, Mapping) else None
-        return cls(path, owner, found["type"], found["msg"], found["input"])
+            data = data[place] if present else None
+    return path
 
 
-def _first_problem(problems: list[_Problem]) -> str:
+def _model_at(model: type[BaseModel], path: Iterable[str]) -> type[BaseModel]:
+    """The model of the mapping to which these keys lead."""
+    for name in path:
+        kinds = _plain_types(field.annotation) if (field := model.model_fields.get(name)) else set()
+        model = next((kind for kind in kinds if issubclass(kind, StrictModel)), model)
+    return model
+
+
+def _describe(problems: list[_Problem]) -> str:
     # every member of a union reports errors; the best match is the one that was meant
     of_field = [one for one in problems if one.path[:1] == problems[0].path[:1]]
-    problem = max(of_field, key=lambda one: len(one.path))
-    field = ".".join(problem.path)
-    if problem.kind == "missing" and isinstance(problem.value, Mapping):
+    path, found = max(of_field, key=lambda one: len(one.path))
+    field, value = ".".join(path), found["input"]
+    if found["type"] == "missing" and isinstance(value, Mapping):
         return f"{field} is missing; it must be given."
-    if problem.kind == "missing":
-        return f"{field.rpartition('.')[0]} is {_show(problem.value)}; it should have more entries."
-    message = problem.message.removeprefix("Value error, ")
-    if problem.kind == "value_error":
+    if found["type"] == "missing":
+        return f"{field.rpartition('.')[0]} is {_show(value)}; it should have more entries."
+    if found["type"] == "value_error":
+        message = found["msg"].removeprefix("Value error, ")
         return f"{field}: {message}." if field else f"{message}."
-    wanted = dict.fromkeys(_in_words(one) for one in of_field if one.path == problem.path)
-    return f"{field} is {_show(problem.value)}; it should {', or '.join(wanted)}."
+    wanted = dict.fromkeys(_in_words(one.found) for one in of_field if one.path == path)
+    return f"{field} is {_show(value)}; it should {', or '.join(wanted)}."
 
 
-def _in_words(problem: _Problem) -> str:
+def _in_words(found: Any) -> str:
     """What follows "it should" in a sentence."""
-    known = _WANTED.get(problem.kind, _WANTED.get(problem.kind.partition("_")[0]))
-    if known is not None:
-        return f"be {known}"
-    message = re.sub(r"^(Input|String|Tuple|List|Dictionary) should ", "", problem.message)
-    return message.replace(" after validation", "")
+    known = _WANTED.get(found["type"], _WANTED.get(found["type"].partition("_")[0]))
+    message = re.sub(r"^(Input|String|Tuple|List|Dictionary) should ", "", found["msg"])
+    return message.replace(" after validation", "") if known is None else f"be {known}"
 
 
 def _show(value: Any) -> str:

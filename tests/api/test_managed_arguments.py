@@ -14,7 +14,7 @@ import env_zoo
 import rl_training
 from resume_cases import SPECS, assert_same_run, edit_checkpoint, tiny
 from rl_training import A2C, DQN, PPO, TrainConfig
-from rl_training.cli.overrides import apply_settings, build_config
+from rl_training.cli.options import apply_settings, build_config
 from rl_training.config.settings import read_config
 from rl_training.config.train_config import list_presets, load_config
 from rl_training.errors import UserError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from resume_cases import SPECS, env_of, tiny
 from rl_training import DQN, TRPO
-from rl_training.cli.overrides import build_config
+from rl_training.cli.options import build_config
 from rl_training.config.params import read_params
 from rl_training.config.settings import read_config
 from rl_training.config.spec import AlgorithmSpec

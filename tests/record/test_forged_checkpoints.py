@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from resume_cases import StopAt, tiny
-from rl_training.cli.resume import read_changes
+from rl_training.cli.checkpoint import read_changes
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 from rl_training.run.learner import load_policy

@@ -15,7 +15,7 @@ import yaml
 
 from limits import limited
 from resume_cases import SPECS, tiny
-from rl_training.cli.predict import read_values
+from rl_training.cli.checkpoint import read_values
 from rl_training.config.params import read_params
 from rl_training.config.train_config import load_config, parse_yaml
 from rl_training.data import TransitionDataset, load_transition_dataset

@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as hnp
 from env_zoo import DictObservation, TupleObservation, Walk
 from limits import limited
 from resume_cases import tiny
-from rl_training.cli.overrides import apply_settings
-from rl_training.cli.predict import read_values
+from rl_training.cli.checkpoint import read_values
+from rl_training.cli.options import apply_settings
 from rl_training.config.params import read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import Presets, TrainConfig, load_config

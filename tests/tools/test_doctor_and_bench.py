@@ -81,7 +81,6 @@ def check(spec: AlgorithmSpec | None = None, **faults: Any) -> dict[str, doctor.
 
 def test_a_sound_environment_passes_every_check() -> None:
     found = check()
-    del found["step cost"]  # on a busy machine every environment is slow
     assert {check.status for check in found.values()} == {"ok"}
 
 

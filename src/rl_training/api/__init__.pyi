@@ -30,6 +30,7 @@ from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
 from rl_training.errors import Terminated as Terminated
 from rl_training.run.run import Callback as Callback
 from rl_training.config.params import Schedule as Schedule
+from rl_training.config.train_config import TrainConfig as TrainConfig
 from rl_training.run.workflows import TrainResult as TrainResult
 
 __all__ = [
@@ -64,5 +65,6 @@ __all__ = [
     "TD3",
     "TRPO",
     "Terminated",
+    "TrainConfig",
     "TrainResult",
 ]

@@ -31,7 +31,7 @@ from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
 from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
-from rl_training.stable_baselines3 import REMARKS, warn_if_unpacked
+from rl_training.stable_baselines3 import REMARKS
 from rl_training.validation import validate, whole_number
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
@@ -85,7 +85,8 @@ class ManagedAlgorithm:
             raise UserError(f"{name} takes no policy such as {config!r}; write {name}({given}): {REMARKS['policy']}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
-        if config is not None and not _is_config(config):
+        known = isinstance(config, Mapping | TrainConfig | Path | None)
+        if not (names_config(config) if isinstance(config, str) else known):
             if env is not None:
                 raise UserError(f"{name} got two environments, {config!r} and env={env!r}; give one.")
             config, env = None, config
@@ -125,7 +126,8 @@ class ManagedAlgorithm:
             total_timesteps, callbacks = None, total_timesteps
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         steps = None if total_timesteps is None else whole_number("total_timesteps", total_timesteps, least=1)
-        shown = _is_watched() if progress is None else progress
+        is_watched = sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"  # or in a notebook
+        shown = is_watched if progress is None else progress
         if self._checkpoint is None or reset:
             config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
             result = train(config, env=self.env, callbacks=callbacks, console=shown, raise_on_signal=False)
@@ -183,10 +185,7 @@ class ManagedAlgorithm:
         Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
         `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
-        action = self._loaded().predict(obs, deterministic, action_mask=action_mask)
-        if isinstance(action, np.ndarray):
-            warn_if_unpacked(sys._getframe(1))
-        return action
+        return self._loaded().predict(obs, deterministic, action_mask=action_mask)
 
     def actor(self, deterministic: bool = True) -> Actor:
         """Return an actor that remembers its episode."""
@@ -245,12 +244,3 @@ class ManagedAlgorithm:
         if self._policy is None:
             raise UserError("there is no policy yet; call learn() or load() first.")
         return self._policy
-
-
-def _is_config(given: Any) -> bool:
-    return names_config(given) if isinstance(given, str) else isinstance(given, TrainConfig | Mapping | Path)
-
-
-def _is_watched() -> bool:
-    """Whether the output goes to a terminal or a notebook."""
-    return sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"

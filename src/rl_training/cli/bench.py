@@ -44,7 +44,7 @@ def bench(
     settings: SetOption = None,
 ) -> None:
     """Run a config briefly and show where the time goes and which settings would help; no files are kept."""
-    from rl_training.cli.overrides import build_config
+    from rl_training.cli.options import build_config
 
     built = build_config(one_config(preset, config), algo, env, settings, modules, num_envs=num_envs, device=device)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}

@@ -1,64 +1,62 @@
-"""`rl-training list` shows algorithms and presets; `rl-training config` shows a resolved config."""
+"""What there is and what works: `rl-training list`, `config` and `doctor`."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
-from rl_training.cli.options import (
-    AlgoOption,
-    ConfigOption,
-    EnvOption,
-    ImportOption,
-    PresetArgument,
-    SetOption,
-    one_config,
-    option,
-)
-from rl_training.cli.screen import make_console
-from rl_training.errors import counted
+import rl_training
+from rl_training.cli import options
+from rl_training.cli.options import option
+from rl_training.cli.screen import make_console, print_facts
+from rl_training.errors import UserError, counted
 
 LIST_WIDTH = 80  # where there is no terminal
+NEEDED = ("torch", "gymnasium", "numpy", "pydantic", "PyYAML", "typer", "rich", "tensorboard")
+OPTIONAL = {
+    "ale-py": ("atari", "Atari games"), "opencv-python-headless": ("atari", "Atari preprocessing"),
+    "mujoco": ("mujoco", "MuJoCo tasks"), "pygame": ("video", "eval --render"),
+    "moviepy": ("video", "eval --record-video"), "matplotlib": ("results", "learning curves"),
+    "stable-baselines3": ("bench", "the speed comparison"),
+}  # fmt: skip
+MARKS = {"ok": "[green]✓[/green]", "warn": "[yellow]![/yellow]", "fail": "[red]✗[/red]"}
 
 
 def list_algorithms() -> None:
     """Show every algorithm, and every preset with its result in recorded runs."""
+    from rl_training.config.train_config import list_presets, read_reached
     from rl_training.experiment.registry import list_algorithm_specs
 
-    specs = list_algorithm_specs()
+    specs, reached = list_algorithm_specs(), read_reached()
     every = max((spec.action_kinds for spec in specs), key=len)
-    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("name", style="bold cyan", no_wrap=True)
-    for name in ("year", "actions", "images", "what it is"):
-        table.add_column(name, max_width=10 if name == "actions" else None)
+    algorithms = Table(
+        Column("name", style="bold cyan", no_wrap=True), "year", Column("actions", max_width=10), "images",
+        "what it is", header_style="bold", box=SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
     for spec in specs:
         actions = "any" if set(spec.action_kinds) == set(every) else ", ".join(spec.action_kinds)
         images = "yes" if "image" in spec.observation_kinds else "no"
-        table.add_row(spec.name, str(spec.year), actions, images, spec.scope.partition(";")[0].rstrip("."))
+        algorithms.add_row(spec.name, str(spec.year), actions, images, spec.scope.partition(";")[0].rstrip("."))
+    names, scores = Column("preset", style="bold cyan", no_wrap=True), Column("reached", no_wrap=True)
+    presets = Table(names, scores, header_style="bold", box=SIMPLE_HEAD)
+    for name in list_presets():
+        presets.add_row(name, describe_score(reached.get(name)))
     console = make_console()
     width = console.width if console.is_terminal else LIST_WIDTH
-    console.print(table, width=width)
+    console.print(algorithms, width=width)
     console.print(f"any: {', '.join(every)}", style="dim")
-    console.print(table_of_presets(), width=width)
+    console.print(presets, width=width)
     console.print("reached: median return over seeds in recorded runs (docs/results.md)", style="dim")
-
-
-def table_of_presets() -> Table:
-    """Every packaged preset and its result."""
-    from rl_training.config.train_config import list_presets, read_reached
-
-    reached = read_reached()
-    table = Table(header_style="bold", box=SIMPLE_HEAD)
-    table.add_column("preset", style="bold cyan", no_wrap=True)
-    table.add_column("reached", no_wrap=True)
-    for name in list_presets():
-        table.add_row(name, describe_score(reached.get(name)))
-    return table
 
 
 def describe_score(score: Mapping[str, float] | None) -> str:
@@ -69,50 +67,37 @@ def describe_score(score: Mapping[str, float] | None) -> str:
 
 
 def show_config(
-    preset: PresetArgument = None,
-    config: ConfigOption = None,
-    algo: AlgoOption = None,
-    env: EnvOption = None,
-    settings: SetOption = None,
-    modules: ImportOption = None,
+    preset: options.PresetArgument = None,
+    config: options.ConfigOption = None,
+    algo: options.AlgoOption = None,
+    env: options.EnvOption = None,
+    settings: options.SetOption = None,
+    modules: options.ImportOption = None,
     schema: Annotated[bool, option("Print the JSON schema; --algo adds its hyper-parameters.", "--schema")] = False,
     presets: Annotated[bool, option("List the packaged presets.", "--list")] = False,
 ) -> None:
     """Print a config as YAML with every default filled in; nothing in it is called."""
-    from rl_training.config.train_config import dump_yaml, list_presets
-
-    config = one_config(preset, config)
-    if presets:
-        typer.echo("\n".join(list_presets()))
-        return
-    if schema:
-        typer.echo(json.dumps(config_schema(_algorithm_of(config, algo)), indent=2))
-        return
-    from rl_training.cli.overrides import build_config
-
-    typer.echo(dump_yaml(resolve_config(build_config(config, algo, env, settings, modules))), nl=False)
-
-
-def _algorithm_of(config: str | None, algo: str | None) -> str | None:
-    from rl_training.config.train_config import load_config
-
-    return load_config(config).algo if config is not None else algo
-
-
-def resolve_config(config: Any) -> dict[str, Any]:
-    """The config checked against its algorithm and resolved as far as possible without an environment."""
     from rl_training.config.choices import resolve
     from rl_training.config.params import read_params
     from rl_training.config.spec import get_algorithm_spec
+    from rl_training.config.train_config import dump_yaml, list_presets, load_config
     from rl_training.envs.recipe import read_recipe
 
-    params = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
-    recipe = read_recipe(config.env_id, config.env_kwargs)
-    return resolve(config, params, recipe).model_dump(mode="json")
+    config = options.one_config(preset, config)
+    if presets:
+        typer.echo("\n".join(list_presets()))
+    elif schema:
+        typer.echo(json.dumps(config_schema(algo if config is None else load_config(config).algo), indent=2))
+    else:
+        built = options.build_config(config, algo, env, settings, modules)
+        params = read_params(get_algorithm_spec(built.algo).params, built.algo_kwargs)
+        resolved = resolve(built, params, read_recipe(built.env_id, built.env_kwargs))
+        typer.echo(dump_yaml(resolved.model_dump(mode="json")), nl=False)
 
 
 def config_schema(algo: str | None) -> dict[str, Any]:
     """The JSON schema of a config file; for one algorithm also of its hyper-parameters under `algo_kwargs`."""
+    from rl_training.config.settings import hyper_parameters
     from rl_training.config.train_config import TrainConfig
     from rl_training.envs.wrappers import WrapperOptions
     from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
@@ -125,20 +110,81 @@ def config_schema(algo: str | None) -> dict[str, Any]:
     limit = {"type": "integer", "minimum": 1, "description": "Steps after which an episode is truncated."}
     parts["env_kwargs"]["properties"] = {"max_episode_steps": limit, "wrappers": wrappers}
     if algo is not None:
-        hyper = _hyper_parameter_schema(get_algorithm_spec(algo).params, algo)
+        hyper = get_algorithm_spec(algo).params.model_json_schema()
         definitions |= hyper.pop("$defs", {})
+        fields = hyper["properties"]
+        fields.pop("schedules", None)  # a config has them under the names of their numbers
+        fields |= {name: {"$ref": "#/$defs/Schedule"} for name in hyper_parameters(algo) if name not in fields}
         parts["algo_kwargs"] = hyper | {"description": parts["algo_kwargs"]["description"]}
     return schema | {"$defs": definitions | schema.get("$defs", {})}
 
 
-def _hyper_parameter_schema(params: Any, algo: str) -> dict[str, Any]:
-    """The schema of the hyper-parameters, with their schedules under the names that a config uses."""
-    from rl_training.config.settings import hyper_parameters
+def doctor(
+    env: options.EnvOption = None,
+    algo: options.AlgoOption = None,
+    total_timesteps: options.StepsOption = None,
+    modules: options.ImportOption = None,
+    settings: options.SetOption = None,
+) -> None:
+    """Check this machine or, with --env ID [--algo NAME], an environment and the cost of training on it."""
+    console = make_console()
+    if env is not None:
+        options.name_environment(env, modules)
+        _check_environment(console, env, algo, settings or [], total_timesteps)
+    elif algo is not None or settings or total_timesteps:
+        raise UserError("--env is missing; give the environment to check, e.g. doctor --env CartPole-v1 --algo ppo.")
+    else:
+        _show_machine(console)
 
-    schema: dict[str, Any] = params.model_json_schema()
-    fields = schema["properties"]
-    fields.pop("schedules", None)
-    for name in hyper_parameters(algo):
-        if name not in fields:
-            fields[name] = {"$ref": "#/$defs/Schedule"}
-    return schema
+
+def _show_machine(console: Console) -> None:
+    import torch
+
+    console.print("[bold]versions[/bold]")
+    python = f"{platform.python_version()} on {platform.platform()}"
+    print_facts(console, [("rl-training", rl_training.__version__), ("python", python),
+                          *((name, _version(name, "[red]missing[/red]")) for name in NEEDED)])  # fmt: skip
+    console.print("\n[bold]devices[/bold]")
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    print_facts(console, [
+        ("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads unless a run chooses"),
+        *((f"cuda:{i}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB") for i, gpu in enumerate(gpus)),
+        ("gpu", "" if gpus else "none available to torch; everything runs on the CPU"),
+    ])  # fmt: skip
+    console.print("\n[bold]optional packages[/bold]")
+    missing = r"[yellow]not installed[/yellow]: pip install 'rl-training\[{}]'"
+    print_facts(console, [(name, f"{_version(name, missing.format(extra))} [dim]({use})[/dim]")
+                          for name, (extra, use) in OPTIONAL.items()])  # fmt: skip
+
+
+def _version(package: str, missing: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return missing
+
+
+def _check_environment(console: Console, env: str, algo: str | None, settings: list[str], budget: str | None) -> None:
+    from rl_training.config.spec import get_algorithm_spec
+    from rl_training.envs.recipe import read_recipe
+    from rl_training.tools.doctor import Check, run_checks
+
+    outside = [setting for setting in settings if not setting.startswith("env_kwargs.")]
+    if algo is None and outside:
+        raise UserError(f"--set {outside[0]!r} is not an env_kwargs key; add --algo NAME, or set env_kwargs.KEY.")
+    spec = None if algo is None else get_algorithm_spec(algo)
+    algo_or_any = algo or "ppo"  # which supports every environment
+    config = options.build_config(None, algo_or_any, env, settings, total_timesteps=budget)
+    kwargs = config.env_kwargs if algo else options.apply_settings({}, settings).get("env_kwargs", {})
+    found: list[Check] = []
+    for check in run_checks(read_recipe(env, kwargs, config.named), spec, config):
+        if not found:
+            console.print(f"[bold]{escape(env)}[/bold]" + (f" with [bold]{algo}[/bold]" if algo else ""))
+        console.print(f"  {MARKS[check.status]} {check.name.ljust(16)} {escape(check.detail)}", soft_wrap=True)
+        found.append(check)
+    fixes = [check for check in found if check.fix]
+    console.print("\n[bold]to do[/bold]" if fixes else "\nnothing to fix")
+    for check in fixes:
+        console.print(f"  {MARKS[check.status]} {check.name}: {escape(check.fix)}", soft_wrap=True)
+    if any(check.status == "fail" for check in found):
+        raise typer.Exit(1)

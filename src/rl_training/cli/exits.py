@@ -9,22 +9,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from rl_training.errors import (
-    EnvironmentFailure,
-    Terminated,
-    TrainingFailure,
-    UnknownKey,
-    UserError,
-    did_you_mean,
-    printable,
-)
-
-if TYPE_CHECKING:
-    from rl_training.run.workflows import TrainResult
+from rl_training import errors
 
 FAILED, WRONG_INPUT, BY_SIGNAL = 1, 2, 128  # plus the number of the signal
 STOPPED = BY_SIGNAL + signal.SIGINT
@@ -38,18 +27,22 @@ def run_to_exit_code(action: Callable[[], Any], *, debug: bool = False) -> int:
         return 0
     except typer.Exit as stop:
         return stop.exit_code
-    except (KeyboardInterrupt, typer.Abort, Terminated) as stop:
+    except (KeyboardInterrupt, typer.Abort, errors.Terminated) as stop:
         typer.echo("\nstopped at once.", err=True)
-        return BY_SIGNAL + signal.SIGTERM if isinstance(stop, Terminated) else STOPPED
+        return BY_SIGNAL + signal.SIGTERM if isinstance(stop, errors.Terminated) else STOPPED
     except BrokenPipeError as error:
-        return _end_of_pipe() if _stdout_is_gone() else _report(error, debug)
+        if not _stdout_is_gone():
+            return _report(error, debug)
+        # `rl-training list | head`: the reader closed the pipe; print nothing more, also at interpreter exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         return _report(error, debug)
 
 
 def _report(error: Exception, debug: bool) -> int:
     if debug:
-        typer.echo(printable("".join(traceback.format_exception(error))), err=True)
+        typer.echo(errors.printable("".join(traceback.format_exception(error))), err=True)
     code, sentence = describe(error)
     if code == WRONG_INPUT and not is_first_rank():  # rank 0 prints it
         return code
@@ -59,7 +52,7 @@ def _report(error: Exception, debug: bool) -> int:
     return code
 
 
-def exit_after_signal(result: TrainResult) -> None:
+def exit_after_signal(result: Any) -> None:
     """End the command with 128 + n if signal n stopped the run."""
     if result.stop_signal is not None:
         raise typer.Exit(BY_SIGNAL + result.stop_signal)
@@ -73,49 +66,44 @@ def is_first_rank() -> bool:
 def describe_warning(message: object) -> str:
     """A Python warning as a line; without the colors and the `WARN: ` of Gymnasium's."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(message))
-    return f"warning: {printable(plain).removeprefix('WARN: ')}"
+    return f"warning: {errors.printable(plain).removeprefix('WARN: ')}"
 
 
 def describe(error: Exception) -> tuple[int, str]:
     """The exit code and the sentence of an exception."""
-    if isinstance(error, UnknownKey):
+    if isinstance(error, errors.UnknownKey):
         from rl_training.config.settings import with_full_path
 
         error = with_full_path(error)
-    if isinstance(error, UserError):
-        return WRONG_INPUT, one_sentence(str(error))
+    code, text = WRONG_INPUT, str(error)
     if hasattr(error, "format_message"):  # a usage error of click's, or of typer's own copy of it
-        return WRONG_INPUT, one_sentence(_describe_usage(error))
-    if isinstance(error, EnvironmentFailure | TrainingFailure):
-        return FAILED, one_sentence(str(error))
-    reason = (str(error).strip().splitlines() or ["no message"])[0]
-    return FAILED, one_sentence(f"the run failed with {type(error).__name__}: {reason}")
-
-
-def one_sentence(text: str) -> str:
-    """The text on one line, with a period at the end."""
-    line = printable(" ".join(text.split()))
-    return line if line.endswith((".", "?", "!", ")")) else f"{line}."
+        text = _describe_usage(error)
+    elif not isinstance(error, errors.UserError):
+        code = FAILED
+        if not isinstance(error, errors.EnvironmentFailure | errors.TrainingFailure):
+            reason = (text.strip().splitlines() or ["no message"])[0]
+            text = f"the run failed with {type(error).__name__}: {reason}"
+    line = errors.one_line(text)
+    return code, line if line.endswith((".", "?", "!", ")")) else f"{line}."
 
 
 def _describe_usage(error: Any) -> str:
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    command = context.info_name if context is not None else "rl-training"
+    command = "rl-training" if context is None else context.info_name
     if hasattr(error, "possibilities") and context is not None:
         known = [name for option in context.command.params for name in option.opts if name.startswith("--")]
-        hint = did_you_mean(error.option_name, known)
+        hint = errors.did_you_mean(error.option_name, known)
         every = f"rl-training {command} --help shows them all." if hint.startswith("known:") else hint
         return f"{command} has no option {error.option_name!r}; {every}"
     if hasattr(error, "option_name"):
         return f"{error.option_name} has no value; give one after it"
-    if parameter is None:
-        extra = re.search(r"extra argument.*\((.*)\)", error.format_message())
-        helps = f"rl-training {command} --help shows what it takes"
-        return f"{command} does not take {extra[1]!r}; {helps}" if extra else f"{command}: {error.format_message()}"
-    option = parameter.opts[-1]
-    wanted = f"{option} {parameter.metavar or ''}".rstrip()
-    needed = f"{command} needs {wanted}: {parameter.help[0].lower()}{parameter.help[1:]}"
-    return needed if hasattr(error, "param_type") else f"{command} {option}: {error.message}"
+    said = error.format_message()
+    if parameter is not None and hasattr(error, "param_type"):  # it is missing
+        wanted = f"{parameter.opts[-1]} {parameter.metavar or ''}".rstrip()
+        return f"{command} needs {wanted}: {parameter.help[0].lower()}{parameter.help[1:]}"
+    extra = re.search(r"extra argument.*\((.*)\)", said)
+    wrong = f"{command} does not take {extra[1]!r}" if extra else f"{command}: {said[0].lower()}{said[1:].rstrip('.')}"
+    return f"{wrong}; rl-training {command} --help shows what it takes"
 
 
 def _stdout_is_gone() -> bool:
@@ -128,9 +116,3 @@ def _stdout_is_gone() -> bool:
         return True
     except AttributeError:  # this system has no poll
         return False
-
-
-def _end_of_pipe() -> int:
-    """`rl-training list | head`: the reader closed the pipe; print nothing more, also at interpreter exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -15,19 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import rl_training
-from rl_training.cli import (
-    bench,
-    catalog,
-    dataset,
-    doctor,
-    evaluate,
-    export,
-    predict,
-    report,
-    resume,
-    train,
-    tune,
-)
+from rl_training.cli import bench, catalog, checkpoint, dataset, report, train, tune
 from rl_training.cli.exits import describe_warning, run_to_exit_code
 from rl_training.cli.options import option
 from rl_training.errors import UserError, did_you_mean
@@ -90,18 +78,18 @@ def start(
 
 
 app.command("train")(train.train)
-app.command("eval")(evaluate.evaluate)
-app.command("resume")(resume.resume)
-app.command("predict")(predict.predict)
+app.command("eval")(checkpoint.evaluate)
+app.command("resume")(checkpoint.resume)
+app.command("predict")(checkpoint.predict)
 app.command("runs")(report.list_runs)
 app.command("compare")(report.compare)
 app.command("report")(report.report)
 app.command("plot")(report.plot)
 app.command("tune")(tune.tune)
-app.command("export")(export.export)
+app.command("export")(checkpoint.export)
 app.command("list")(catalog.list_algorithms)
 app.command("config")(catalog.show_config)
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(catalog.doctor)
 app.command("bench")(bench.bench)
 app.add_typer(dataset.app, name="dataset", cls=CommandGroup)
 

@@ -58,7 +58,7 @@ def train(
 
     Ctrl-C or SIGTERM stops after the current update and saves (exit code 130 or 143); a second one stops at once.
     """
-    from rl_training.cli.overrides import build_config
+    from rl_training.cli.options import build_config
 
     if seed is not None and seeds is not None:
         raise UserError("--seed and --seeds were both given; give one of them.")

@@ -59,7 +59,7 @@ def tune(
 
     Trials that fall behind are stopped early. The same command continues a study that was stopped or killed.
     """
-    from rl_training.cli.overrides import build_config
+    from rl_training.cli.options import build_config
 
     count, workers = whole_number("--trials", trials, least=1), whole_number("--jobs", jobs, least=1)
     seeds = whole_number("--final-seeds", final_seeds)

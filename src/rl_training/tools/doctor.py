@@ -19,17 +19,12 @@ from rl_training.config.train_config import TrainConfig
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization
 from rl_training.envs.factory import episode_limit, make_env
+from rl_training.envs.gym_spaces import in_words
 from rl_training.envs.hidden_state import checksum
-from rl_training.envs.probe import Probe
-from rl_training.envs.random_play import (
-    Player,
-    compare_restored,
-    make_stepper,
-    play_at_random,
-    reuses_arrays,
-)
+from rl_training.envs.probe import Probe, probe
+from rl_training.envs.random_play import Player, compare_restored, make_stepper, play_at_random, reuses_arrays
 from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.workers import WorkerFailure, Workers, pickle_registrations
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.play import closed_after
@@ -67,6 +62,26 @@ def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SEC
     return Check("process", OK, f"survives {counted(steps, 'step')} in its own process")
 
 
+def run_checks(recipe: EnvRecipe, spec: AlgorithmSpec | None, config: TrainConfig) -> Iterator[Check]:
+    """Every check, each as soon as it is done; ends after a group of checks of which one fails.
+
+    Without `spec` the environment is checked alone, and `config` is only for the workers.
+    """
+    lives = check_process(recipe, timeout=PROCESS_SECONDS if spec is None else config.worker_timeout)
+    found = probe(recipe) if lives.status != FAIL else None  # it might never return
+    yield lives
+    if found is None:
+        return
+    measured = [] if spec is None else [_guarded("memory", partial(check_algorithm, config), config.env_id)]
+    for group in (check_environment(recipe, found, spec), *measured, check_workers(config)):
+        fails = False
+        for check in group:
+            fails = fails or check.status == FAIL
+            yield check
+        if fails:
+            return
+
+
 def check_environment(
     recipe: EnvRecipe, found: Probe, spec: AlgorithmSpec | None = None, seed: int = 0
 ) -> Iterator[Check]:
@@ -74,54 +89,56 @@ def check_environment(
     spaces, problems, step = found
     for problem in problems:
         yield Check(problem.name, WARN, problem.detail, f"{problem.fix[0].upper()}{problem.fix[1:]}.")
-    if spec is not None:
-        yield check_support(spec, spaces)
-    yield check_action_scaling(spaces)
-    played: dict[str, Callable[..., Check | Iterator[Check]]] = {
-        "observations": check_spaces, "truncation": check_truncation, "episodes": partial(check_episodes, spec=spec),
-        "determinism": check_determinism, "replay": check_replay, "step cost": check_step_cost,
-    }  # fmt: skip
+    checks: dict[str, Callable[[], Check | Iterator[Check]]] = {
+        **({} if spec is None else {"algorithm": partial(check_support, spec, spaces)}),
+        "action scaling": partial(check_action_scaling, spaces),
+        "observations": partial(check_spaces, recipe, spaces, seed),
+        "truncation": partial(check_truncation, recipe, spaces, seed),
+        "episodes": partial(check_episodes, recipe, spaces, seed, spec),
+        "determinism": partial(check_determinism, recipe, spaces, seed),
+        "replay": partial(check_replay, recipe, spaces, seed),
+    }
     said: set[str] = set()
-    for name, check in played.items():
-        for one in _guarded(name, partial(check, recipe, spaces, seed), step):
+    for name, check in checks.items():
+        for one in _guarded(name, check, recipe.env_id, step):
             what = re.sub(r" \([^()]+, line \d+\)", "", one.detail)
             if one.status != FAIL or what not in said:  # what raises in one check raises in the others too
                 yield one
             said.add(what)
 
 
-def _guarded(name: str, check: Callable[[], Check | Iterator[Check]], place: str = "") -> Iterator[Check]:
+def _guarded(
+    name: str, check: Callable[[], Check | Iterator[Check]], env_id: str, place: str = ""
+) -> Iterator[Check]:
+    """The results of a check; an exception is one that fails. `place` is where the user defines `step`."""
     try:
         found = check()
         yield from [found] if isinstance(found, Check) else found
-    except UserError as error:
-        what, _, advice = str(error).partition("; ")
-        yield Check(name, FAIL, what, f"{advice[:1].upper()}{advice[1:]}" or f"Fix this first{place}.")
-    except EnvironmentFailure as error:
-        what = _without_advice(error)
-        yield Check(name, FAIL, what, f"Fix this first{'' if 'reset' in what else place}.")
     except (Exception, SystemExit) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        what = f"the environment raised {type(error).__name__}: {reason}"
-        yield Check(name, FAIL, what, f"Fix what it raises first{place}.")
+        if isinstance(error, UserError):
+            what, _, fix = str(error).partition("; ")
+        else:
+            known = isinstance(error, EnvironmentFailure)
+            what, fix = _without_advice(error if known else EnvironmentFailure.from_error(env_id, error)), ""
+        fix = fix or f"fix this first{'' if 'reset' in what else place}."
+        yield Check(name, FAIL, what, f"{fix[0].upper()}{fix[1:]}")
 
 
-def _without_advice(error: Exception) -> str:
+def _without_advice(error: BaseException) -> str:
     return str(error).partition("; fix")[0]
 
 
 def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Check]:
     """Whether observations match the space, and are small enough to learn from."""
     rows = [np.array(step.next_obs) for step in play_at_random(recipe, spaces, seed, STEPS)]
-    encoded = spaces.encode_rows(rows)
+    floats = spaces.floats_of(spaces.encode_rows(rows))
     detail = f"{_shorten(spaces.observation_space)}, read as {spaces.obs_kind} {list(spaces.obs_shape)}"
-    floats = spaces.floats_of(encoded)
     if not np.isfinite(floats.astype(np.float64)).all():
         yield Check("observations", FAIL, f"{detail}: a NaN or infinity within {STEPS} steps",
                     "Return finite observations only.")  # fmt: skip
         return
-    outside, fix = _find_outside(spaces, rows)
-    yield Check("observations", WARN if outside else OK, f"{detail}: {outside}" if outside else detail, fix)
+    outside, fix = _find_outside(spaces, np.array(rows))
+    yield Check("observations", WARN if outside else OK, f"{detail}{outside}", fix)
     largest = float(np.abs(floats).max(initial=0.0)) if spaces.obs_kind != "image" else 0.0
     if largest > LARGE and not spaces.normalize_observations:
         yield Check("observation size", WARN, f"values up to {largest:.3g} in random play",
@@ -130,31 +147,23 @@ def check_spaces(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Iterator[Ch
                 + (", with action masks" if spaces.has_action_mask else ""))  # fmt: skip
 
 
-def _find_outside(spaces: EnvSpaces, rows: list[np.ndarray[Any, Any]]) -> tuple[str, str]:
-    """What is wrong with the first of these observations that is not in their space, and what to do; empty if none."""
+def _find_outside(spaces: EnvSpaces, rows: Array) -> tuple[str, str]:
+    """What is wrong with observations [N, ...] that are not in their space, and what to do; empty if none is."""
     space = spaces.row_space
-    for row in rows:
-        if not np.can_cast(row.dtype, space.dtype):
-            return f"they are {row.dtype}", f"Return observations of the space's dtype, {space.dtype}."
-        if row.shape != space.shape:
-            return f"one has the shape {row.shape}", f"Return observations of the space's shape, {space.shape}."
-        if (odd := np.argwhere((row < space.low) | (row > space.high))).size:
-            at = tuple(odd[0])
-            where = f" at {[int(i) for i in at]}" if isinstance(spaces.observation_space, gs.Box) else ""
-            bounds = f"[{space.low[at]:g}, {space.high[at]:g}]"
-            return f"the value {row[at]:.4g}{where} lies outside {bounds}", "Widen the bounds of the space, or clip."
-    return "", ""
+    if not np.can_cast(rows.dtype, space.dtype):
+        return f": they are {rows.dtype}", f"Return observations of the space's dtype, {space.dtype}."
+    odd = np.argwhere((rows < space.low) | (rows > space.high))
+    if not odd.size:
+        return "", ""
+    row, *at = (int(i) for i in odd[0])
+    place = tuple(at)
+    where = f" at {at}" if isinstance(spaces.observation_space, gs.Box) else ""
+    bounds = f"[{space.low[place]:g}, {space.high[place]:g}]"
+    return f": the value {rows[row][place]:.4g}{where} lies outside {bounds}", "Widen the bounds of the space, or clip."
 
 
-def _shorten(space: Any) -> str:
-    text = " ".join(str(space).split())
-    if len(text) <= 80:
-        return text
-    if isinstance(space, gs.Dict):
-        return f"Dict of {_some(list(space.spaces))}"
-    if isinstance(space, gs.Tuple):
-        return f"Tuple of {_some([type(part).__name__ for part in space.spaces])}"
-    return f"{type(space).__name__}{tuple(space.shape or ())}"
+def _shorten(space: gs.Space[Any]) -> str:
+    return f"Dict of {_some(list(space.spaces))}" if isinstance(space, gs.Dict) else in_words(space)
 
 
 def _some(names: list[str]) -> str:
@@ -165,23 +174,20 @@ def _some(names: list[str]) -> str:
 
 def check_support(spec: AlgorithmSpec, spaces: EnvSpaces) -> Check:
     """Whether the algorithm supports these spaces."""
-    try:
-        spec.check_support(spaces)
-    except UserError as error:
-        return Check("algorithm", FAIL, str(error), "Choose another algorithm; rl-training list shows their actions.")
+    spec.check_support(spaces)
     return Check("algorithm", OK, f"{spec.name} takes {spaces.action_kind} actions and {spaces.obs_kind} observations")
 
 
 def check_action_scaling(spaces: EnvSpaces) -> Check:
     """Whether the policy's range maps to the environment's and back."""
-    if spaces.action_kind != "continuous":
+    space = spaces.action_space
+    if not isinstance(space, gs.Box):
         return Check("action scaling", OK, "not needed: actions are choices")
-    low, high = spaces.action_space.low, spaces.action_space.high  # type: ignore[attr-defined]
-    ends = np.stack([np.full(spaces.action_shape, -1.0), np.zeros(spaces.action_shape), np.ones(spaces.action_shape)])
-    mapped = spaces.map_actions(ends.astype(np.float32))
-    exact = np.allclose(mapped[0], low) and np.allclose(mapped[2], high)
+    ends = np.stack([np.full(spaces.action_shape, end, np.float32) for end in (-1.0, 0.0, 1.0)])
+    mapped = spaces.map_actions(ends)
+    exact = np.allclose(mapped[[0, 2]], [space.low, space.high])
     exact = exact and np.allclose(spaces.unmap_actions(mapped), ends, atol=1e-4)
-    ranges = [f"[{a:g}, {b:g}]" for a, b in zip(np.ravel(low), np.ravel(high), strict=True)]
+    ranges = [f"[{a:g}, {b:g}]" for a, b in zip(np.ravel(space.low), np.ravel(space.high), strict=True)]
     detail = f"[-1, 1] becomes {ranges[0] if len(set(ranges)) == 1 else _some(ranges)}"
     if not exact:
         return Check("action scaling", FAIL, f"{detail}, but not exactly", "Make the action space's bounds smaller.")
@@ -229,17 +235,13 @@ def check_episodes(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, spec: Algori
     if not ends and not cuts and limit is None:
         return Check("episodes", WARN, detail, "An episode may never end: --set env_kwargs.max_episode_steps=1000")
     if max(map(abs, rewards)) > 100 and not spaces.normalize_rewards:
-        return Check("episodes", WARN, detail, f"Rewards are large: {_shrink_rewards(spec)}")
+        fix = "Rewards are large: --set env_kwargs.wrappers.normalize_reward=true"
+        if spec is None:
+            fix += " helps rollout learners and GAIL; for the others divide them in the environment."
+        elif not spec.normalizes_rewards:
+            fix = f"Rewards are large: {spec.name} does not normalize them; divide them in the environment."
+        return Check("episodes", WARN, detail, fix)
     return Check("episodes", OK, detail)
-
-
-def _shrink_rewards(spec: AlgorithmSpec | None) -> str:
-    wrapper = "--set env_kwargs.wrappers.normalize_reward=true"
-    if spec is None:
-        return f"{wrapper} helps rollout learners and GAIL; for the others divide them in the environment."
-    if spec.normalizes_rewards:
-        return wrapper
-    return f"{spec.name} does not normalize them; divide them in the environment."
 
 
 def check_determinism(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
@@ -276,46 +278,19 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     return Check("replay", OK, "episodes replay and continue exactly, also through resets, so resuming is exact")
 
 
-def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int = 8) -> Check:
-    """Microseconds per environment step of several environments, as a run would step them."""
-    vectorization = choose_vectorization("auto", recipe, num_envs)
-    rng = np.random.default_rng(seed)
-    with closing(make_stepper(recipe, spaces, seed, num_envs, vectorization)) as stepper:
-        begun = time.perf_counter()
-        stepper.start()
-        reset = (time.perf_counter() - begun) / num_envs
-        steps, spent = 0, 0.0
-        while spent < SECONDS and steps < 100 * STEPS:
-            actions = spaces.random_actions(rng, num_envs, stepper.masks)
-            begun = time.perf_counter()
-            stepper.step(actions)
-            spent += time.perf_counter() - begun
-            steps += num_envs
-    cost = 1e6 * spent / steps
-    fix = "Steps are slow: see workers, or --set vectorization=async for a process each." if cost > 2000 else ""
-    how = f"{counted(num_envs, 'environment')}, {vectorization}"
-    detail = f"{cost:,.1f} µs per step ({how}), first reset {1e3 * reset:.3g} ms"
-    return Check("step cost", WARN if fix else OK, detail, fix)
-
-
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     """The memory and time that the algorithm needs in this environment for its budget."""
-    yield from _guarded("memory", lambda: _weigh(config))
-
-
-def _weigh(config: TrainConfig) -> Iterator[Check]:
-    session = open_measured(config)
-    with closing(session):
+    with closing(open_measured(config)) as session:
         weights = sum(tensor.numel() for tensor in session.algorithm.parameters())
         stored = storage_bytes(session)
         yield Check("memory", OK, f"{format_bytes(stored)} of experience ({counted(config.num_envs, 'environment')}), "
                     f"{weights:,} weights ({format_bytes(4 * weights)})")  # fmt: skip
         left = estimate_seconds(session, SECONDS)
     rate = f"{config.total_timesteps / left:,.0f} steps/s"
-    detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate}"
     where = f"{session.config.device}, {session.config.vectorization}"
+    detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate} ({where})"
     fix = "Shorten it with --total-timesteps, or see rl-training bench." if left > 24 * 3600 else ""
-    yield Check("time", WARN if fix else OK, f"{detail} ({where})", fix)
+    yield Check("time", WARN if fix else OK, detail, fix)
 
 
 def check_workers(config: TrainConfig) -> Iterator[Check]:

@@ -7,6 +7,7 @@ network, masks, the choice of the best action and its scaling. Memory is an inpu
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -14,11 +15,10 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from gymnasium import spaces as gs
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array
+from rl_training.envs.device import map_actions
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.inputs import encode_for_prediction
 from rl_training.envs.spaces import EnvSpaces
@@ -38,6 +39,7 @@ PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": ()}
 OPSET = 18
 OBS = "obs"  # the input of an observation, and the prefix of its parts' names
 CHECKED = 1000  # observations on which the exported and the original policy are compared
+WIDE = 1e3  # bounds beyond it are treated as infinite
 STEPS = 20  # per episode in this comparison, for a policy with memory
 TOLERANCE = 1e-4  # of an action, relative to the larger of 1 and its size
 MOST_APART = 0.01  # share of the observations that may differ: if two actions are equally good, rounding decides
@@ -60,16 +62,9 @@ class ExportedPolicy(nn.Module):
             raise UserError(f"{policy.config.algo} has a memory of several parts; only one tensor can be exported.")
         self.state_size = None if carry is None else carry.shape[1:]
         self.structure = name_parts(spaces.observation_space)
-        self.input_names = [name for name, _ in leaf_spaces(spaces.observation_space, OBS)]
-        self.input_names += ["action_mask"] if spaces.has_action_mask else []
-        self.input_names += [] if self.state_size is None else ["state"]
+        self.input_names = list(example_inputs(self, 1, np.random.default_rng(0)))
         self.output_names = ["action"] if self.state_size is None else ["action", "next_state"]
-        self.low: Tensor
-        self.high: Tensor
-        if isinstance(spaces.action_space, gs.Box):
-            low, high = map(torch.from_numpy, spaces._action_bounds)
-            self.register_buffer("low", low)
-            self.register_buffer("high", high)
+        self.scale = map_actions(spaces, torch.device("cpu"))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The best action, and with memory the state after it."""
@@ -93,19 +88,6 @@ class ExportedPolicy(nn.Module):
                 vector.append(flatten(space, part))
         return torch.cat([*pixels, *vector], -1)
 
-    def scale(self, actions: Tensor) -> Tensor:
-        """`EnvSpaces.map_actions`."""
-        space = self.spaces.action_space
-        dtype, shape = tensor_dtype(space.dtype), space.shape or ()
-        if isinstance(space, gs.Box):
-            scaled = (actions + 1.0) * (0.5 * (self.high - self.low)) + self.low
-            scaled = scaled if dtype.is_floating_point else scaled.round()
-            return torch.minimum(torch.maximum(scaled, self.low), self.high).reshape(-1, *shape).to(dtype)
-        if isinstance(space, gs.Discrete):
-            return actions + int(space.start)
-        start = torch.from_numpy(np.asarray(space.start)) if isinstance(space, gs.MultiDiscrete) else 0
-        return (actions.reshape(-1, *shape) + start).to(dtype)
-
 
 def name_parts(space: gs.Space[Any], name: str = OBS) -> Any:
     """The names of the inputs, nested like the parts of an observation: mappings and lists of names, or one name."""
@@ -126,39 +108,22 @@ def channels_first(image: Tensor, layout: str) -> Tensor:
 def flatten(space: gs.Space[Any], part: Tensor) -> Tensor:
     """`gymnasium.spaces.flatten` for a batch: [N, ...] -> floats [N, D]."""
     rows = part.reshape(part.shape[0], -1)
-    if isinstance(space, gs.Discrete):
-        return one_hot(rows, int(space.start), int(space.n))
-    if isinstance(space, gs.MultiDiscrete):
-        columns = zip(rows.unbind(1), np.ravel(space.start), np.ravel(space.nvec), strict=True)
-        return torch.cat([one_hot(column.unsqueeze(1), int(start), int(n)) for column, start, n in columns], -1)
+    if isinstance(space, gs.Discrete | gs.MultiDiscrete):
+        sizes = np.ravel(space.n if isinstance(space, gs.Discrete) else space.nvec).tolist()
+        columns = zip(rows.split(1, dim=1), np.ravel(space.start).tolist(), sizes, strict=True)
+        rows = torch.cat([column == torch.arange(start, start + size) for column, start, size in columns], -1)
     return rows.float()
-
-
-def one_hot(column: Tensor, start: int, n: int) -> Tensor:
-    """Whole numbers [N, 1] from `start` on -> [N, n]."""
-    return (column == torch.arange(start, start + n)).float()
-
-
-def tensor_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype for a numpy dtype."""
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def draw(space: gs.Space[Any], count: int, rng: np.random.Generator) -> Array:
     """Random elements of a space without parts, [count, ...]; near 0 where a Box is wide or unbounded."""
-    shape = (count, *(space.shape or ()))
-    if isinstance(space, gs.Discrete):
-        return (space.start + rng.integers(space.n, size=shape)).astype(space.dtype)
-    if isinstance(space, gs.MultiDiscrete):
-        return (space.start + np.floor(rng.random(shape) * space.nvec)).astype(space.dtype)
-    if isinstance(space, gs.MultiBinary):
-        return rng.integers(2, size=shape).astype(space.dtype)
-    assert isinstance(space, gs.Box)
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    narrow = (low >= -1e3) & (high <= 1e3)
-    span = np.where(narrow, high - low, 0.0)
-    drawn = np.where(narrow, low + rng.random(shape) * span, np.clip(3.0 * rng.standard_normal(shape), low, high))
-    return (drawn if space.dtype.kind == "f" else np.rint(drawn)).astype(space.dtype)
+    drawn, dtype = copy.deepcopy(space), np.dtype(space.dtype)
+    if isinstance(space, gs.Box):  # Gymnasium draws a normal number where there are no bounds
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        drawn = gs.Box(np.where(low < -WIDE, -np.inf, low), np.where(high > WIDE, np.inf, high), dtype=np.float64)
+    drawn.seed(int(rng.integers(2**31)))
+    rows = (drawn.sample() for _ in range(count))
+    return np.stack([(row if dtype.kind == "f" else np.rint(row)).astype(dtype) for row in rows])
 
 
 def draw_masks(spaces: EnvSpaces, count: int, rng: np.random.Generator) -> Array:
@@ -169,8 +134,7 @@ def draw_masks(spaces: EnvSpaces, count: int, rng: np.random.Generator) -> Array
     return np.concatenate(pieces, axis=1)
 
 
-@dataclass(frozen=True)
-class Export:
+class Export(NamedTuple):
     """The path of the exported policy, and `facts`, the contents of the JSON file next to it."""
 
     path: Path
@@ -199,7 +163,7 @@ def export_policy(
     facts: dict[str, Any] = {
         "algo": policy.config.algo, "env_id": policy.spaces.env_id, "format": file_format,
         "opset": OPSET if file_format == "onnx" else None, "checkpoint": str(checkpoint), "step": tree["run"]["step"],
-        "observation": module.structure, **describe_shapes(module, policy.spaces),
+        "observation": module.structure, **describe_shapes(module),
         "versions": {name: version(name) for name in ("rl-training", "torch", *PACKAGES[file_format])},
     }  # fmt: skip
     with output_written(path, "output"):
@@ -213,24 +177,22 @@ def export_policy(
     return Export(path, facts)
 
 
-def describe_shapes(module: ExportedPolicy, spaces: EnvSpaces) -> dict[str, Any]:
+def describe_shapes(module: ExportedPolicy) -> dict[str, Any]:
     """Name, dtype and shape of every input and output; "batch" is any number of rows."""
-    given = list(example_inputs(module, 2, np.random.default_rng(0)).items())
-    space = spaces.action_space
-    outputs = [("action", np.empty((2, *(space.shape or ())), space.dtype))]
-    if module.state_size is not None:
-        outputs.append(("next_state", given[-1][1]))
+    given = example_inputs(module, 2, np.random.default_rng(0))
+    with torch.no_grad():
+        made = [out.numpy() for out in module(*map(torch.from_numpy, given.values()))]
+    kinds = {"inputs": given, "outputs": dict(zip(module.output_names, made, strict=True))}
     return {
-        kind: [{"name": name, "dtype": str(a.dtype), "shape": ["batch", *a.shape[1:]]} for name, a in arrays]
-        for kind, arrays in (("inputs", given), ("outputs", outputs))
+        kind: [{"name": name, "dtype": str(a.dtype), "shape": ["batch", *a.shape[1:]]} for name, a in arrays.items()]
+        for kind, arrays in kinds.items()
     }
 
 
 def example_inputs(module: ExportedPolicy, count: int, rng: np.random.Generator) -> dict[str, Array]:
     """Random observations and masks and an empty memory, by the names of the inputs."""
     spaces = module.spaces
-    listed = leaf_spaces(spaces.observation_space, OBS)
-    inputs = {name: draw(space, count, rng) for name, space in listed}
+    inputs = {name: draw(space, count, rng) for name, space in leaf_spaces(spaces.observation_space, OBS)}
     if spaces.has_action_mask:
         inputs["action_mask"] = draw_masks(spaces, count, rng)
     if module.state_size is not None:
@@ -287,7 +249,7 @@ def load_program(path: Path, file_format: str) -> Callable[[dict[str, Array]], l
 def compare(
     policy: TrainedPolicy, module: ExportedPolicy, run: Callable[[dict[str, Array]], list[Array]]
 ) -> dict[str, Any]:
-    """Compare the file's actions with `predict` on random observations, and count those that differ too much.
+    """Compare the file's actions with the policy's on random observations, and count those that differ too much.
 
     A policy with memory plays episodes, in which each side keeps its own memory.
     """
@@ -295,34 +257,28 @@ def compare(
     steps = 1 if module.state_size is None else STEPS
     rows = CHECKED // steps
     spaces, session = policy.spaces, policy.session(rows, True)
-    largest, apart, state, states_apart = 0.0, 0, None, 0.0
-    seen: list[Array] = []
+    memory: dict[str, Array] = {}
+    pairs: list[tuple[Array, Array]] = []
+    states_apart: list[float] = []
     for step in range(steps):
-        inputs = example_inputs(module, rows, rng)
-        if state is not None:
-            inputs["state"] = state
-        observations = [assemble(module.structure, inputs, row) for row in range(rows)]
-        masks = inputs.get("action_mask")
-        if module.state_size is None:
-            wanted = policy.predict(observations, action_mask=masks)
-        else:
-            encoded, _ = encode_for_prediction(spaces, observations)
-            wanted = spaces.map_actions(session.act(encoded, masks, np.full(rows, step == 0)))
-        seen.append(wanted)
+        inputs = example_inputs(module, rows, rng) | memory
+        encoded, _ = encode_for_prediction(spaces, [assemble(module.structure, inputs, row) for row in range(rows)])
+        wanted = spaces.map_actions(session.act(encoded, inputs.get("action_mask"), np.full(rows, step == 0)))
         actions, *states = run(inputs)
+        pairs.append((wanted.reshape(rows, -1).astype(np.float64), actions.reshape(rows, -1).astype(np.float64)))
         if states:
-            state = states[0]
-            states_apart = max(states_apart, float(np.abs(state - session.carry.numpy()).max()))
-        distance = np.abs(actions.astype(np.float64) - wanted.astype(np.float64)).reshape(rows, -1)
-        allowed = TOLERANCE * np.maximum(1.0, np.abs(wanted.astype(np.float64)).reshape(rows, -1))
-        largest, apart = max(largest, float(distance.max())), apart + int((distance > allowed).any(1).sum())
-    if apart > MOST_APART * steps * rows:
-        found = f"{apart} of {steps * rows} actions differ from predict, by up to {largest:.3g}"
-        raise TrainingFailure(f"the exported policy is not the checkpoint's: {found}; nothing was written.")
+            memory["state"] = states[0]
+            states_apart.append(float(np.abs(states[0] - session.carry.numpy()).max()))
+    own, found = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    distance = np.abs(found - own)
+    apart = int((distance > TOLERANCE * np.maximum(1.0, np.abs(own))).any(1).sum())
+    if apart > MOST_APART * len(own):
+        differ = f"{apart} of {len(own)} actions differ from predict, by up to {distance.max():.3g}"
+        raise TrainingFailure(f"the exported policy is not the checkpoint's: {differ}; nothing was written.")
     return {
-        "observations": steps * rows, "distinct_actions": len(np.unique(np.concatenate(seen), axis=0)),
-        "max_abs_difference": largest, "different": apart, "tolerance": TOLERANCE,
-        **({} if state is None else {"max_abs_state_difference": states_apart}),
+        "observations": len(own), "distinct_actions": len(np.unique(own, axis=0)),
+        "max_abs_difference": float(distance.max()), "different": apart, "tolerance": TOLERANCE,
+        **({"max_abs_state_difference": max(states_apart)} if states_apart else {}),
     }  # fmt: skip
 
 
