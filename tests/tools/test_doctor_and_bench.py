@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import gymnasium as gym
@@ -23,9 +24,8 @@ from rl_training.envs.probe import probe, probe_spaces
 from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.run.learner import build_algorithm
-from rl_training.tools import bench, doctor, floor, worker_cost
-from rl_training.tools.floor import Floor
-from rl_training.tools.worker_cost import WorkerCost
+from rl_training.tools import bench, doctor, timing
+from rl_training.tools.timing import Floor, WorkerCost
 
 PPO = {"algo": "ppo", "env_id": "CartPole-v1", "total_timesteps": 256, "num_envs": 2, "eval_episodes": 0,
        "algo_kwargs": {"num_steps": 32, "minibatch_size": 32}}  # fmt: skip
@@ -66,8 +66,8 @@ class Walk(gym.Env[Any, Any]):
 @pytest.fixture(autouse=True)
 def _short_timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(doctor, "SECONDS", 0.01)
-    monkeypatch.setattr(floor, "ROUND_SECONDS", 1e-6)
-    for tool, name in ((bench, "PACE_SECONDS"), (bench, "LONG_START"), (floor, "MOST_SECONDS")):
+    monkeypatch.setattr(timing, "CALL_SECONDS", 1e-6)
+    for tool, name in ((bench, "PACE_SECONDS"), (bench, "LONG_START"), (timing, "MOST_SECONDS")):
         monkeypatch.setattr(tool, name, 0.0)
     monkeypatch.chdir(tmp_path)
     yield
@@ -319,7 +319,7 @@ def test_bench_accounts_for_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_products_are_counted_by_shape_forwards_and_backwards() -> None:
     network, rows = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)), torch.ones(5, 3)
-    with floor.Products() as products:
+    with timing.Products() as products:
         for _ in range(4):
             network(rows).sum().backward()
     shapes = {tuple(tuple(x[0]) for x in key[1] if len(x[0]) == 2): count for key, count in products.counts.items()}
@@ -336,7 +336,7 @@ def test_the_kernel_of_a_whole_network_is_a_product_of_its_shapes() -> None:
     def mlp_forward(x: Any, parameters: Any) -> Any:
         return x + parameters[0].sum()
 
-    with floor.Products() as products:
+    with timing.Products() as products:
         for value in (1.0, 2.0):
             mlp_forward(torch.full((3, 2), value), [torch.full((2, 2), value), torch.ones(2)])
         mlp_forward(torch.ones(4, 2), [torch.ones(2, 2), torch.ones(2)])
@@ -353,11 +353,11 @@ def test_a_floor_has_the_parts_that_a_run_has(algo: str, vectorization: str, mon
         built.append(build_algorithm(*arguments, **options))
         return built[0]
 
-    monkeypatch.setattr(floor, "build_algorithm", build)
+    monkeypatch.setattr(timing, "build_algorithm", build)
     with closing(bench.open_measured(tiny(algo).model_copy(update={"vectorization": vectorization}))) as session:
         step = bench.warm_up(session)
         before = session.algorithm.num_updates
-        found = floor.measure_floor(session, step, 0.0)
+        found = timing.measure_floor(session, step, 0.0)
     (learner,) = built
     assert learner.device == session.algorithm.device
     assert learner.num_updates == session.algorithm.num_updates - before > 0
@@ -476,18 +476,19 @@ def test_settings_are_tried_in_runs_of_their_own_and_the_best_comes_first(monkey
     assert none.describe_trials() == "nothing that was tried (threads=2: 0.50 times the steps/s)"
 
 
-def test_a_setting_that_compiles_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_compiles_says_how_long_it_takes_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"accelerate=compile": {"accelerate": "compile"}, "threads=2": {"threads": 2}}
     for name, replaced in {
-        "open_session": lambda config: io.StringIO(), "play_at_random": lambda session: 1_000,
-        "begin_learning": lambda session, step: (200, 23.0), "measure_pace": lambda session, step: 200.0,
-        "settings_to_try": lambda result: changes,
+        "open_session": lambda config: io.StringIO(), "warm_up": lambda session: 1_200,
+        "measure_pace": lambda session, step: 200.0, "settings_to_try": lambda result: changes,
     }.items():  # fmt: skip
         monkeypatch.setattr(bench, name, replaced)
+    clock = iter([0.0, 22.0, 30.0, 31.0])
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     result = replace(breakdown(LEARNS), pace=100.0)
     found = replace(result, trials=bench.try_settings(result))
     assert found.describe_trials() == (
-        "accelerate=compile: 2.00 times the steps/s, after 22 s of compiling; threads=2: 2.00 times"
+        "accelerate=compile: 2.00 times the steps/s, after a start of 22 s; threads=2: 2.00 times"
     )
 
 
@@ -531,20 +532,20 @@ def test_whether_workers_pay_is_said_with_the_numbers(cost: WorkerCost, said: st
 
 
 def test_what_a_worker_spends_besides_stepping_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    paces = {8: worker_cost.Pace(5.0, 3.0, 0.9), 1: worker_cost.Pace(9.0, 4.0, 0.5)}
-    monkeypatch.setattr(worker_cost, "time_collecting", lambda session, algorithm, num_envs, seconds: paces[num_envs])
-    monkeypatch.setattr(worker_cost, "time_trip", lambda: 64.0)  # for an answer of 32 rows
-    monkeypatch.setattr(worker_cost.os, "cpu_count", lambda: 2)
+    paces = {8: timing.Pace(5.0, 3.0, 0.9), 1: timing.Pace(9.0, 4.0, 0.5)}
+    monkeypatch.setattr(timing, "time_collecting", lambda session, algorithm, num_envs, seconds: paces[num_envs])
+    monkeypatch.setattr(timing, "time_trip", lambda: 64.0)  # for an answer of 32 rows
+    monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
     with closing(bench.open_measured(load_config(PPO))) as session:
-        assert worker_cost.measure_workers(session, 1.0) == WorkerCost(3.0, 5.0, 9.0 - 4.0 + 64.0 / 32, 0.5, 8, 2)
+        assert timing.measure_workers(session, 1.0) == WorkerCost(3.0, 5.0, 9.0 - 4.0 + 64.0 / 32, 0.5, 8, 2)
 
 
 def test_collecting_is_timed_without_touching_the_run() -> None:
     with closing(bench.open_measured(load_config(PPO))) as session:
-        pace = worker_cost.time_collecting(session, session.algorithm, 3, 0.0)
+        pace = timing.time_collecting(session, session.algorithm, 3, 0.0)
         assert 0 < pace.step < pace.collect
         assert not session.collector.started
-    assert worker_cost.time_trip() > 0
+    assert timing.time_trip() > 0
 
 
 def test_doctor_and_bench_as_commands(monkeypatch: pytest.MonkeyPatch) -> None:

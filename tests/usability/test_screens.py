@@ -29,8 +29,7 @@ from rl_training.cli.main import app
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import memory
 from rl_training.tools import bench, doctor
-from rl_training.tools.floor import Floor
-from rl_training.tools.worker_cost import WorkerCost
+from rl_training.tools.timing import Floor, WorkerCost
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "screens").glob("*.txt"))

@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from rich.table import Table
 
-from rl_training.cli.options import (
-    AlgoOption,
-    ConfigOption,
-    DeviceOption,
-    EnvOption,
-    ImportOption,
-    NumEnvsOption,
-    PresetArgument,
-    SetOption,
-    Text,
-    one_config,
-    option,
-    whole_number,
-)
+from rl_training.cli import options
 from rl_training.cli.screen import make_console
 from rl_training.errors import counted
 
@@ -33,23 +20,26 @@ WIDTH = 80
 
 
 def bench(
-    preset: PresetArgument = None,
-    config: ConfigOption = None,
-    algo: AlgoOption = None,
-    env: EnvOption = None,
-    total_timesteps: Annotated[Text, option("Steps to run; default: about ten seconds.", metavar="N")] = None,
-    num_envs: NumEnvsOption = None,
-    device: DeviceOption = None,
-    modules: ImportOption = None,
-    settings: SetOption = None,
+    preset: options.PresetArgument = None,
+    config: options.ConfigOption = None,
+    algo: options.AlgoOption = None,
+    env: options.EnvOption = None,
+    total_timesteps: Annotated[
+        options.Text, options.option("Steps to run; default: about ten seconds.", metavar="N")
+    ] = None,
+    num_envs: options.NumEnvsOption = None,
+    device: options.DeviceOption = None,
+    modules: options.ImportOption = None,
+    settings: options.SetOption = None,
 ) -> None:
     """Run a config briefly and show where the time goes and which settings would help; no files are kept."""
     from rl_training.cli.overrides import build_config
 
-    built = build_config(one_config(preset, config), algo, env, settings, modules, num_envs=num_envs, device=device)
+    source = options.one_config(preset, config)
+    built = build_config(source, algo, env, settings, modules, num_envs=num_envs, device=device)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
-        limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}
+        limits = {"total_timesteps": options.whole_number("--total-timesteps", total_timesteps, least=1)}
     from rl_training.tools.bench import benchmark
 
     console = make_console()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -64,9 +65,9 @@ class ModelParams(TemperatureParams):
 
     @property
     def facts(self) -> Facts:
-        """As the base class, plus the members of the model."""
+        """As the base class, plus the members of the model, which is fitted once."""
         inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
-        return inherited._replace(members=self.num_ensembles)
+        return inherited._replace(members=self.num_ensembles, fits_every=math.inf)
 
     def fixed_numbers(self) -> dict[str, str]:
         """As the base class, plus the settings that divide a batch."""

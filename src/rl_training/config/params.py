@@ -120,6 +120,7 @@ class Facts(NamedTuple):
     pretrain_updates: int = 0  # before the first step
     reads_recordings: bool = False  # whether the store needs recorded data
     has_support: bool = False  # of a categorical distribution
+    fits_every: float = 0.0  # steps between fits of a dynamics model; infinity: one fit; 0: there is no model
 
 
 AnySchedule = Schedule | Mapping[str, Any] | Callable[[float], float]

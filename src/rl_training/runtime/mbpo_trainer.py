@@ -9,6 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.model_based import ModelParams, build_learner
+from rl_training.config.params import Facts
 from rl_training.config.replay import ReplayParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.model_store import ModelReplayStore
@@ -24,6 +25,11 @@ class MBPOParams(ModelParams, ReplayParams):
     model_train_frequency: int = Field(
         250, ge=1, description="Environment steps, summed over environments, between fits of the model."
     )
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, with the steps between fits."""
+        return super().facts._replace(fits_every=self.model_train_frequency)
 
 
 SPECS = [

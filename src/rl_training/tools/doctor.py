@@ -36,7 +36,7 @@ from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.play import closed_after
 from rl_training.record.logger import format_duration
 from rl_training.tools.bench import estimate_seconds, open_measured, storage_bytes
-from rl_training.tools.worker_cost import measure_workers
+from rl_training.tools.timing import measure_workers
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step
