@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_training.cli import options
+from rl_training.cli.options import Text, option, whole_number
 from rl_training.cli.screen import make_console
 from rl_training.errors import counted
 
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from rl_training.tools.bench import Breakdown
 
 DEFAULT_SECONDS = 10.0
-BAR = 24
-WIDTH = 80
+BAR, WIDTH = 24, 80  # of the longest bar, and of the lines below the table
 
 
 def bench(
@@ -24,9 +24,7 @@ def bench(
     config: options.ConfigOption = None,
     algo: options.AlgoOption = None,
     env: options.EnvOption = None,
-    total_timesteps: Annotated[
-        options.Text, options.option("Steps to run; default: about ten seconds.", metavar="N")
-    ] = None,
+    total_timesteps: Annotated[Text, option("Steps to run; default: about ten seconds.", metavar="N")] = None,
     num_envs: options.NumEnvsOption = None,
     device: options.DeviceOption = None,
     modules: options.ImportOption = None,
@@ -39,7 +37,7 @@ def bench(
     built = build_config(source, algo, env, settings, modules, num_envs=num_envs, device=device)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
-        limits = {"total_timesteps": options.whole_number("--total-timesteps", total_timesteps, least=1)}
+        limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}
     from rl_training.tools.bench import benchmark
 
     console = make_console()
@@ -64,23 +62,23 @@ def print_breakdown(console: Console, result: Breakdown) -> None:
     for name in ("part", "seconds", "share", "µs/step"):
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for part, seconds in result.seconds.items():
-        if not seconds:
-            continue
+    for part, seconds in [(part, seconds) for part, seconds in result.seconds.items() if seconds]:
         share = result.share(part)
         cost = f"{1e6 * seconds / result.steps:,.1f}" if result.steps else "-"
         table.add_row(part, f"{seconds:.3f}", f"{share:.1%}", cost, "█" * round(BAR * share))
     console.print(table)
-    lines = {"bottleneck": result.describe_bottleneck()}
-    if result.floor is not None:
-        lines = {"floor": result.describe_floor(), **lines}
-    if result.trials:
-        lines["faster"] = result.describe_trials()
+    lines = {
+        "floor": result.describe_floor() if result.floor else "",
+        "bottleneck": result.describe_bottleneck(),
+        "faster": result.describe_trials() if result.trials else "",
+        "workers": "",
+    }
     if result.workers is not None:
         share = result.share("environment", "act", "wait for workers")
         note = f" (collecting is {share:.0%} of the time)" if result.workers.pays else ""
         lines["workers"] = f"{result.workers.describe(config.env_id)}{note}"
     grid = Table.grid(padding=(0, 2))
     for name, said in lines.items():
-        grid.add_row(f"[bold]{name}[/bold]", said)
+        if said:
+            grid.add_row(f"[bold]{name}[/bold]", said)
     console.print(grid, width=WIDTH)

@@ -101,17 +101,18 @@ def has_ended(link: Connection, process: Any, job: Job) -> bool:
     """Handle one message of a process; return whether it is the last one."""
     try:
         kind, *values = link.recv()
-        if kind == "evaluated":
-            link.send(job.evaluated(*values))
     except (EOFError, OSError):
         process.join()
-        error = TrainingFailure(f"its process ended with code {process.exitcode}")
-        kind, values = "ended", [{"state": "failed", "error": error}]
-    if kind == "warned":
+        job.state, job.error = "failed", TrainingFailure(f"its process ended with code {process.exitcode}")
+        return True
+    if kind == "evaluated":
+        with suppress(BrokenPipeError):  # the process is gone, which the next message says
+            link.send(job.evaluated(*values))
+    elif kind == "warned":
         job.warned(*values)
-    elif kind != "evaluated":
+    else:
         vars(job).update(*values)
-    return kind == "ended"
+    return bool(kind == "ended")
 
 
 @contextmanager

@@ -54,10 +54,6 @@ class Dimension:
             return trial.suggest_int(name, math.ceil(self.low), int(self.high), log=self.log)
         return trial.suggest_float(name, self.low, self.high, log=self.log)
 
-    def encode(self, value: Any) -> Any:
-        """A value as the study stores it."""
-        return json.dumps(value) if self.choices else value
-
     def describe(self) -> str:
         """The dimension in a few words."""
         if self.choices:
@@ -112,12 +108,11 @@ def choices_of(annotation: Any) -> list[Any]:
     """The values that a type lists; empty for numbers and strings."""
     if annotation is bool:
         return [False, True]
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    if get_origin(annotation) in (Union, UnionType) and type(None) in get_args(annotation):
-        inner = [choice for part in get_args(annotation) if part is not type(None) for choice in choices_of(part)]
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind in (Union, UnionType) and type(None) in parts:
+        inner = [choice for part in parts for choice in choices_of(part)]
         return [*inner, None] if inner else []
-    return []
+    return list(parts) if kind is Literal else []
 
 
 def bounds_of(metadata: Iterable[Any]) -> tuple[float, float]:
@@ -133,10 +128,8 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """The config with these hyper-parameters; a schedule keeps its shape and starts at the new value."""
     changes = dict(values)
     for name in values:
-        schedule = config.algo_kwargs.get(name + SCHEDULE)
-        if schedule is not None:
-            start, value = schedule["start"], changes.pop(name)
-            end = schedule.get("end")
+        if schedule := config.algo_kwargs.get(name + SCHEDULE):
+            start, end, value = schedule["start"], schedule.get("end"), changes.pop(name)
             scaled = {} if end is None or not start else {"end": end * value / start}
             changes[name + SCHEDULE] = {**schedule, "start": value, **scaled}
     model = get_algorithm_spec(config.algo).params
@@ -149,8 +142,8 @@ def prepare(config: TrainConfig, folder: Path) -> TrainConfig:
         raise UserError("eval_episodes is 0; tune compares evaluations, so it must be at least 1.")
     if config.algo_kwargs.get("early_stopping"):
         raise UserError("early_stopping is set; tune compares whole runs, so take it out.")
-    kwargs = dict(config.algo_kwargs)
-    kwargs["eval_interval"] = kwargs.get("eval_interval") or max(1, config.total_timesteps // EVALUATIONS)
+    interval = config.algo_kwargs.get("eval_interval") or max(1, config.total_timesteps // EVALUATIONS)
+    kwargs = config.algo_kwargs | {"eval_interval": interval}
     update = {"output_dir": str(folder / "trials"), "replay_in_checkpoint": False, "algo_kwargs": kwargs}
     return config.model_copy(update=update)
 
@@ -191,7 +184,8 @@ class Study:
         stored = self.study.user_attrs.get("says")
         if stored is None:
             self.study.set_user_attr("says", says)
-            self.study.enqueue_trial({name: one.encode(one.value) for name, one in self.space.items()})
+            unchanged = {name: json.dumps(one.value) if one.choices else one.value for name, one in self.space.items()}
+            self.study.enqueue_trial(unchanged)
         elif odd := [name for name, value in says.items() if stored.get(name) != json.loads(json.dumps(value))]:
             raise UserError(f"{self.folder} holds a study with another {odd[0]}; give another --study.")
 
@@ -212,8 +206,7 @@ class Study:
         """Runs until there are `count` trials; trial 0 is the unchanged config."""
         while len(self.trials()) < count:
             trial = self.study.ask()
-            values = {name: one.suggest(trial, name) for name, one in self.space.items()}
-            config = with_values(self.config, values)
+            config = with_values(self.config, {name: one.suggest(trial, name) for name, one in self.space.items()})
             config = config.model_copy(update={"seed": (config.seed + trial.number) % 2**32})
             yield Job(config, partial(self._end_trial, trial), partial(self._evaluated, trial))
 
