@@ -283,7 +283,7 @@ for line in sys.stdin.read().splitlines():
     if line.startswith("bench"):
         from rl_training.tools import bench, timing
         bench.settings_to_try = lambda result: {}
-        bench.PACE_SECONDS = bench.WORKER_SECONDS = timing.MOST_SECONDS = 0.01
+        bench.PACE_SECONDS = timing.MOST_SECONDS = 0.01
     try:
         app(line.split())
     except SystemExit as end:

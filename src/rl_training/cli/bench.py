@@ -71,12 +71,7 @@ def print_breakdown(console: Console, result: Breakdown) -> None:
         "floor": result.describe_floor() if result.floor else "",
         "bottleneck": result.describe_bottleneck(),
         "faster": result.describe_trials() if result.trials else "",
-        "workers": "",
     }
-    if result.workers is not None:
-        share = result.share("environment", "act", "wait for workers")
-        note = f" (collecting is {share:.0%} of the time)" if result.workers.pays else ""
-        lines["workers"] = f"{result.workers.describe(config.env_id)}{note}"
     grid = Table.grid(padding=(0, 2))
     for name, said in lines.items():
         if said:

@@ -107,9 +107,6 @@ def _check_environment(console: Console, env: str, algo: str | None, settings: l
         found += [_show(console, check) for check in checks.check_environment(recipe, looked, spec)]
     if config is not None and not any(check.status == "fail" for check in found):
         found += [_show(console, check) for check in checks.check_algorithm(config)]
-    if not any(check.status == "fail" for check in found):
-        acting = config or build_config(None, "ppo", env, settings)  # ppo supports every environment
-        found += [_show(console, check) for check in checks.check_workers(acting)]
     _show_fixes(console, found)
     if any(check.status == "fail" for check in found):
         raise typer.Exit(1)

@@ -25,7 +25,7 @@ from rl_training.run.cadence import first_state
 from rl_training.run.interruption import stop_error, stop_on_signals
 from rl_training.run.loop import Turns, run_loop
 from rl_training.run.run import Run
-from rl_training.tools.timing import Floor, Stopwatch, WorkerCost, measure_floor, measure_workers
+from rl_training.tools.timing import Floor, Stopwatch, measure_floor
 
 # Parts of a turn (run/loop.py, collect/local.py), what pauses the clock of a run, and the rest: how to describe each as
 # the bottleneck, and the parts of its floor
@@ -43,13 +43,13 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "rest": ("the loop around all parts", "", ()),
 }  # fmt: skip
 MOST_RANDOM = 1_000  # maximum random steps before a measurement learns, whatever learning_starts is
-WORKER_SECONDS = 0.5  # for each measurement of the cost of workers
 MOST_WAITING = 10_000  # maximum steps that a measurement waits for an update
 PACE_SECONDS, ROUNDS = 0.3, 3  # for measuring steps/s; the best round counts
 TURN_SECONDS = 1.0  # if a turn takes longer, trials use shorter rollouts
 LONG_START = 10.0  # if the first update comes later than this, in seconds, no other setting is tried
 MUCH = 0.25  # share of the time from which a part is worth trying other settings
 MANY_TIMES = 4  # multiple of the environments that is tried
+LEAST_SHARED = 8  # environments to try workers with; a single one cannot be divided among them
 GAIN = 1.1  # a smaller gain may be noise
 
 
@@ -75,7 +75,6 @@ class Breakdown:
     updates: int
     total_seconds: float
     seconds: dict[str, float]
-    workers: WorkerCost | None
     floor: Floor | None  # None for a run with workers
     pace: float  # steps/s of turns alone, the best of several rounds, measured like the floor and the trials
     trials: tuple[Trial, ...] = ()
@@ -130,10 +129,9 @@ def benchmark(config: TrainConfig) -> Breakdown:
         tries = time.perf_counter() - begun < LONG_START and not session.config.has_workers
         floor = None if session.config.has_workers else measure_floor(session, first, PACE_SECONDS)
         pace = measure_pace(session, first)
-        workers = measure_workers(session, WORKER_SECONDS) if session.spec.steps_environments else None
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:
         run, total, seconds = run_timed(session, first, Path(folder))
-    result = Breakdown(session.config, run.step - first, run.updates, total, seconds, workers, floor, pace)
+    result = Breakdown(session.config, run.step - first, run.updates, total, seconds, floor, pace)
     return replace(result, trials=try_settings(result)) if tries else result
 
 
@@ -196,6 +194,10 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
         tried[f"num_envs={more}{' (other batches)' * (spec.lane == 'rollout')}"] = {"num_envs": more}
         others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
         tried |= {f"vectorization={name}": {"vectorization": name} for name in others}
+        if cores > 1:
+            shared = max(LEAST_SHARED, config.num_envs)
+            workers = {"execution_backend": "local_async", "num_envs": shared}
+            tried[f"execution_backend=local_async num_envs={shared}"] = workers
     # compiling takes minutes with a world model, or with native environments, whose rollouts differ in length
     compiles_fast = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
     if not on_gpu and captures and compiles_fast and result.share("learn", "rollout on the device") >= MUCH:

@@ -36,7 +36,6 @@ from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.play import closed_after
 from rl_training.record.logger import format_duration
 from rl_training.tools.bench import estimate_seconds, open_measured, storage_bytes
-from rl_training.tools.timing import measure_workers
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step
@@ -293,7 +292,7 @@ def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: i
             spent += time.perf_counter() - begun
             steps += num_envs
     cost = 1e6 * spent / steps
-    fix = "Steps are slow: see workers, or --set vectorization=async for a process each." if cost > 2000 else ""
+    fix = "Steps are slow: rl-training bench tries worker processes and vectorization=async." if cost > 2000 else ""
     how = f"{counted(num_envs, 'environment')}, {vectorization}"
     detail = f"{cost:,.1f} µs per step ({how}), first reset {1e3 * reset:.3g} ms"
     return Check("step cost", WARN if fix else OK, detail, fix)
@@ -317,11 +316,3 @@ def _weigh(config: TrainConfig) -> Iterator[Check]:
     where = f"{session.config.device}, {session.config.vectorization}"
     fix = "Shorten it with --total-timesteps, or see rl-training bench." if left > 24 * 3600 else ""
     yield Check("time", WARN if fix else OK, f"{detail} ({where})", fix)
-
-
-def check_workers(config: TrainConfig) -> Iterator[Check]:
-    """Whether worker processes would pay off."""
-    with closing(open_measured(config)) as session:
-        if session.spec.steps_environments:
-            cost = measure_workers(session, SECONDS / 2)
-            yield Check("workers", OK, cost.describe(config.env_id), cost.settings if cost.pays else "")
