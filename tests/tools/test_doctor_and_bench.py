@@ -419,34 +419,6 @@ def test_what_is_tried_depends_on_the_bottleneck(
     assert set(bench.settings_to_try(breakdown(seconds, **changes))) == tried
 
 
-@pytest.mark.parametrize(
-    ("algo", "kwargs", "pace", "num_steps"),
-    [
-        ("ppo", {"num_steps": 256, "minibatch_size": 64}, 6_400.0, 100),  # a turn takes 2.56 s, so: one of a second
-        ("ppo", {"num_steps": 256, "minibatch_size": 64}, 20_000.0, 256),  # short enough
-        ("ppo", {"num_steps": 256, "minibatch_size": 12_800}, 100.0, 200),  # one minibatch at least
-        ("a2c", {"num_steps": 256}, 100.0, 256),  # one batch: a shorter one would be another update
-    ],
-)
-def test_trials_of_long_turns_take_shorter_rollouts(
-    algo: str, kwargs: dict[str, Any], pace: float, num_steps: int
-) -> None:
-    said = {"algo": algo, "env_id": "CartPole-v1", "num_envs": 64, "total_timesteps": 1_000, "algo_kwargs": kwargs}
-    config = load_config(said)
-    assert bench.shorten_rollouts(config, pace).algo_kwargs == kwargs | {"num_steps": num_steps}
-
-
-def test_gains_of_shortened_rollouts_are_against_shortened_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pace_of(config: Any) -> tuple[float, float]:
-        assert config.algo_kwargs["num_steps"] < 256
-        return 300.0 if config.threads == 2 else 200.0, 5.0
-
-    monkeypatch.setattr(bench, "pace_of", pace_of)
-    monkeypatch.setattr(bench, "settings_to_try", lambda result: {"threads=2": {"threads": 2}})
-    result = breakdown(LEARNS, algo_kwargs={"num_steps": 256, "minibatch_size": 8})
-    assert bench.try_settings(replace(result, pace=100.0)) == (("threads=2", 1.5, 0.0),)
-
-
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.4, 3), (2.0, 1)])
 def test_long_turns_are_timed_once(seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = iter([(100, seconds), (300, seconds), (200, seconds)])

@@ -42,7 +42,7 @@ def bench(
 
     console = make_console()
     if console.is_terminal:
-        console.print("measuring, for half a minute or so (a minute where compiling is tried)", style="dim")
+        console.print("measuring, for half a minute or more (a minute where compiling is tried)", style="dim")
     print_breakdown(console, benchmark(built.model_copy(update=limits)))
 
 

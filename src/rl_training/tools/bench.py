@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 MOST_RANDOM = 1_000  # maximum random steps before a measurement learns, whatever learning_starts is
 MOST_WAITING = 10_000  # maximum steps that a measurement waits for an update
 PACE_SECONDS, ROUNDS = 0.3, 3  # for measuring steps/s; the best round counts
-TURN_SECONDS = 1.0  # if a turn takes longer, trials use shorter rollouts
+TURN_SECONDS = 1.0  # a turn that takes longer is timed once
 LONG_START = 10.0  # if the first update comes later than this, in seconds, no other setting is tried
 MUCH = 0.25  # share of the time from which a part is worth trying other settings
 MANY_TIMES = 4  # multiple of the environments that is tried
@@ -170,7 +170,7 @@ def measure_pace(session: Session, step: int) -> float:
     for _ in range(ROUNDS):
         steps, seconds = time_turns(session, step, PACE_SECONDS)
         best = max(best, steps / seconds)
-        if seconds > TURN_SECONDS:  # one turn is long enough
+        if seconds > TURN_SECONDS:
             break
     return best
 
@@ -207,13 +207,11 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
 
 def try_settings(result: Breakdown) -> tuple[Trial, ...]:
     """Try each setting and return the results, the best first; settings that are impossible here are left out."""
-    trials, config = [], shorten_rollouts(result.config, result.pace)
-    wanted = settings_to_try(result)
-    pace = result.pace if config is result.config or not wanted else pace_of(config)[0]
-    for setting, change in wanted.items():
+    trials = []
+    for setting, change in settings_to_try(result).items():
         with suppress(UserError, RuntimeError):  # refused (as `compile` without a compiler), or too large for the GPU
-            reached, start = pace_of(config.model_copy(update=change))
-            trials.append(Trial(setting, reached / pace, start if "compile" in change.values() else 0.0))
+            pace, start = pace_of(result.config.model_copy(update=change))
+            trials.append(Trial(setting, pace / result.pace, start if "compile" in change.values() else 0.0))
     return tuple(sorted(trials, key=lambda trial: -trial.gain))
 
 
@@ -224,19 +222,6 @@ def pace_of(config: TrainConfig) -> tuple[float, float]:
         first = warm_up(session)
         start = time.perf_counter() - begun
         return measure_pace(session, first), start
-
-
-def shorten_rollouts(config: TrainConfig, pace: float) -> TrainConfig:
-    """The config with turns of about `TURN_SECONDS`, if rollouts are divided into minibatches.
-
-    The number of minibatches per step stays the same, so the steps/s stay about the same.
-    """
-    params: Any = read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
-    rows = params.facts.rows if get_algorithm_spec(config.algo).lane == "rollout" else 0
-    steps = math.ceil(max(rows, TURN_SECONDS * pace) / config.num_envs)
-    if not rows or steps >= params.num_steps:
-        return config
-    return config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "num_steps": steps}})
 
 
 def open_measured(config: TrainConfig) -> Session:
