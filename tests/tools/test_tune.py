@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import shutil
@@ -16,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 import env_zoo
 from resume_cases import SPECS, tiny
 from rl_training.cli.main import app
-from rl_training.cli.tune import trial_table
 from rl_training.config.params import read_params
 from rl_training.config.train_config import TrainConfig, load_config, parse_yaml
 from rl_training.errors import TrainingFailure, UserError
@@ -264,18 +261,6 @@ def test_the_command_says_what_came_of_it(
     preset = load_config(Path("here/best.yaml"))
     assert preset.algo == "ppo"
     assert ("on 3 new seeds" in Path("here/best.yaml").read_text()) == ("no trial" not in told)
-
-
-def test_the_table_of_trials_cuts_hyper_parameters_off_and_nothing_else(tmp_path: Path) -> None:
-    names = tuple(tune.curated()["algorithms"]["ppo"])
-    opened = study(tmp_path, names)
-    finish(next(opened.jobs(1)), by_rate)
-    console = Console(width=80, file=io.StringIO())
-    console.print(trial_table(opened))
-    header, row, *_ = console.file.getvalue().splitlines()
-    assert header.split() == ["trial", "state", "return", "evals", "hyper-parameters"]
-    assert row.split()[:2] == ["0", "done"]
-    assert row.rstrip().endswith("…")
 
 
 def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from rl_training.cli import options
 from rl_training.cli.exits import BY_SIGNAL
@@ -23,8 +20,6 @@ from rl_training.errors import UserError, counted
 if TYPE_CHECKING:
     from rl_training.config.train_config import TrainConfig
     from rl_training.tools.tune import Study
-
-SHOWN = 10  # finished trials in the live table
 
 
 def tune(
@@ -80,9 +75,8 @@ def search(opened: Study, built: TrainConfig, count: int, workers: int, seeds: i
     before = len(opened.trials())
     if before:
         console.print(f"continuing after {counted(before, 'trial')}")
-    with showing_trials(console, opened) as show:
-        stopped = run_jobs(opened.jobs(count), workers, modules, show)
-        show()
+    console.print("trial state return evals hyper-parameters")
+    stopped = run_jobs(opened.jobs(count), workers, modules, print_new(console, lambda: trial_lines(opened.trials())))
     if not stopped:
         best = opened.best()
         if best.number == 0:
@@ -110,57 +104,30 @@ def print_new(console: Console, lines: Callable[[], list[str]]) -> Callable[[], 
     return show
 
 
-@contextmanager
-def showing_trials(console: Console, study: Study) -> Iterator[Callable[[], None]]:
-    """A function that shows the trials: as a table on a terminal, elsewhere as one line for each that ended."""
-    if not console.is_terminal:
-        console.print("trial state return evals hyper-parameters")
-        yield print_new(console, lambda: trial_lines(study))
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda: live.update(trial_table(study), refresh=True)
-
-
-def trial_lines(study: Study) -> list[str]:
-    """One line for each trial that has ended."""
-    return [" ".join(trial_cells(trial)) for trial in study.trials() if trial.state.is_finished()]
-
-
 def final_lines(study: Study) -> list[str]:
     """One line for each finished run on a new seed."""
     ended = [(name, seed, value) for name, by_seed in study.final_returns().items() for seed, value in by_seed.items()]
     return [f"{name}, new seed {seed}: {'failed' if value is None else f'{value:.1f}'}" for name, seed, value in ended]
 
 
-def trial_cells(trial: Any) -> list[str]:
-    """Number, state, return, evaluations and hyper-parameters of a trial."""
-    values = trial.intermediate_values
-    value = trial.value if trial.value is not None else values[max(values)] if values else None
-    params = " ".join(f"{name}={shorten(given)}" for name, given in trial.params.items())
-    state = "done" if trial.state.name == "COMPLETE" else trial.state.name.lower()
-    result = trial.user_attrs.get("error", params) if state == "fail" else params
-    shown = "-" if value is None else f"{value:.1f}"
-    return [f"{trial.number:4d}", f"{state:7}", f"{shown:>8}", f"{len(values):3d}", escape(result)]
+def trial_lines(trials: list[Any]) -> list[str]:
+    """Number, state, return, evaluations and hyper-parameters of each trial that has ended."""
+    lines = []
+    for trial in [trial for trial in trials if trial.state.is_finished()]:
+        values = trial.intermediate_values
+        value = trial.value if trial.value is not None else values[max(values)] if values else None
+        shown = "-" if value is None else f"{value:.1f}"
+        state = "done" if trial.state.name == "COMPLETE" else trial.state.name.lower()
+        params = " ".join(f"{name}={shorten(given)}" for name, given in trial.params.items())
+        result = trial.user_attrs.get("error", params) if state == "fail" else params
+        lines.append(f"{trial.number:4d} {state:7} {shown:>8} {len(values):3d} {escape(result)}")
+    return lines
 
 
 def shorten(value: Any) -> str:
     """A value in four digits."""
     value = json.loads(value) if isinstance(value, str) else value
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":"))
-
-
-def trial_table(study: Study) -> Table:
-    """The running trials and the best finished ones."""
-    table = Table(header_style="bold", box=None, expand=True)
-    for name, width in {"trial": 5, "state": 7, "return": 8, "evals": 5, "hyper-parameters": None}.items():
-        table.add_column(name, overflow="ellipsis", no_wrap=True, width=width, ratio=None if width else 1)
-    trials = study.trials()
-    ended = [trial for trial in trials if trial.state.is_finished()]
-    ended.sort(key=lambda trial: -float("inf") if trial.value is None else trial.value, reverse=True)
-    for trial in [*(trial for trial in trials if not trial.state.is_finished()), *ended[:SHOWN]]:
-        table.add_row(*trial_cells(trial))
-    table.caption = f"{len(ended)} ended"
-    return table
 
 
 def print_result(console: Console, study: Study, config: Any, best: Any) -> None:
