@@ -160,7 +160,7 @@ def test_the_exit_code_of_parallel_runs_says_how_they_ended(
         there.close()
         if heard is not None:
             signal.raise_signal(heard)
-        return here, SimpleNamespace(pid=-7, join=lambda: None)
+        return here, SimpleNamespace(pid=-7, join=lambda seconds: None, kill=lambda: None)
 
     monkeypatch.setattr(processes, "start", start)
     monkeypatch.setattr(processes.os, "kill", lambda *arguments: passed_on.append(arguments))

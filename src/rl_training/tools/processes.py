@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rl_training.run.run import Run
 
 REPORT_SECONDS = 0.5  # between reports of a run's progress
+LEAVE_SECONDS = 10.0  # for a process to end after its run
 ORPHAN_SECONDS = 60.0  # for a run to be saved when the process that started it is gone
 
 
@@ -58,7 +59,7 @@ def run_jobs(
     The first signal is passed on: every run is saved, and no other starts. A second one ends all of them at once.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    running: dict[Any, tuple[Any, Job]] = {}  # processes and their jobs, by the link
+    running: dict[Any, tuple[Any, Job]] = {}  # processes and their jobs, by the link to the process
     passed_on = False
     with signals_heard() as heard:
         try:
@@ -76,17 +77,18 @@ def run_jobs(
                     process, job = running[link]
                     if has_ended(link, process, job):
                         del running[link]
-                        process.join()
                         if heard and job.error:
                             job.signal = heard[0]
                         job.ended(job)
+                        process.join(LEAVE_SECONDS)
+                        process.kill()  # a thread of the environment may still be running
                 tick()
         finally:
             for process, _ in running.values():
                 process.kill()
 
 
-def start(job: Job, threads: int, modules: Sequence[str], continues: bool) -> tuple[Connection, Any]:
+def start(job: Job, threads: int, modules: Sequence[str], continues: bool) -> tuple[Any, Any]:
     """Start a process for a job; return the link to it, and the process."""
     context = multiprocessing.get_context("spawn")
     link, other = context.Pipe()
@@ -97,7 +99,7 @@ def start(job: Job, threads: int, modules: Sequence[str], continues: bool) -> tu
     return link, process
 
 
-def has_ended(link: Connection, process: Any, job: Job) -> bool:
+def has_ended(link: Any, process: Any, job: Job) -> bool:
     """Handle one message of a process; return whether it is the last one."""
     try:
         kind, *values = link.recv()
@@ -159,7 +161,8 @@ class Report(Callback):
 
 def train_here(link: Connection, config: TrainConfig, threads: int, modules: Sequence[str], continues: bool) -> None:
     """Train the config and report through the link."""
-    os.setpgid(0, 0)  # the parent passes signals on; the terminal must not send them too
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # the parent passes signals on; the terminal must not send them too
     threading.Thread(target=stop_with_parent, daemon=True).start()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from rl_training.run.workflows import train  # imports torch, which reads the number of threads
