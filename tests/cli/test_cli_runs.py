@@ -18,12 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from resume_cases import StopAt, rows_of, tiny
-from rl_training.cli import parallel
 from rl_training.cli.main import app
 from rl_training.cli.report import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
+from rl_training.errors import UserError
 from rl_training.run.folder import locked
 from rl_training.run.workflows import resume_training, train
+from rl_training.tools import processes
 
 TINY = ["ppo/cartpole", "--total-timesteps", "256", "--num-envs", "2", "--eval-episodes", "2",
         "--set", "num_steps=64", "--set", "minibatch_size=64"]  # fmt: skip
@@ -131,9 +132,10 @@ def test_wrong_options_are_one_sentence(words: list[str], said: str) -> None:
     assert not Path("runs").exists()
 
 
-def ended(number: int | None) -> tuple[Any, ...]:
+def ended(number: int | None) -> dict[str, Any]:
     """What a process says at the end of its run, which this signal stopped."""
-    return "ended", Path("run"), {"global_step": 8, "train_seconds": 1.0, "stop_reason": "any"}, number
+    metrics = {"global_step": 8, "train_seconds": 1.0, "stop_reason": "any"}
+    return {"state": "any", "metrics": metrics, "run_dir": Path("run"), "signal": number}
 
 
 @pytest.mark.parametrize(
@@ -141,28 +143,27 @@ def ended(number: int | None) -> tuple[Any, ...]:
     [
         ([ended(None), ended(None)], None, 0),
         ([ended(None), ended(signal.SIGTERM)], None, 143),
-        ([("failed", 2, "wrong."), ended(None)], None, 2),
+        ([{"error": UserError("wrong.")}, ended(None)], None, 2),
         ([ended(None)], signal.SIGTERM, 143),  # the second run is not started
         ([ended(signal.SIGINT)], signal.SIGINT, 130),
     ],
 )
 def test_the_exit_code_of_parallel_runs_says_how_they_ended(
-    monkeypatch: pytest.MonkeyPatch, says: list[tuple[Any, ...]], heard: int | None, code: int
+    monkeypatch: pytest.MonkeyPatch, says: list[dict[str, Any]], heard: int | None, code: int
 ) -> None:
     """The processes are not real; a signal comes right after the first one has started."""
     left, passed_on = list(says), []
 
-    def start(job: parallel.Job, *_: Any) -> Any:
+    def start(*_: Any) -> Any:
         here, there = multiprocessing.Pipe(duplex=False)
-        there.send(left.pop(0))
+        there.send(("ended", left.pop(0)))
         there.close()
-        job.state, job.process = "running", SimpleNamespace(pid=-7, join=lambda: None)
         if heard is not None:
             signal.raise_signal(heard)
-        return here
+        return here, SimpleNamespace(pid=-7, join=lambda seconds: None, kill=lambda: None)
 
-    monkeypatch.setattr(parallel, "_start", start)
-    monkeypatch.setattr(parallel.os, "kill", lambda *arguments: passed_on.append(arguments))
+    monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(processes.os, "kill", lambda *arguments: passed_on.append(arguments))
     result = invoke("train", *TINY, "--seeds", "1,2", "--jobs", "2")
     assert result.exit_code == code, result.output
     assert (left, passed_on) == ([], [] if heard is None else [(-7, heard)])

@@ -280,9 +280,9 @@ import sys, os
 from rl_training.cli.main import app
 for line in sys.stdin.read().splitlines():
     if line.startswith("bench"):
-        from rl_training.tools import bench, floor
+        from rl_training.tools import bench, timing
         bench.settings_to_try = lambda result: {}
-        bench.PACE_SECONDS = bench.WORKER_SECONDS = floor.MOST_SECONDS = 0.01
+        bench.PACE_SECONDS = timing.MOST_SECONDS = 0.01
     try:
         app(line.split())
     except SystemExit as end:

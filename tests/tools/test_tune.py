@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import shutil
@@ -16,19 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 import env_zoo
 from resume_cases import SPECS, tiny
 from rl_training.cli.main import app
-from rl_training.cli.tune import trial_table
 from rl_training.config.params import read_params
 from rl_training.config.train_config import TrainConfig, load_config, parse_yaml
-from rl_training.errors import UserError
+from rl_training.errors import TrainingFailure, UserError
 from rl_training.run.workflows import train
-from rl_training.tools import tune
-from rl_training.tools.tune import Job, Study, search_space, with_values
+from rl_training.tools import processes, tune
+from rl_training.tools.processes import Job
+from rl_training.tools.tune import Study, search_space, with_values
 
 FRESH = tune.FRESH_SEED
 
@@ -39,10 +37,22 @@ def finish(job: Job, score: Callable[[TrainConfig], float], evaluations: int = 4
     interval = job.config.algo_kwargs["eval_interval"]
     for number in range(1, evaluations + 1):
         if not job.evaluated(number * interval, value):
-            job.ended("pruned", value)
+            end(job, value, stop_reason="callback")
             return "pruned"
-    job.ended("complete", value)
+    end(job, value)
     return "complete"
+
+
+def end(job: Job, value: float, stop_reason: str = "total_timesteps") -> None:
+    """The end of a run with this return."""
+    job.metrics = {"eval_return_mean": value, "stop_reason": stop_reason}
+    job.ended(job)
+
+
+def fail(job: Job, error: Exception) -> None:
+    """The end of a run with this error."""
+    job.error = error
+    job.ended(job)
 
 
 def by_rate(config: TrainConfig) -> float:
@@ -156,9 +166,9 @@ def test_a_failed_trial_counts_and_is_never_the_best(tmp_path: Path) -> None:
     opened = study(tmp_path)
     for number, job in enumerate(opened.jobs(3)):
         if number == 1:
-            job.ended("failed", "the loss is not finite")
+            fail(job, TrainingFailure("the loss is not finite"))
         elif number == 2:
-            job.ended("complete", math.nan)
+            end(job, math.nan)
         else:
             finish(job, by_rate)
     assert opened.best().number == 0
@@ -167,7 +177,7 @@ def test_a_failed_trial_counts_and_is_never_the_best(tmp_path: Path) -> None:
 
 def test_a_config_that_cannot_run_ends_the_study_with_its_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no environment X"):
-        next(study(tmp_path).jobs(3)).ended("wrong", "there is no environment X.")
+        fail(next(study(tmp_path).jobs(3)), UserError("there is no environment X."))
 
 
 def test_another_search_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -241,7 +251,7 @@ def test_the_command_says_what_came_of_it(
             finish(job, score)
             tick()
 
-    monkeypatch.setattr(tune, "run_jobs", run_here)
+    monkeypatch.setattr(processes, "run_jobs", run_here)
     words = ["tune", "ppo/cartpole", "--set", "learning_rate=0.0003", "--tune", "learning_rate", "--trials", "5"]
     result = CliRunner().invoke(app, [*words, "--final-seeds", "3", "--study", "here"])
     assert result.exit_code == 0, result.output
@@ -251,18 +261,6 @@ def test_the_command_says_what_came_of_it(
     preset = load_config(Path("here/best.yaml"))
     assert preset.algo == "ppo"
     assert ("on 3 new seeds" in Path("here/best.yaml").read_text()) == ("no trial" not in told)
-
-
-def test_the_table_of_trials_cuts_hyper_parameters_off_and_nothing_else(tmp_path: Path) -> None:
-    names = tuple(tune.curated()["algorithms"]["ppo"])
-    opened = study(tmp_path, names)
-    finish(next(opened.jobs(1)), by_rate)
-    console = Console(width=80, file=io.StringIO())
-    console.print(trial_table(opened))
-    header, row, *_ = console.file.getvalue().splitlines()
-    assert header.split() == ["trial", "state", "return", "evals", "hyper-parameters"]
-    assert row.split()[:2] == ["0", "done"]
-    assert row.rstrip().endswith("…")
 
 
 def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +285,7 @@ def test_a_second_tune_on_a_study_is_refused_and_the_first_goes_on(
             tick()
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tune, "run_jobs", run_here)
+    monkeypatch.setattr(processes, "run_jobs", run_here)
     result = CliRunner().invoke(app, [*QUICK, "here"])
     assert (refused[0].exit_code, refused[0].stderr.count("\n")) == (2, 1)
     assert f"here is in use: process {os.getpid()}" in refused[0].stderr
@@ -300,8 +298,13 @@ def test_a_second_tune_on_a_study_is_refused_and_the_first_goes_on(
 @pytest.fixture(scope="module")
 def finished_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("studies") / "study"
+
+    def run_here(jobs: Any, *_: Any) -> None:
+        for job in jobs:
+            finish(job, by_rate)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "run_jobs", lambda jobs, *_: [finish(job, by_rate) for job in jobs])
+        patch.setattr(processes, "run_jobs", run_here)
         result = CliRunner().invoke(app, [*QUICK, str(folder)])
     assert result.exit_code == 0, result.output
     return folder
@@ -397,10 +400,10 @@ def test_a_worker_that_dies_costs_its_trial_only(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([env_zoo.FOLDER, os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("ZOO_FAULT", "os._exit")
     monkeypatch.syspath_prepend(env_zoo.FOLDER)
-    ends: list[tuple[str, Any]] = []
+    ends: list[Job] = []
     good = tiny("ppo", tmp_path, kwargs={"eval_interval": 64})
     bad = tiny("ppo", tmp_path, env_id="env_zoo:Misbehaves", kwargs={"eval_interval": 64})
-    jobs = (Job(config, lambda step, value: True, lambda *end: ends.append(end)) for config in (bad, good))
-    tune.run_jobs(jobs, 1, ["env_zoo"], lambda: None)
-    assert [how for how, _ in ends] == ["failed", "complete"]
-    assert "its process ended with code" in ends[0][1]
+    jobs = (Job(config, ends.append) for config in (bad, good))
+    processes.run_jobs(jobs, 1, ["env_zoo"], lambda: None)
+    assert [job.state for job in ends] == ["failed", "done"]
+    assert "its process ended with code" in str(ends[0].error)

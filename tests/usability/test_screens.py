@@ -29,8 +29,7 @@ from rl_training.cli.main import app
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import memory
 from rl_training.tools import bench, doctor
-from rl_training.tools.floor import Floor
-from rl_training.tools.worker_cost import WorkerCost
+from rl_training.tools.timing import Floor
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "screens").glob("*.txt"))
@@ -102,7 +101,7 @@ def measured_once(config: TrainConfig) -> bench.Breakdown:
     chosen = {"device": "cpu", "accelerate": "none", "threads": 1, "vectorization": "native"}
     seconds = {"environment": 2.06, "act": 1.27, "store": 0.24, "learn": 6.01, "evaluate": 0.31, "rest": 0.13}
     return bench.Breakdown(
-        config.model_copy(update=chosen), 401_408, 392, 10.02, seconds, WorkerCost(5e-6, 8e-6, 2e-5, 1.0, 8, 2),
+        config.model_copy(update=chosen), 401_408, 392, 10.02, seconds,
         Floor(4.2e-6, 1.1e-6, 6.3e-6), 41_300.0,
         (bench.Trial("num_envs=32 (other batches)", 1.34), bench.Trial("threads=2", 0.88)),
     )  # fmt: skip

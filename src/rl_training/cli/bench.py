@@ -7,20 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from rich.table import Table
 
-from rl_training.cli.options import (
-    AlgoOption,
-    ConfigOption,
-    DeviceOption,
-    EnvOption,
-    ImportOption,
-    NumEnvsOption,
-    PresetArgument,
-    SetOption,
-    Text,
-    one_config,
-    option,
-    whole_number,
-)
+from rl_training.cli import options
+from rl_training.cli.options import Text, option, whole_number
 from rl_training.cli.screen import make_console
 from rl_training.errors import counted
 
@@ -28,25 +16,25 @@ if TYPE_CHECKING:
     from rl_training.tools.bench import Breakdown
 
 DEFAULT_SECONDS = 10.0
-BAR = 24
-WIDTH = 80
+BAR, WIDTH = 24, 80  # of the longest bar, and of the lines below the table
 
 
 def bench(
-    preset: PresetArgument = None,
-    config: ConfigOption = None,
-    algo: AlgoOption = None,
-    env: EnvOption = None,
+    preset: options.PresetArgument = None,
+    config: options.ConfigOption = None,
+    algo: options.AlgoOption = None,
+    env: options.EnvOption = None,
     total_timesteps: Annotated[Text, option("Steps to run; default: about ten seconds.", metavar="N")] = None,
-    num_envs: NumEnvsOption = None,
-    device: DeviceOption = None,
-    modules: ImportOption = None,
-    settings: SetOption = None,
+    num_envs: options.NumEnvsOption = None,
+    device: options.DeviceOption = None,
+    modules: options.ImportOption = None,
+    settings: options.SetOption = None,
 ) -> None:
     """Run a config briefly and show where the time goes and which settings would help; no files are kept."""
     from rl_training.cli.options import build_config
 
-    built = build_config(one_config(preset, config), algo, env, settings, modules, num_envs=num_envs, device=device)
+    source = options.one_config(preset, config)
+    built = build_config(source, algo, env, settings, modules, num_envs=num_envs, device=device)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
         limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}
@@ -54,7 +42,7 @@ def bench(
 
     console = make_console()
     if console.is_terminal:
-        console.print("measuring, for half a minute or so (a minute where compiling is tried)", style="dim")
+        console.print("measuring, for half a minute or more (a minute where compiling is tried)", style="dim")
     print_breakdown(console, benchmark(built.model_copy(update=limits)))
 
 
@@ -74,23 +62,18 @@ def print_breakdown(console: Console, result: Breakdown) -> None:
     for name in ("part", "seconds", "share", "µs/step"):
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for part, seconds in result.seconds.items():
-        if not seconds:
-            continue
+    for part, seconds in [(part, seconds) for part, seconds in result.seconds.items() if seconds]:
         share = result.share(part)
         cost = f"{1e6 * seconds / result.steps:,.1f}" if result.steps else "-"
         table.add_row(part, f"{seconds:.3f}", f"{share:.1%}", cost, "█" * round(BAR * share))
     console.print(table)
-    lines = {"bottleneck": result.describe_bottleneck()}
-    if result.floor is not None:
-        lines = {"floor": result.describe_floor(), **lines}
-    if result.trials:
-        lines["faster"] = result.describe_trials()
-    if result.workers is not None:
-        share = result.share("environment", "act", "wait for workers")
-        note = f" (collecting is {share:.0%} of the time)" if result.workers.pays else ""
-        lines["workers"] = f"{result.workers.describe(config.env_id)}{note}"
+    lines = {
+        "floor": result.describe_floor() if result.floor else "",
+        "bottleneck": result.describe_bottleneck(),
+        "faster": result.describe_trials() if result.trials else "",
+    }
     grid = Table.grid(padding=(0, 2))
     for name, said in lines.items():
-        grid.add_row(f"[bold]{name}[/bold]", said)
+        if said:
+            grid.add_row(f"[bold]{name}[/bold]", said)
     console.print(grid, width=WIDTH)

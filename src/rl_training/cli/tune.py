@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
-from rl_training.cli.exits import STOPPED
-from rl_training.cli.options import (
-    AlgoOption,
-    ConfigOption,
-    EnvOption,
-    ImportOption,
-    PresetArgument,
-    SetOption,
-    StepsOption,
-    Text,
-    Texts,
-    one_config,
-    option,
-    whole_number,
-)
+from rl_training.cli import options
+from rl_training.cli.exits import BY_SIGNAL
+from rl_training.cli.options import Text, Texts, option, whole_number
 from rl_training.cli.screen import describe_interval, make_console, mean_interval, print_facts, quote
 from rl_training.errors import UserError, counted
 
@@ -34,14 +21,12 @@ if TYPE_CHECKING:
     from rl_training.config.train_config import TrainConfig
     from rl_training.tools.tune import Study
 
-SHOWN = 10  # finished trials in the live table
-
 
 def tune(
-    preset: PresetArgument = None,
-    config: ConfigOption = None,
-    algo: AlgoOption = None,
-    env: EnvOption = None,
+    preset: options.PresetArgument = None,
+    config: options.ConfigOption = None,
+    algo: options.AlgoOption = None,
+    env: options.EnvOption = None,
     trials: Annotated[str, option("Number of trials, including those already in the study.", metavar="N")] = "30",
     jobs: Annotated[str, option("Trials that run in parallel.", metavar="K")] = "1",
     names: Annotated[
@@ -51,9 +36,9 @@ def tune(
         str, option("New seeds on which best and default are compared; 0: none.", metavar="N")
     ] = "5",
     study: Annotated[Text, option("Folder of the study; the same command continues it.", metavar="DIR")] = None,
-    total_timesteps: StepsOption = None,
-    modules: ImportOption = None,
-    settings: SetOption = None,
+    total_timesteps: options.StepsOption = None,
+    modules: options.ImportOption = None,
+    settings: options.SetOption = None,
 ) -> None:
     """Search for better hyper-parameters, then compare them with the config's own on new seeds.
 
@@ -65,7 +50,8 @@ def tune(
     seeds = whole_number("--final-seeds", final_seeds)
     if seeds == 1:
         raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
-    built = build_config(one_config(preset, config), algo, env, settings, modules, total_timesteps=total_timesteps)
+    source = options.one_config(preset, config)
+    built = build_config(source, algo, env, settings, modules, total_timesteps=total_timesteps)
     from rl_training.run.folder import locked
     from rl_training.safe_files import output_written
     from rl_training.tools.tune import Study, search_space
@@ -75,12 +61,12 @@ def tune(
     with output_written(folder, "--study"):
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, "another --study"):
-        search(Study(built, space, folder, workers), built, count, workers, seeds, modules or [])
+        search(Study(built, space, folder), built, count, workers, seeds, modules or [])
 
 
 def search(opened: Study, built: TrainConfig, count: int, workers: int, seeds: int, modules: list[str]) -> None:
     """Run the trials, then the comparison on new seeds, and print both."""
-    from rl_training.tools.tune import run_jobs
+    from rl_training.tools.processes import run_jobs
 
     console, folder = make_console(), opened.folder
     title = escape(f"{built.algo} on {built.env_id}")
@@ -89,100 +75,59 @@ def search(opened: Study, built: TrainConfig, count: int, workers: int, seeds: i
     before = len(opened.trials())
     if before:
         console.print(f"continuing after {counted(before, 'trial')}")
-    try:
-        with Shown(console, opened) as shown:
-            run_jobs(opened.jobs(count), workers, modules, shown.refresh)
-            shown.refresh()
+    console.print("trial state return evals hyper-parameters")
+    stopped = run_jobs(opened.jobs(count), workers, modules, print_new(console, lambda: trial_lines(opened.trials())))
+    if not stopped:
         best = opened.best()
         if best.number == 0:
             console.print("\nno trial was better than the config itself")
         elif seeds:
             console.print(f"\ncomparing trial {best.number} with the default on {seeds} new seeds each")
-            run_jobs(opened.finals(seeds), workers, modules, Compared(console, opened).refresh)
-    except KeyboardInterrupt:
+            show_final = print_new(console, lambda: final_lines(opened))
+            stopped = run_jobs(opened.finals(seeds), workers, modules, show_final)
+    if stopped:
         console.print(f"\nstopped; the same command continues the study in {quote(folder)}")
-        raise typer.Exit(STOPPED) from None
+        raise typer.Exit(BY_SIGNAL + stopped)
     print_result(console, opened, built, best)
 
 
-class Shown:
-    """The trials as a table that is redrawn on a terminal, or as one line for each that ended."""
+def print_new(console: Console, lines: Callable[[], list[str]]) -> Callable[[], None]:
+    """A function that prints the lines that have come since its last call."""
+    printed = set(lines())
 
-    def __init__(self, console: Console, study: Study) -> None:
-        self.console, self.study = console, study
-        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self.told = {trial.number for trial in study.trials()}
+    def show() -> None:
+        for line in lines():
+            if line not in printed:
+                printed.add(line)
+                console.print(line, soft_wrap=True)
 
-    def __enter__(self) -> Shown:
-        if self.live is not None:
-            self.live.start()
-        else:
-            self.console.print("trial state return evals hyper-parameters")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def refresh(self) -> None:
-        """Show the current state."""
-        if self.live is not None:
-            self.live.update(trial_table(self.study), refresh=True)
-            return
-        for trial in self.study.trials():
-            if trial.state.is_finished() and trial.number not in self.told:
-                self.told.add(trial.number)
-                self.console.print(" ".join(trial_cells(trial)), soft_wrap=True)
+    return show
 
 
-class Compared:
+def final_lines(study: Study) -> list[str]:
     """One line for each finished run on a new seed."""
-
-    def __init__(self, console: Console, study: Study) -> None:
-        self.console, self.study = console, study
-        self.told = set(self._ended())
-
-    def _ended(self) -> dict[tuple[str, int], float | None]:
-        returns = self.study.final_returns()
-        return {(name, seed): value for name, by_seed in returns.items() for seed, value in by_seed.items()}
-
-    def refresh(self) -> None:
-        """Show the new results."""
-        for (name, seed), value in self._ended().items():
-            if (name, seed) not in self.told:
-                self.told.add((name, seed))
-                self.console.print(f"{name}, new seed {seed}: {'failed' if value is None else f'{value:.1f}'}")
+    ended = [(name, seed, value) for name, by_seed in study.final_returns().items() for seed, value in by_seed.items()]
+    return [f"{name}, new seed {seed}: {'failed' if value is None else f'{value:.1f}'}" for name, seed, value in ended]
 
 
-def trial_cells(trial: Any) -> list[str]:
-    """Number, state, return, evaluations and hyper-parameters of a trial."""
-    values = trial.intermediate_values
-    value = trial.value if trial.value is not None else values[max(values)] if values else None
-    params = " ".join(f"{name}={shorten(given)}" for name, given in trial.params.items())
-    state = "done" if trial.state.name == "COMPLETE" else trial.state.name.lower()
-    result = trial.user_attrs.get("error", params) if state == "fail" else params
-    shown = "-" if value is None else f"{value:.1f}"
-    return [f"{trial.number:4d}", f"{state:7}", f"{shown:>8}", f"{len(values):3d}", escape(result)]
+def trial_lines(trials: list[Any]) -> list[str]:
+    """Number, state, return, evaluations and hyper-parameters of each trial that has ended."""
+    lines = []
+    for trial in [trial for trial in trials if trial.state.is_finished()]:
+        values = trial.intermediate_values
+        value = trial.value if trial.value is not None else values[max(values)] if values else None
+        shown = "-" if value is None else f"{value:.1f}"
+        state = "done" if trial.state.name == "COMPLETE" else trial.state.name.lower()
+        params = " ".join(f"{name}={shorten(given)}" for name, given in trial.params.items())
+        result = trial.user_attrs.get("error", params) if state == "fail" else params
+        lines.append(f"{trial.number:4d} {state:7} {shown:>8} {len(values):3d} {escape(result)}")
+    return lines
 
 
 def shorten(value: Any) -> str:
     """A value in four digits."""
     value = json.loads(value) if isinstance(value, str) else value
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, separators=(",", ":"))
-
-
-def trial_table(study: Study) -> Table:
-    """The running trials and the best finished ones."""
-    table = Table(header_style="bold", box=None, expand=True)
-    for name, width in {"trial": 5, "state": 7, "return": 8, "evals": 5, "hyper-parameters": None}.items():
-        table.add_column(name, overflow="ellipsis", no_wrap=True, width=width, ratio=None if width else 1)
-    trials = study.trials()
-    ended = [trial for trial in trials if trial.state.is_finished()]
-    ended.sort(key=lambda trial: -float("inf") if trial.value is None else trial.value, reverse=True)
-    for trial in [*(trial for trial in trials if not trial.state.is_finished()), *ended[:SHOWN]]:
-        table.add_row(*trial_cells(trial))
-    table.caption = f"{len(ended)} ended"
-    return table
 
 
 def print_result(console: Console, study: Study, config: Any, best: Any) -> None:

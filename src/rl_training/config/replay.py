@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -205,10 +206,10 @@ class ModelParams(TemperatureParams):
 
     @property
     def facts(self) -> Facts:
-        """As the base class, plus the members of the model and the horizon that the store reads."""
+        """As the base class, plus the model, which is fitted once, and the horizon that the store reads."""
         inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
         numbers = (*inherited.store_numbers, "rollout_horizon")
-        return inherited._replace(members=self.num_ensembles, store_numbers=numbers)
+        return inherited._replace(members=self.num_ensembles, store_numbers=numbers, fits_every=math.inf)
 
     def check_new_run(self) -> None:
         """Refuse a buffer of imagined transitions that is too small for one round of rollouts."""

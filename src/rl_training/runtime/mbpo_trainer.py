@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.mbpo import MBPO
+from rl_training.config.params import Facts
 from rl_training.config.replay import ModelParams, ReplayParams, model_spec
 from rl_training.data.model_store import ModelReplayStore
 from rl_training.run.workflows import train_function
@@ -19,6 +20,11 @@ class MBPOParams(ModelParams, ReplayParams):
 
     gradient_updates_per_step: int = Field(20, ge=1, le=10_000, description="Policy updates per training turn.")
     model_train_frequency: int = Field(250, ge=1, description="Steps, summed over environments, between fits.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, with the steps between fits."""
+        return super().facts._replace(fits_every=self.model_train_frequency)
 
 
 SPECS = [

@@ -30,7 +30,6 @@ from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.play import closed_after
 from rl_training.record.logger import format_duration
 from rl_training.tools.bench import estimate_seconds, open_measured, storage_bytes
-from rl_training.tools.worker_cost import measure_workers
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 STEPS = 200  # of the checks that compare step by step
@@ -65,7 +64,7 @@ def check_process(recipe: EnvRecipe, seed: int = 0, timeout: float = PROCESS_SEC
 def run_checks(recipe: EnvRecipe, spec: AlgorithmSpec | None, config: TrainConfig) -> Iterator[Check]:
     """Every check, each as soon as it is done; ends after a group of checks of which one fails.
 
-    Without `spec` the environment is checked alone, and `config` is only for the workers.
+    Without `spec` the environment is checked alone.
     """
     lives = check_process(recipe, timeout=PROCESS_SECONDS if spec is None else config.worker_timeout)
     found = probe(recipe) if lives.status != FAIL else None  # it might never return
@@ -73,7 +72,7 @@ def run_checks(recipe: EnvRecipe, spec: AlgorithmSpec | None, config: TrainConfi
     if found is None:
         return
     measured = [] if spec is None else [_guarded("memory", partial(check_algorithm, config), config.env_id)]
-    for group in (check_environment(recipe, found, spec), *measured, check_workers(config)):
+    for group in (check_environment(recipe, found, spec), *measured):
         fails = False
         for check in group:
             fails = fails or check.status == FAIL
@@ -97,6 +96,7 @@ def check_environment(
         "episodes": partial(check_episodes, recipe, spaces, seed, spec),
         "determinism": partial(check_determinism, recipe, spaces, seed),
         "replay": partial(check_replay, recipe, spaces, seed),
+        "step cost": partial(check_step_cost, recipe, spaces, seed),
     }
     said: set[str] = set()
     for name, check in checks.items():
@@ -278,6 +278,28 @@ def check_replay(recipe: EnvRecipe, spaces: EnvSpaces, seed: int) -> Check:
     return Check("replay", OK, "episodes replay and continue exactly, also through resets, so resuming is exact")
 
 
+def check_step_cost(recipe: EnvRecipe, spaces: EnvSpaces, seed: int, num_envs: int = 8) -> Check:
+    """Microseconds per environment step of several environments, as a run would step them."""
+    vectorization = choose_vectorization("auto", recipe, num_envs)
+    rng = np.random.default_rng(seed)
+    with closing(make_stepper(recipe, spaces, seed, num_envs, vectorization)) as stepper:
+        begun = time.perf_counter()
+        stepper.start()
+        reset = (time.perf_counter() - begun) / num_envs
+        steps, spent = 0, 0.0
+        while spent < SECONDS and steps < 100 * STEPS:
+            actions = spaces.random_actions(rng, num_envs, stepper.masks)
+            begun = time.perf_counter()
+            stepper.step(actions)
+            spent += time.perf_counter() - begun
+            steps += num_envs
+    cost = 1e6 * spent / steps
+    fix = "Steps are slow: rl-training bench tries worker processes and vectorization=async." if cost > 2000 else ""
+    how = f"{counted(num_envs, 'environment')}, {vectorization}"
+    detail = f"{cost:,.1f} µs per step ({how}), first reset {1e3 * reset:.3g} ms"
+    return Check("step cost", WARN if fix else OK, detail, fix)
+
+
 def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     """The memory and time that the algorithm needs in this environment for its budget."""
     with closing(open_measured(config)) as session:
@@ -290,12 +312,4 @@ def check_algorithm(config: TrainConfig) -> Iterator[Check]:
     where = f"{session.config.device}, {session.config.vectorization}"
     detail = f"{config.total_timesteps:,} steps in about {format_duration(left)} at {rate} ({where})"
     fix = "Shorten it with --total-timesteps, or see rl-training bench." if left > 24 * 3600 else ""
-    yield Check("time", WARN if fix else OK, detail, fix)
-
-
-def check_workers(config: TrainConfig) -> Iterator[Check]:
-    """Whether worker processes would pay off."""
-    with closing(open_measured(config)) as session:
-        if session.spec.steps_environments:
-            cost = measure_workers(session, SECONDS / 2)
-            yield Check("workers", OK, cost.describe(config.env_id), cost.settings if cost.pays else "")
+    yield Check("time", WARN if fix else OK, f"{detail} ({where})", fix)

@@ -1,10 +1,10 @@
-"""The floor of a run: the time that its environments alone and its networks' matrix products alone would take."""
+"""What an environment step costs: each part of a turn, and at least (the floor)."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.benchmark import Timer
 
 from rl_training.data.transfer import torch_dtype
 from rl_training.envs.device import DeviceEngine, advance
@@ -22,11 +23,43 @@ from rl_training.run.loop import Turns, run_loop
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mlp_forward", "mlp_backward")
 ENOUGH_UPDATES, MOST_SECONDS = 20, 0.5  # how many updates, or for how long, products are counted
-ROUNDS, ROUND_SECONDS, GRAPHED = 3, 0.005, 20
+CALL_SECONDS, GRAPHED = 0.015, 20  # for which one product is timed; calls in one CUDA graph
+
+
+class Stopwatch:
+    """Adds the time of wrapped calls to the part they belong to, minus the time of wrapped calls inside them."""
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._synchronize, self._part, self._since = synchronize, "", 0.0
+
+    def wrap(self, call: Any, part: str) -> Any:
+        """Wrap a call to measure its time, including the time that a generator takes for each value."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            outer = self._switch(part)
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                self._switch(outer)
+            if isinstance(result, Iterator):
+                return iter(self.wrap(partial(next, result, None), part), None)
+            return result
+
+        return timed
+
+    def _switch(self, part: str) -> str:
+        """Begin with a part; return the one until now."""
+        self._synchronize()
+        now, before = time.perf_counter(), self._part
+        if before:
+            self.seconds[before] += now - self._since
+        self._part, self._since = part, now
+        return before
 
 
 class Floor(NamedTuple):
-    """Seconds per environment step."""
+    """Seconds per environment step that the environments alone and the networks' matrix products alone would take."""
 
     environment: float
     act: float
@@ -48,11 +81,12 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` and count it if it is a product."""
+        call = partial(func, *args, **(kwargs or {}))
         if func.overloadpacket.__name__ in PRODUCTS:
             key = func, _describe(args)
             self.counts[key] += 1
-            self.calls.setdefault(key, partial(func, *args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+            self.calls.setdefault(key, call)
+        return call()
 
     @torch.no_grad()
     def time(self, device: torch.device) -> float:
@@ -73,20 +107,8 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
         # a user's functions that cannot be captured run as plain calls
         with suppress(RuntimeError), torch.cuda.device(device):
             repeats, run = GRAPHED, capture(call, GRAPHED)
-    run()
-    count, best = 1, float("inf")
-    for _ in range(ROUNDS):
-        spent = 0.0
-        while spent < ROUND_SECONDS:
-            begun = time.perf_counter()
-            for _ in range(count):
-                run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            spent = time.perf_counter() - begun
-            count = count if spent >= ROUND_SECONDS else 2 * count
-        best = min(best, spent / count / repeats)
-    return best
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=CALL_SECONDS).times) / repeats
 
 
 def capture(call: Callable[[], Any], repeats: int) -> Callable[[], Any]:
@@ -104,13 +126,12 @@ def capture(call: Callable[[], Any], repeats: int) -> Callable[[], Any]:
 
 def measure_floor(session: Session, step: int, seconds: float) -> Floor:
     """The floor of the turns from `step` on, counted in a second learner, whose steps are not captured."""
-    config, num_envs = session.config, session.config.num_envs
-    learner = build_algorithm(session.spec, session.params, session.spaces, seed=config.seed, device=config.device)
-    device = learner.device
-    learning, acting = Products(), Products()
+    config, spaces, num_envs = session.config, session.spaces, session.config.num_envs
+    learner = build_algorithm(session.spec, session.params, spaces, seed=config.seed, device=config.device)
+    device, learning, acting = learner.device, Products(), Products()
     end = time.perf_counter() + MOST_SECONDS
 
-    def counted(call: Any, part: str) -> Any:
+    def counted_too(call: Any, part: str) -> Any:
         def update_both(batch: Any, **options: Any) -> Any:
             with learning:
                 learner.update(batch, **options)
@@ -121,21 +142,18 @@ def measure_floor(session: Session, step: int, seconds: float) -> Floor:
     def enough(turns: Turns) -> bool:
         return turns.updates >= ENOUGH_UPDATES or (turns.updates > 0 and time.perf_counter() >= end)
 
-    run_loop(session, turns := Turns(step, enough), counted)
+    run_loop(session, turns := Turns(step, enough), counted_too)
     learn = learning.time(device) / turns.taken
     if not session.spec.steps_environments:
         return Floor(0.0, 0.0, learn)
-    spaces = session.spaces
-    obs = torch.zeros(num_envs, *spaces.obs_shape, dtype=torch_dtype(np.dtype(spaces.obs_dtype)))
-    masks = torch.ones(num_envs, spaces.action_dim, dtype=torch.bool) if spaces.has_action_mask else None
+    obs = torch.zeros(num_envs, *spaces.obs_shape, dtype=torch_dtype(np.dtype(spaces.obs_dtype)), device=device)
+    masks = torch.ones(num_envs, spaces.action_dim, dtype=torch.bool, device=device) if spaces.has_action_mask else None
     first = torch.ones(num_envs, dtype=torch.bool, device=device)
     with acting, torch.no_grad():
-        legal = None if masks is None else masks.to(device)
-        learner.act(obs.to(device), learner.initial_carry(num_envs), is_first=first, action_masks=legal)
+        learner.act(obs, learner.initial_carry(num_envs), is_first=first, action_masks=masks)
     collector: Any = session.collector
     engine = collector.stepper.engine
-    on_device = isinstance(engine, DeviceEngine)
-    environment = time_functions(engine) if on_device else time_environment(session, seconds)
+    environment = time_functions(engine) if isinstance(engine, DeviceEngine) else time_environment(session, seconds)
     return Floor(environment, acting.time(device) / num_envs, learn)
 
 
@@ -158,11 +176,10 @@ def time_environment(session: Session, seconds: float) -> float:
     where = config.num_envs, config.vectorization, config.worker_timeout
     with closing(make_stepper(session.recipe, spaces, config.seed, *where)) as stepper:
         stepper.start()
-        spent, steps, masks, end = 0.0, 0, stepper.masks, time.perf_counter() + seconds
-        while not steps or time.perf_counter() < end:
+        masks, spent, steps = stepper.masks, 0.0, 0
+        while not steps or spent < seconds:
             actions = spaces.map_actions(draw(spaces, rng, config.num_envs, masks))
             begun = time.perf_counter()
             masks = stepper.engine.step(actions).masks
-            spent += time.perf_counter() - begun
-            steps += config.num_envs
+            spent, steps = spent + time.perf_counter() - begun, steps + config.num_envs
     return spent / steps
