@@ -154,19 +154,16 @@ def compare_groups(
         groups = {name: [run.scaled(*references[run.env_id]) for run in group] for name, group in groups.items()}
     runs = [run for group in groups.values() for run in group]
     curve_of, drawn_by = choose_curve(runs, trained=trained)
-    grids = [steps_of_all(task, curve_of) for task in by_environment(runs, envs)]
-    shared = [grid for grid in grids if grid is not None]
-    finals = {
-        name: [np.array([run.curve(scored_by)[1][-1] for run in task]) for task in by_environment(group, envs)]
-        for name, group in groups.items()
-    }
+    shared = steps_by_environment(runs, envs, curve_of)
+    finals = {name: final_values(group, envs, scored_by) for name, group in groups.items()}
     everything = np.concatenate([task for tasks in finals.values() for task in tasks])
     thresholds = np.linspace(everything.min(), everything.max(), POINTS)
 
     def score(name: str, group: list[RunRecord]) -> GroupScores:
-        final, tasks, curve, area = finals[name], by_environment(group, envs), None, None
-        if len(shared) == len(envs):
-            drawn = [curves_at(grid, task, curve_of) for grid, task in zip(shared, tasks, strict=True)]
+        final, curve, area = finals[name], None, None
+        if shared:
+            tasks = zip(shared, by_environment(group, envs), strict=True)
+            drawn = [curves_at(steps, task, curve_of) for steps, task in tasks]
             curve, area = estimate(interquartile_mean, drawn), float(np.concatenate(drawn, axis=-1).mean())
         return GroupScores(
             name, len(group), estimate(interquartile_mean, final), float(np.concatenate(final).mean()),
@@ -176,7 +173,7 @@ def compare_groups(
 
     scores = sorted((score(*group) for group in groups.items()), key=lambda group: -float(group.iqm.value))
     pairs = [compare_pair(x.name, y.name, finals[x.name], finals[y.name]) for x, y in combinations(scores, 2)]
-    steps = None if len(shared) < len(envs) else shared[0] if len(envs) == 1 else np.linspace(0, 1, POINTS)
+    steps = np.linspace(0, 1, POINTS) if len(shared) > 1 else shared[0] if shared else None
     notes = [*left_out, *measured, *drawn_by, *doubts(groups)]
     return Comparison(envs, scores, pairs, scored_by, curve_of if shared else "", steps, thresholds, notes)
 
@@ -184,6 +181,17 @@ def compare_groups(
 def by_environment(runs: Sequence[RunRecord], envs: Sequence[str]) -> list[list[RunRecord]]:
     """The runs on each environment."""
     return [[run for run in runs if run.env_id == env] for env in envs]
+
+
+def final_values(runs: Sequence[RunRecord], envs: Sequence[str], metric: str) -> list[Array]:
+    """The last value of a metric of each run, an array per environment."""
+    return [np.array([run.curve(metric)[1][-1] for run in task]) for task in by_environment(runs, envs)]
+
+
+def steps_by_environment(runs: Sequence[RunRecord], envs: Sequence[str], metric: str) -> list[Array]:
+    """The steps that all runs share, per environment; none unless there are such steps on each."""
+    found = [steps for task in by_environment(runs, envs) if (steps := steps_of_all(task, metric)) is not None]
+    return found if len(found) == len(envs) else []
 
 
 def steps_of_all(runs: Sequence[RunRecord], metric: str) -> Array | None:
