@@ -1,4 +1,4 @@
-"""The output of a run while it trains: `metrics.jsonl`, its `loggers` (TensorBoard, wandb, MLflow), a progress line."""
+"""The output of a run while it trains: `metrics.jsonl`, its `loggers` (TensorBoard, wandb), a progress line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rl_training.errors import first_line, printable
 from rl_training.record.event_file import EventFile
 from rl_training.record.metrics_file import Appender, format_row, tagged_numbers, trim_rows
-from rl_training.safe_files import refuse_link
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -58,7 +57,6 @@ class RunLogger:
         makers: dict[str, Callable[[], Any]] = {
             "tensorboard": partial(EventFile, folder, clock, purge_from, self._warn),
             "wandb": partial(WandbRun, folder.resolve(), config or {}),
-            "mlflow": partial(MLflowRun, folder.resolve(), config or {}),
         }
         self._sinks: dict[str, Any] = {}
         for name in loggers:
@@ -210,38 +208,6 @@ class WandbRun:
     def close(self) -> None:
         """End the run there."""
         self._run.finish()
-
-
-class MLflowRun:
-    """MLflow: in the file `mlflow.db` next to the run's folder, unless MLFLOW_TRACKING_URI is set."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric
-
-        self._metric = Metric
-        refuse_link(folder.parent / "mlflow.db")
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.parent / 'mlflow.db'}")
-        experiment = self._client.get_experiment_by_name("rl-training")
-        number = self._client.create_experiment("rl-training") if experiment is None else experiment.experiment_id
-        found = self._client.search_runs([number], f"tags.folder = '{folder.name}'")  # of a run that is resumed
-        if found:
-            self._run = found[0].info.run_id
-            self._client.update_run(self._run, status="RUNNING")
-            return
-        self._run = self._client.create_run(number, run_name=folder.name, tags={"folder": folder.name}).info.run_id
-        for name, value in config.items():
-            self._client.log_param(self._run, name, str(value)[:500])
-
-    def add(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics that are numbers."""
-        now = int(time.time() * 1000)
-        numbers = [self._metric(name, value, now, step) for name, value in tagged_numbers(kind, metrics)]
-        self._client.log_batch(self._run, numbers)
-
-    def close(self) -> None:
-        """End the run there."""
-        self._client.set_terminated(self._run)
 
 
 def format_duration(seconds: float) -> str:
