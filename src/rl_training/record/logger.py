@@ -97,7 +97,7 @@ class RunLogger:
 
     def progress(
         self, step: int, steps_per_second: float, seconds_left: float, return_mean: float | None,
-        losses: Mapping[str, Any] | None = None, workers: Sequence[str] = (), doing: str = "",
+        losses: Mapping[str, Any] | None = None, doing: str = "",
     ) -> None:  # fmt: skip
         """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds."""
         now = self._clock()
@@ -108,7 +108,6 @@ class RunLogger:
         parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", *([doing] if doing else [])]
         parts += [f"{steps_per_second:,.0f} steps/s", f"eta {format_duration(seconds_left)}"]
         parts += [] if return_mean is None else [f"return {float(return_mean):.4g}"]
-        parts += workers
         parts += [f"{name} {float(value):.3g}" for name, value in itertools.islice((losses or {}).items(), 3)]
         self._print("  ".join(parts), step)
 
