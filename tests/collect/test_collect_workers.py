@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import signal
@@ -32,10 +31,8 @@ from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.record.logger import RunLogger
 from rl_training.run.build import Session, open_session
 from rl_training.run.learner import build_algorithm
-from rl_training.run.recorder import describe_workers
 from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train
 from worker_cases import assert_same_end, workers
@@ -348,20 +345,6 @@ def test_nothing_is_dropped_unless_asked_for(tmp_path: Path, delivered: list[int
     lags = [result.metrics[f"policy_lag{end}"] for end in ("_min", "", "_max")]
     assert lags == [0.0, (0 + 1 + 2 + 3 + 3 + 3) / 6, 3.0]
     assert result.metrics["worker_dropped"] == 0
-
-
-def test_the_progress_line_says_how_the_workers_do(tmp_path: Path) -> None:
-    plain = {"policy_lag_min": 1.0, "policy_lag": 1.0, "policy_lag_max": 1.0, "learner_waiting": 0.124,
-             "worker_waiting": 0.03, "worker_restarts": 0.0, "worker_dropped": 0.0}  # fmt: skip
-    odd = {"policy_lag_min": 0.0, "policy_lag": 1.234, "policy_lag_max": 5.0, "worker_restarts": 2.0,
-           "worker_dropped": 4800.0}  # fmt: skip
-    said = ["lag 1", "learner waits 12%", "workers wait 3%"]
-    assert (describe_workers({}), describe_workers(plain)) == ([], said)
-    assert describe_workers(plain | odd) == ["lag 1.23 (0 to 5)", *said[1:], "2 restarts", "4,800 dropped"]
-    stream = io.StringIO()
-    with closing(RunLogger(tmp_path, total_steps=100, stream=stream, loggers=())) as logger:
-        logger.progress(50, 10.0, 5.0, 1.0, {"loss": 0.5}, said)
-    assert stream.getvalue().endswith("return 1  lag 1  learner waits 12%  workers wait 3%  loss 0.5\n")
 
 
 # ---- long ------------------------------------------------------------------------------------------------------------

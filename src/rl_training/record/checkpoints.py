@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from rl_training.errors import UserError, near_name
-from rl_training.safe_files import remove_stale_temporaries, replacing
+from rl_training.safe_files import open_regular, remove_stale_temporaries, replacing
 
 FORMAT_VERSION = 1
 MAPPED_BYTES = 1 << 30  # a file of this size or more is memory-mapped: its replay may not fit into memory
@@ -151,9 +151,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if path.is_dir():
         raise UserError(f"{path} is a directory; give a file such as the checkpoints/latest.ckpt of a run.")
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-            raise UserError(f"{path} is not a plain file; give a .ckpt file that a run wrote.")
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:  # not a pipe, which would wait for a writer
             size = os.fstat(file.fileno()).st_size
             _check_ends(path, file, size)
             if size >= MAPPED_BYTES:

@@ -1,4 +1,4 @@
-"""The output of a run while it trains: `metrics.jsonl`, its `loggers` (TensorBoard, wandb, MLflow), a progress line."""
+"""The output of a run while it trains: `metrics.jsonl`, its `loggers` (TensorBoard, wandb), a progress line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rl_training.errors import first_line, printable
 from rl_training.record.event_file import EventFile
 from rl_training.record.metrics_file import Appender, format_row, tagged_numbers, trim_rows
-from rl_training.safe_files import refuse_link
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -58,7 +57,6 @@ class RunLogger:
         makers: dict[str, Callable[[], Any]] = {
             "tensorboard": partial(EventFile, folder, clock, purge_from, self._warn),
             "wandb": partial(WandbRun, folder.resolve(), config or {}),
-            "mlflow": partial(MLflowRun, folder.resolve(), config or {}),
         }
         self._sinks: dict[str, Any] = {}
         for name in loggers:
@@ -99,7 +97,7 @@ class RunLogger:
 
     def progress(
         self, step: int, steps_per_second: float, seconds_left: float, return_mean: float | None,
-        losses: Mapping[str, Any] | None = None, workers: Sequence[str] = (), doing: str = "",
+        losses: Mapping[str, Any] | None = None, doing: str = "",
     ) -> None:  # fmt: skip
         """Redraw the live line of a terminal, at most 4 times a second, or print a plain line every 5 seconds."""
         now = self._clock()
@@ -110,7 +108,6 @@ class RunLogger:
         parts = [f"{math.floor(100 * share):3d}%", f"{step:,}/{self._total:,}", *([doing] if doing else [])]
         parts += [f"{steps_per_second:,.0f} steps/s", f"eta {format_duration(seconds_left)}"]
         parts += [] if return_mean is None else [f"return {float(return_mean):.4g}"]
-        parts += workers
         parts += [f"{name} {float(value):.3g}" for name, value in itertools.islice((losses or {}).items(), 3)]
         self._print("  ".join(parts), step)
 

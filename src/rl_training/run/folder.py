@@ -229,14 +229,10 @@ def end_written(run_dir: Path) -> Iterator[dict[str, Any]]:
         (run_dir / END_FILE).unlink(missing_ok=True)
     try:
         yield end
-    except KeyboardInterrupt:
-        end["stop_reason"] = "SIGINT"
-        raise
-    except Terminated:
-        end["stop_reason"] = "SIGTERM"
-        raise
     except BaseException as error:
-        end["failure"] = f"{type(error).__name__}: {error}"
+        signals = {KeyboardInterrupt: "SIGINT", Terminated: "SIGTERM"}
+        stopped = next((name for kind, name in signals.items() if isinstance(error, kind)), None)
+        end |= {"stop_reason": stopped} if stopped else {"failure": f"{type(error).__name__}: {error}"}
         raise
     finally:
         with suppress(OSError):  # a full disk must not hide how the run ended

@@ -64,16 +64,4 @@ class Recorder:
         mean = (self.progress_metrics() | collected).get("episode_return_mean")
         losses = {name: value for name, value in read_metrics(self.state.latest).items() if name.endswith("loss")}
         doing = "evaluating" if evaluates else "not learning yet" if clock.before_learning else ""
-        workers = describe_workers(collected)
-        self.logger.progress(self.state.step, *self.cadence.pace(), mean, losses, workers, doing)
-
-
-def describe_workers(metrics: Mapping[str, float]) -> list[str]:
-    """Descriptions such as `lag 1.2 (0 to 5)`, `learner waits 12%`, and problems; empty without workers."""
-    if "policy_lag" not in metrics:
-        return []
-    least, mean, most = (metrics[f"policy_lag{end}"] for end in ("_min", "", "_max"))
-    spread = "" if least == most else f" ({least:g} to {most:g})"
-    waits = [f"learner waits {metrics['learner_waiting']:.0%}", f"workers wait {metrics['worker_waiting']:.0%}"]
-    counts = {name: int(metrics[f"worker_{name}"]) for name in ("restarts", "dropped")}
-    return [f"lag {mean:.3g}{spread}", *waits, *(f"{n:,} {name}" for name, n in counts.items() if n)]
+        self.logger.progress(self.state.step, *self.cadence.pace(), mean, losses, doing)
