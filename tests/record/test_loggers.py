@@ -1,5 +1,5 @@
-"""`loggers`: where metrics go besides metrics.jsonl. The package is not installed here; a small stand-in writes what
-it is told to a file. (It was tried with the real one: wandb 0.31 offline.)"""
+"""`loggers`: where metrics go besides metrics.jsonl. The packages are not installed here; small stand-ins write what
+they are told to a file. (Both were tried with the real ones: wandb 0.31 offline, mlflow-skinny 3.17.)"""
 
 from __future__ import annotations
 
@@ -40,22 +40,43 @@ def init(**options):
     tell("start", options)
     return Run()
 """
+MLFLOW = TELL + """
+from types import SimpleNamespace as Space
+
+class MlflowClient:
+    def __init__(self, uri): self.uri = uri
+    def get_experiment_by_name(self, name): return None
+    def create_experiment(self, name): return "1"
+    def search_runs(self, experiments, query): return []
+    def create_run(self, experiment, run_name, tags):
+        tell("start", {"name": run_name, "dir": self.uri})
+        return Space(info=Space(run_id="7"))
+    def log_param(self, run, name, value): pass
+    def log_batch(self, run, metrics): tell("log", {m[0]: m[1] for m in metrics} | {"step": metrics[0][3]})
+    def set_terminated(self, run): tell("close")
+"""
+
+
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The stand-ins can be imported; returns a function that reads what they were told."""
     packages = tmp_path / "packages"
-    packages.mkdir()
+    (packages / "mlflow").mkdir(parents=True)
     (packages / "wandb.py").write_text(WANDB)
+    (packages / "mlflow" / "__init__.py").write_text(MLFLOW)
+    (packages / "mlflow" / "entities.py").write_text("def Metric(*parts):\n    return parts\n")
     monkeypatch.syspath_prepend(str(packages))
     monkeypatch.setenv("STAND_IN", str(tmp_path / "told.jsonl"))
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for name in ("wandb", "mlflow", "mlflow.entities"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield lambda: [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
-    sys.modules.pop("wandb", None)
+    for name in ("wandb", "mlflow", "mlflow.entities"):
+        sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["wandb"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_service_gets_the_numbers_of_every_row(name: str, told: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "mine"
     with closing(RunLogger(run_dir, console=False, total_steps=10, loggers=[name], config={"algo": "ppo"})) as logger:
@@ -71,7 +92,7 @@ def test_a_service_gets_the_numbers_of_every_row(name: str, told: Any, tmp_path:
     assert not list(run_dir.glob("events*"))
 
 
-@pytest.mark.parametrize("name", ["wandb"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
 @pytest.mark.parametrize("moment", ["start", "log", "close"])
 def test_a_service_that_fails_is_warned_of_once_and_the_run_goes_on(
     moment: str, name: str, told: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +117,7 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
 
 
 def test_an_unknown_logger_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"loggers.*tensorboard.*wandb"):
+    with pytest.raises(UserError, match=r"loggers.*tensorboard.*wandb.*mlflow"):
         tiny("ppo", tmp_path, loggers=["comet"])
 
 

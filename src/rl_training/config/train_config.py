@@ -96,8 +96,8 @@ class TrainConfig(StrictModel):
     max_seconds: float | None = Field(
         None, gt=0, description="Stop after this many seconds of training, without evaluations, counted across resumes."
     )
-    loggers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        ("tensorboard",), description="Where metrics go in addition to metrics.jsonl: tensorboard, wandb."
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
+        ("tensorboard",), description="Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow."
     )
     name: str | None = Field(None, description="Name of the run's folder; null: algorithm, environment and time.")
     tags: tuple[str, ...] = Field((), description="Words stored with the run, and shown by wandb and mlflow.")

@@ -1,4 +1,4 @@
-"""The output of a run while it trains: `metrics.jsonl`, its `loggers` (TensorBoard, wandb), a progress line."""
+"""The output of a run while it trains: `metrics.jsonl`, its `loggers` (TensorBoard, wandb, MLflow), a progress line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rl_training.errors import first_line, printable
 from rl_training.record.event_file import EventFile
 from rl_training.record.metrics_file import Appender, format_row, tagged_numbers, trim_rows
+from rl_training.safe_files import refuse_link
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -57,6 +58,7 @@ class RunLogger:
         makers: dict[str, Callable[[], Any]] = {
             "tensorboard": partial(EventFile, folder, clock, purge_from, self._warn),
             "wandb": partial(WandbRun, folder.resolve(), config or {}),
+            "mlflow": partial(MLflowRun, folder.resolve(), config or {}),
         }
         self._sinks: dict[str, Any] = {}
         for name in loggers:
