@@ -91,13 +91,13 @@ class Experience:
         """The environments from `start` to `stop`, in the same memory."""
         return Experience(self.layout, {name: array[:, start:stop] for name, array in self.arrays.items()})
 
-    def rows(self) -> Iterator[dict[str, Array | None]]:
+    def rows(self) -> Iterator[dict[str, Any]]:
         """Step by step, the arguments of a replay buffer's `add`."""
         for envs, part in self.parts:
             part.steps, part.has_resets = self.steps, self.has_resets
             yield from ({**row, "envs": envs} for row in part.rows())
         for t in range(0 if self.parts else self.steps):
-            row: dict[str, Array | None] = {
+            row = {
                 "obs": self.obs[t], "actions": self.actions[t], "rewards": self.rewards[t],
                 "terminated": self.terminated[t], "truncated": self.truncated[t], "next_obs": self.obs[t + 1],
                 "final_obs": None if self.final_obs is None else self.final_obs[t],

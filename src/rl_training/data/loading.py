@@ -72,6 +72,14 @@ def export_random_transition_dataset(env_id: str, path: str | Path, num_steps: i
     return load_transition_dataset("random", env_id=env_id, size=num_steps, seed=seed).save_npz(path)
 
 
+def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """One Gymnasium environment, or a `UserError` that says why not."""
+    try:
+        return gym.make(env_id, **(env_kwargs or {}))
+    except Exception as error:  # an id or arguments from a file can fail in any way
+        raise UserError(f"{env_id} cannot be made: {first_line(error)}.") from None
+
+
 def make_random_dataset(env_id: str, num_steps: int, seed: int, make_env: Callable[[], Any]) -> TransitionDataset:
     """`num_steps` of uniformly random legal actions; the same seed makes the same data."""
     env = make_env()
@@ -95,7 +103,7 @@ def _random_action(space: Any, info: Any, env_id: str) -> Any:
     if mask is None or isinstance(space, spaces.Box):
         return space.sample()
     is_binary = isinstance(space, spaces.MultiBinary)
-    sizes = np.full(space.shape, 2) if is_binary else getattr(space, "nvec", getattr(space, "n", None))
+    sizes: Any = np.full(space.shape, 2) if is_binary else getattr(space, "nvec", getattr(space, "n", None))
     flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, list | tuple) else np.ravel(mask)
     if flat.size != np.sum(sizes):
         raise UserError(f"info['action_mask'] of {env_id} has {flat.size} entries; {space} needs {np.sum(sizes)}.")
@@ -290,14 +298,6 @@ def _environment_of(dataset: TransitionDataset, env_id: str | None) -> dict[str,
         if not isinstance(space, spaces.Box):
             space = spaces.flatten_space(space)  # what the rows hold
         return {"env": env.spec, "observation_space": space, "action_space": env.action_space}
-
-
-def open_env(env_id: str, env_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """One Gymnasium environment, or a `UserError` that says why not."""
-    try:
-        return gym.make(env_id, **(env_kwargs or {}))
-    except Exception as error:  # an id or arguments from a file can fail in any way
-        raise UserError(f"{env_id} cannot be made: {first_line(error)}.") from None
 
 
 def _write_episode(dataset: TransitionDataset, rows: slice) -> dict[str, Any]:

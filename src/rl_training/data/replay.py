@@ -121,13 +121,14 @@ class ReplayBuffer(EnvRings):
             self._cut(of[moved])
             self._show(rows[moved], obs[moved], _at(masks, moved))
         finals, final_masks = (next_obs, next_masks) if final_obs is None else (final_obs, final_masks)
-        step = [of, rows, actions, rewards, terminated, truncated, done, next_obs, next_masks, finals, final_masks]
-        self._lockstep = self._lockstep and envs is None
-        if valid is not None and not valid.all():
+        step = (of, rows, actions, rewards, terminated, truncated, done, next_obs, next_masks, finals, final_masks)
+        if valid is None or valid.all():
+            self._lockstep = self._lockstep and envs is None
+            self._store(*step)
+        else:
             self._lockstep = False
             self._show(rows[~valid], next_obs[~valid], _at(next_masks, ~valid))
-            step = [_at(part, valid) for part in step]
-        self._store(*step)
+            self._store(*(_at(part, valid) for part in step))
 
     def _store(
         self, of: Array, rows: Array, actions: Array, rewards: Array, terminated: Array, truncated: Array, done: Array,
@@ -242,7 +243,7 @@ class ReplayBuffer(EnvRings):
         return slots % self._slots * self.num_envs + envs
 
     def _rows_in_lockstep(self, ranks: Array, oldest: int) -> Array:
-        return (ranks + oldest * self.num_envs) % self._length
+        return (ranks + oldest * self.num_envs) % self._length if oldest else ranks
 
     def gather(self, rows: Array, **more: Array) -> dict[str, Tensor]:
         """The transitions at row indices [B]: obs, actions, rewards (discounted n-step sum), next_obs, terminated,

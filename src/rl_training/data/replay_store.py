@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class BufferStore(Store):
 
     buffer: Any
     credit: float
-    counters = ("credit",)
+    counters: ClassVar[tuple[str, ...]] = ("credit",)
 
     def random_steps(self, step: int) -> int:
         """The number of transitions from `step` on that use random actions."""
@@ -46,7 +46,7 @@ class BufferStore(Store):
     @property
     def is_filled(self) -> bool:
         """Whether the buffer has what learning needs; not after a resume without it, until it is filled again."""
-        return len(self.buffer) >= min(self.params.learning_starts, self.buffer.capacity)
+        return bool(len(self.buffer) >= min(self.params.learning_starts, self.buffer.capacity))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of a store, and under `replay` the buffer."""

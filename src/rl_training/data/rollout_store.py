@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, Batch
+from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import TransitionDataset
 from rl_training.data.experience import Experience, Request, Timed
 from rl_training.data.recorded_store import describe_origin, find_dataset, fit_dataset, refuse_missing, refuse_unread
 from rl_training.data.store import Store, StoreContext
-from rl_training.data.transfer import as_tensors
 from rl_training.envs.random_play import play_at_random
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.errors import UserError, counted
@@ -68,13 +67,11 @@ class RolloutStore(Store):
             batch["valid"] = experience.valid
         if not reads_values:
             batch["bootstrap_obs"] = experience.obs[-1]
-        is_on_device = isinstance(experience.obs, Tensor)
-        if not is_on_device:
-            batch = as_tensors(batch, torch.device(self.device))
+        batch = {name: torch.as_tensor(column).to(self.device) for name, column in batch.items()}
         batch["behavior_logprobs"] = batch["logprobs"]
         if reads_values:
             batch |= self._evaluate(algorithm)
-        elif experience.final_obs is not None and (is_on_device or experience.truncated.any()):
+        elif experience.final_obs is not None and (isinstance(experience.obs, Tensor) or experience.truncated.any()):
             batch["final_obs"] = torch.as_tensor(experience.final_obs).to(self.device)
         yield "policy", batch
 
@@ -104,6 +101,9 @@ class RolloutStore(Store):
             if rows.any():
                 finals[torch.from_numpy(rows).to(self.device)] = evaluate(experience.final_obs[rows])
         return {"values": values[:-1], "bootstrap_value": values[-1], "truncation_values": finals}
+
+    def feedback(self, batch: Batch, result: UpdateResult) -> None:
+        """Rollouts need no feedback."""
 
     def watch(self, timed: Timed) -> None:
         """Let `timed` replace the evaluation of a rollout."""

@@ -41,9 +41,8 @@ class SupportWatch:
         """Compare the rewards of new experience and the returns of episodes that ended in it."""
         if self._warned and not any(self.moves):
             return  # there is nothing left to say
-        row: dict[str, Any]
         for row in experience.rows():
-            envs = range(len(self._rewards)) if row.get("envs") is None else row["envs"]
+            envs = row.get("envs", range(len(self._rewards)))
             ended, valid = row["terminated"] | row["truncated"], row["valid"]
             for i, (env, reward) in enumerate(zip(envs, row["rewards"].tolist(), strict=True)):
                 if valid is not None and not valid[i]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ def fits_on_gpu(nbytes: int, device: str) -> bool:
 
 def as_tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
     """The arrays on a device: on the CPU the tensors share their memory, on others one transfer copies all of them."""
-    return Sender(device)(arrays)
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    given = list(arrays.values())
+    return dict(zip(arrays, Lane(given, device, is_reused=False).send(given), strict=True))
 
 
 class Sender:
@@ -50,7 +54,7 @@ class Sender:
     def __call__(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         """The arrays on the device; on the CPU the tensors share their memory."""
         if self.device.type == "cpu":
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+            return as_tensors(arrays, self.device)
         given = list(arrays.values())
         lanes = self._lanes.setdefault(tuple([(array.shape, array.dtype) for array in given]), deque())
         lanes.append(lanes.popleft() if len(lanes) == self.TURNS else Lane(given, self.device))
@@ -60,15 +64,21 @@ class Sender:
 class Lane:
     """Memory for arrays of these shapes, one after the other, pinned on the host and on a device."""
 
-    def __init__(self, arrays: Sequence[Array], device: torch.device) -> None:
+    def __init__(self, arrays: Sequence[Array], device: torch.device, *, is_reused: bool = True) -> None:
         on_gpu = device.type == "cuda"
-        self.here = torch.empty(sum(map(_padded, arrays)), dtype=torch.uint8, pin_memory=on_gpu)
+        begins = [0, *accumulate(-(-array.nbytes // 16) * 16 for array in arrays)]  # each at a multiple of 16
+        self.here = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=on_gpu)
         self.there = torch.empty_like(self.here, device=device)
-        self.views = [tensor.numpy() for tensor in _parts(self.here, arrays)]
-        self.tensors = list(_parts(self.there, arrays))
+        # numpy makes the views on the host: a call of torch takes longer
+        host, placed = self.here.numpy(), list(zip(arrays, begins, strict=False))
+        self.views = [host[at : at + array.nbytes].view(array.dtype).reshape(array.shape) for array, at in placed]
+        whole = {dtype: self.there.view(torch_dtype(dtype)) for dtype in {array.dtype for array in arrays}}
+        self.tensors = [
+            whole[array.dtype].narrow(0, at // array.itemsize, array.size).view(array.shape) for array, at in placed
+        ]
         # looking the stream up takes longer than the transfer
-        self.stream = torch.cuda.current_stream(device) if on_gpu else None
-        self.sent = torch.cuda.Event() if on_gpu else None
+        self.stream = torch.cuda.current_stream(device) if on_gpu and is_reused else None
+        self.sent = None if self.stream is None else torch.cuda.Event()
 
     def send(self, arrays: Sequence[Array]) -> list[Tensor]:
         """Send arrays, overwriting what was sent before."""
@@ -80,22 +90,6 @@ class Lane:
         if self.sent is not None:
             self.sent.record(self.stream)
         return self.tensors
-
-
-def _padded(array: Array) -> int:
-    """Bytes up to the next multiple of 16."""
-    return -(-array.nbytes // 16) * 16
-
-
-def _parts(joined: Tensor, arrays: Sequence[Array]) -> Iterator[Tensor]:
-    """Views of the bytes for each array, on any device."""
-    begin, whole = 0, {}
-    for array in arrays:
-        kind = torch_dtype(array.dtype)
-        if kind not in whole:
-            whole[kind] = joined.view(kind)
-        yield whole[kind].narrow(0, begin // array.itemsize, array.size).view(array.shape)
-        begin += _padded(array)
 
 
 class DeviceCopy:

@@ -277,7 +277,7 @@ def estimate_seconds(session: Session, seconds: float) -> float:
 def storage_bytes(session: Session) -> int:
     """Bytes of the experience that the session keeps, imagined and recorded rows included."""
     store = session.store
-    kept = [getattr(owner, "buffer", None) for owner in (store, getattr(store, "rollouts", None))]
+    kept = [getattr(store, name, None) for name in ("buffer", "imagined")]
     kept.append(getattr(session.collector, "experience", None))
     recorded = [getattr(store, name, None) for name in ("dataset", "expert")]
     rows = sum(array.nbytes for data in recorded if data is not None for array in data.arrays().values())
