@@ -181,7 +181,7 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(tmp_path: Path) -> No
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     package = {
         str(path.relative_to(source / "src")) for path in (source / "src" / "rl_training").rglob("*")
-        if path.suffix in {".py", ".pyi", ".yaml", ".npz", ".typed"} or path.name == "py.typed"
+        if path.suffix in {".py", ".pyi", ".yaml", ".npz", ".typed", ".html", ".md"} or path.name == "py.typed"
     }  # fmt: skip
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

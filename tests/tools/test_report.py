@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import gymnasium as gym
+import matplotlib
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -309,7 +310,8 @@ def test_names_are_text_and_the_same_chart_is_the_same_file() -> None:
     series = [Series(name, line, line) for name in ("$x_1$", "<b>", "_hidden", "中\x1b")]
     drawn = draw_svg(series, "t", "x", "y")
     assert re.findall(r"<text[^>]+>([^<]+)</text>", drawn)[-4:] == ["$x_1$", "&lt;b&gt;", "_hidden", "中"]
-    assert drawn == draw_svg(series, "t", "x", "y")
+    with matplotlib.rc_context({"text.usetex": True, "lines.linewidth": 9.0}):  # as a matplotlibrc here could say
+        assert drawn == draw_svg(series, "t", "x", "y")
     assert " id=" not in re.sub('<(path|clipPath) id="[pm][0-9a-f]+"', "", drawn)  # those are hashes
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 from typing import Any, NamedTuple
 
@@ -38,18 +39,28 @@ class Series(NamedTuple):
     high: Array | None = None
 
 
+@contextmanager
+def own_style(settings: Any = None) -> Iterator[None]:
+    """Draw with our style, these settings and matplotlib's defaults: a stranger's folder may hold a `matplotlibrc`."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE | (settings or {}))
+        yield
+
+
 def draw_chart(
     series: Sequence[Series], title: str, x_label: str, y_label: str, *, kind: str, size: tuple[float, float] = WIDE
 ) -> bytes:
     """The chart as a file of that kind: svg, png or pdf. The same lines give the same SVG."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     most = int(size[0] / LETTER) - 8  # letters of a name
     names = [name if len(name) <= most else f"{name[: most - 1]}…" for name in (printable(s.name) for s in series)]
     columns = max(1, int(size[0] / LETTER / (8 + max(map(len, names), default=0))))
     rows = -(-len(names) // columns) if len(names) > 1 else 0
-    with warnings.catch_warnings(), matplotlib.rc_context(STYLE | {"svg.hashsalt": f"{title}, {y_label}, {size}"}):
+    with own_style({"svg.hashsalt": f"{title}, {y_label}, {size}"}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that matplotlib's font lacks; a browser has other fonts
         figure = Figure(figsize=(size[0], size[1] + ROW * rows), layout="constrained")
         axes = figure.subplots()

@@ -17,6 +17,7 @@ from rl_training.errors import UserError
 from rl_training.run.evaluation import play_policy
 from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint
 from rl_training.safe_files import output_written, refuse_link, replacing
+from rl_training.tools.drawing import own_style
 
 PLAYED = 11  # windows' worth of steps that are played to find one window
 COLUMNS = 15  # frames of a strip
@@ -76,6 +77,7 @@ def cut_windows(dataset: TransitionDataset, starts: Array, length: int) -> Windo
     return Windows(*(torch.from_numpy(array) for array in (obs, *led)))
 
 
+@own_style({"axes.grid": False})
 def draw_imagination(
     path: PathLike, folder: PathLike, *, warm_up: int = 10, horizon: int = 50, seed: int | None = None,
     env: UserEnv | None = None,
