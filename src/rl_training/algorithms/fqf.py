@@ -19,7 +19,7 @@ from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose
 from rl_training.errors import UserError
 from rl_training.ops.distributional import fraction_gradient, quantile_huber
-from rl_training.ops.policy import mask_actions
+from rl_training.ops.losses import mask_actions
 from rl_training.ops.targets import bellman_target
 from rl_training.speed.optimizer import Backward
 

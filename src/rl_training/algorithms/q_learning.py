@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Carry, NumpyPolicy, UpdateResult
 from rl_training.algorithms.numbers import Number, Setting
 from rl_training.algorithms.target import TargetNetwork
-from rl_training.ops.losses import chosen_slopes, index_actions, weighted_mean
-from rl_training.ops.policy import mask_actions
+from rl_training.ops.losses import chosen_slopes, index_actions, mask_actions, weighted_mean
 from rl_training.ops.targets import transition_columns
 from rl_training.play import random_actions
 from rl_training.speed.numpy_forms import mask_in_numpy

@@ -49,7 +49,7 @@ def linear_step(layer: Any, most_weights: int = MOST_WEIGHTS) -> NumpyStep | Non
 
 
 def mask_in_numpy(scores: Array, legal: Array | None) -> Array:
-    """`ops.policy.mask_actions` in numpy."""
+    """`ops.losses.mask_actions` in numpy."""
     if legal is None:
         return scores
     return np.where(legal | ~legal.any(-1, keepdims=True), scores, -np.inf)
