@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
 import torch
 
-from rl_training.algorithms.base import Algorithm
 from rl_training.collect.worker import FIRST
 from rl_training.config.params import Params, dump_params
-from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
+from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
-from rl_training.data.experience import Experience, ExperienceLayout
-from rl_training.data.store import StoreContext
 from rl_training.envs.engines import choose_vectorization
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
@@ -44,10 +37,7 @@ PPO = "PPO of 512 x 512 units with 8 CartPoles: 7,251 steps/s, 1,887 on a core"
 SMALL = "DQN of 128 x 128 units: 708 steps/s on the GPU, 925 on a core"
 COMPILERS = {"darwin": "clang++", "win32": "cl"}
 WIDEST_ON_ONE, MOST_THREADS = 128, 8
-SECONDS = 1.0  # for all measurements of threads together, and at most for each
-FEW_UPDATES = 3  # with fewer, a single slow update would decide
-NEARLY_AS_FAST = 1.1  # up to this multiple of the shortest time, fewer threads win
-MEASURED_LANES = ("rollout", "replay")  # their stores accept artificial experience
+
 
 
 def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[tuple[str, bool, str]]:
@@ -156,61 +146,3 @@ def torch_settings_restored() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
-
-
-def time_updates(
-    spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, recipe: EnvRecipe, num_envs: int, most: int,
-    build: Callable[[Params], Algorithm],
-) -> dict[int, float]:  # fmt: skip
-    """Seconds that an update takes with 1, 2, 4, ... up to `most` threads, until more do not help.
-
-    The result is empty if nothing is measured. A separate learner and store learn from noise, so the run itself does
-    not change. Each update has one minibatch.
-    """
-    if most == 1 or spec.lane not in MEASURED_LANES or params.facts.reads_recordings:
-        return {}
-    params = params.model_copy(update=params.one_update(num_envs))
-    algorithm = build(params)
-    envs = num_envs if spec.lane == "rollout" else 1
-    rng = np.random.default_rng(0)
-    store = spec.store(StoreContext(params, spaces, envs, 0, "cpu", recipe, rng))
-    store.add(make_up_experience(store.layout, rng), 0)
-    (phase, batch), *_ = store.batches(algorithm, 0)
-    counts = [*(1 << i for i in range((most - 1).bit_length())), most]
-    taken: dict[int, float] = {}
-    with torch_settings_restored():
-        for count in counts:
-            taken[count] = _time_update(algorithm, phase, batch, count, SECONDS / len(counts))
-            if taken[count] > min(taken.values()):
-                break  # more will not help either
-    return taken
-
-
-def make_up_experience(layout: ExperienceLayout, rng: np.random.Generator) -> Experience:
-    """Experience filled with noise; all images are the same frame, because buffers check frame stacks."""
-    experience = Experience(layout)
-    experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
-    for noisy in (experience.obs, experience.rewards):
-        is_image = noisy.dtype.kind == "u"
-        noisy[...] = 100 * rng.random(noisy.shape[-2:]) if is_image else rng.standard_normal(noisy.shape)
-    for masks in (experience.masks, experience.final_masks):
-        if masks is not None:
-            masks.fill(True)
-    return experience
-
-
-def _time_update(algorithm: Algorithm, phase: str, batch: Any, threads: int, seconds: float) -> float:
-    torch.set_num_threads(threads)
-    algorithm.update(batch, phase=phase, global_step=0, sync=False)  # includes one-time costs
-    times: list[float] = []
-    begun = time.perf_counter()
-    while not times or time.perf_counter() - begun < (seconds if len(times) >= FEW_UPDATES else SECONDS):
-        start = time.perf_counter()
-        algorithm.update(batch, phase=phase, global_step=0, sync=False)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def fastest(seconds: Mapping[int, float]) -> int:
-    """The fewest threads that are nearly as fast as the fastest."""
-    return min(count for count, taken in seconds.items() if taken <= NEARLY_AS_FAST * min(seconds.values()))

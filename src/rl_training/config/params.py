@@ -124,7 +124,6 @@ class Facts(NamedTuple):
     replay_on_device: bool = False  # whether it must
     random_steps: int = 0  # before learning starts
     pretrain_updates: int = 0  # before the first step
-    reads_recordings: bool = False  # whether the store needs recorded data
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
 
@@ -213,10 +212,6 @@ class Params(StrictModel):
         """The largest value that a number has in a run."""
         schedule = self.schedules.get(name)
         return float(getattr(self, name)) if schedule is None else max(schedule.value(0.0), schedule.value(1.0))
-
-    def one_update(self, num_envs: int) -> dict[str, Any]:
-        """Changes to the values, so that a turn is one update on as many rows as an update of the run, to time it."""
-        return {}
 
     def fixed_numbers(self) -> dict[str, str]:
         """Numbers that cannot be scheduled, for example because they are read once, each with the reason."""

@@ -113,14 +113,6 @@ class ReplayParams(BufferParams, OffPolicyParams):
         """As the base classes, plus the numbers that the buffer reads."""
         return super().facts._replace(store_numbers=("gamma", "prioritized_beta"))
 
-    def one_update(self, num_envs: int) -> dict[str, Any]:
-        """One batch, of a buffer that is not larger than needed."""
-        rows = self.batch_size
-        return {
-            "train_frequency": rows, "buffer_capacity": 2 * rows, "gradient_updates_per_step": 1, "n_step": 1,
-            "learning_starts": 0, "replay_folder": None,
-        }  # fmt: skip
-
     def built_in_schedules(self) -> dict[str, Schedule]:
         """The importance weights grow to full strength over the budget."""
         if not self.prioritized:

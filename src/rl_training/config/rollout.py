@@ -23,7 +23,6 @@ class RolloutParams(Params):
     """Hyper-parameters of algorithms that learn from rollouts."""
 
     unused: ClassVar[Reasons] = (LINEAR_HEADS,)
-    repeats: ClassVar[tuple[str, ...]] = ()  # settings that multiply the gradient steps of a rollout
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
@@ -34,11 +33,6 @@ class RolloutParams(Params):
     def lag(self) -> int:
         """`policy_lag`."""
         return self.policy_lag
-
-    def one_update(self, num_envs: int) -> dict[str, Any]:
-        """One pass over a rollout of as many rows as a minibatch."""
-        rows = self.facts.rows or self.num_steps * num_envs
-        return {"num_steps": min(self.num_steps, -(-rows // num_envs)), **dict.fromkeys(self.repeats, 1)}
 
 
 class VTraceParams(RolloutParams):
@@ -53,8 +47,6 @@ class VTraceParams(RolloutParams):
 
 class ClippedParams(RolloutParams):
     """Epochs of minibatches on a rollout, with a clipped probability ratio."""
-
-    repeats: ClassVar[tuple[str, ...]] = ("update_epochs",)
 
     update_epochs: int = Field(10, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int | None = Field(64, ge=1, description="Rows per gradient step; null: the whole rollout.")

@@ -23,7 +23,7 @@ from rl_training.collect.local import Collector, LocalCollector, NoCollector
 from rl_training.collect.transport import SharedMemory, Transport
 from rl_training.collect.worker import FIRST, WorkerPlan
 from rl_training.collect.workers import WorkerCollector
-from rl_training.config.choices import ACCELERATED, choose_device, fastest, resolve, time_updates
+from rl_training.config.choices import ACCELERATED, choose_device, resolve
 from rl_training.config.own_network import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
 from rl_training.config.settings import find_unused
@@ -157,7 +157,7 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
 
 
 def resolve_plan(plan: Plan) -> Plan:
-    """The plan with every `auto` of its config decided; the number of threads of a new run is measured."""
+    """The plan with every `auto` of its config decided."""
     asked, params, ranks, is_new = plan.config, plan.params, plan.ranks, plan.stored is None
     device, why = choose_device(asked, params, plan.spaces)
     if is_new and device == "cpu" and params.facts.replay_on_device:
@@ -169,16 +169,6 @@ def resolve_plan(plan: Plan) -> Plan:
         eager = plan.spec.learner.eager_part
         auto, left_out = " auto is" if asked.accelerate == "auto" else "", f", but not {eager}" if eager else ""
         notes.append(f"accelerate{auto} {config.accelerate}: {ACCELERATED[config.accelerate]}{left_out}")
-    alone = ranks.count == 1 and not config.has_workers  # timing would miss other processes, which do not run yet
-    if is_new and asked.threads == "auto" and config.device == "cpu" and alone:
-        make_algorithm = partial(build_algorithm, plan.spec, spaces=plan.spaces, seed=config.seed, device="cpu")
-        sizes = config.num_envs, int(config.threads)
-        with experience_fits(config):
-            times = time_updates(plan.spec, params, plan.spaces, plan.recipe, *sizes, make_algorithm)
-        if times:
-            config = config.model_copy(update={"threads": fastest(times)})
-            took = ", ".join(f"{float(f'{1000 * time:.3g}'):,g} ms with {count}" for count, time in times.items())
-            notes.append(f"threads auto is {config.threads}: an update here takes {took}")
     notes += [f"warning: {text}" for text in find_unused(config, params, plan.spaces)]
     return replace(plan, config=config, notes=(*plan.notes, *notes))
 

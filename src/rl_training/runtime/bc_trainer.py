@@ -34,7 +34,7 @@ class BCParams(Params, DatasetParams):
     @property
     def facts(self) -> Facts:
         """As the base class, plus the rows of a batch."""
-        return super().facts._replace(rows=self.batch_size, reads_recordings=True)
+        return super().facts._replace(rows=self.batch_size)
 
 
 SPECS = [

@@ -40,8 +40,7 @@ class RLPDParams(TemperatureParams, ActorCriticParams, DatasetParams):
     @property
     def facts(self) -> Facts:
         """As the base classes, plus the critics and the prior data."""
-        updates = self.offline_pretrain_updates
-        return super().facts._replace(members=self.num_critics, pretrain_updates=updates, reads_recordings=True)
+        return super().facts._replace(members=self.num_critics, pretrain_updates=self.offline_pretrain_updates)
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
         """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""

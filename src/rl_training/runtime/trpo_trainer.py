@@ -17,7 +17,6 @@ class TRPOParams(RolloutParams):
     """Hyper-parameters of TRPO."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "value_learning_rate"}
-    repeats: ClassVar[tuple[str, ...]] = ("value_updates",)
     unused: ClassVar[Reasons] = (
         Reason(("ent_coef", "vf_coef"), "policy and critic have steps of their own, without it"),
     )
