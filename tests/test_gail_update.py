@@ -407,11 +407,11 @@ def test_another_expert_is_refused_on_resume(tmp_path: Path) -> None:
         ({"absorbing_states": True, "gamma": 1.0}, "gamma is 1; with absorbing_states it must be below"),
         (
             {"absorbing_states": True, "gamma_schedule": {"type": "linear", "start": 0.9, "end": 1.0}},
-            "gamma_schedule: gamma would be 1; with absorbing_states",
+            "gamma_schedule: gamma is 1; with absorbing_states",
         ),
         (
             {"absorbing_states": True, "gamma_schedule": {"type": "constant", "start": 1.0}},
-            "gamma_schedule: gamma would be 1; with absorbing_states",
+            "gamma_schedule: gamma is 1; with absorbing_states",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rl_training.ops.losses import mask_actions
 from rl_training.ops.policy import (
     categorical_entropy,
     categorical_kl,
@@ -19,7 +20,6 @@ from rl_training.ops.policy import (
     gaussian_entropy,
     gaussian_kl,
     gaussian_log_prob,
-    mask_actions,
 )
 
 MASKED_LOGIT = -1e8  # finite, so that 0 probability times this is 0 and not NaN
@@ -54,7 +54,8 @@ class Categorical(Distribution):
     _entropy: Tensor | None = None  # cached, because a loss and its gradient both need it
 
     def __init__(self, logits: Tensor, masks: Tensor | None = None) -> None:
-        self.log_probs = mask_actions(logits, masks, MASKED_LOGIT).log_softmax(-1)
+        scores = logits if masks is None else mask_actions(logits, masks, MASKED_LOGIT)
+        self.log_probs = scores.log_softmax(-1)
 
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
         """Draw by the Gumbel trick: argmax of log-probabilities plus noise (minus the log of exponential draws)."""
