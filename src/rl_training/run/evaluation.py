@@ -16,8 +16,9 @@ import numpy as np
 from rl_training.algorithms.base import Algorithm
 from rl_training.envs.episodes import episode_seed
 from rl_training.envs.factory import episode_limit, make_env
-from rl_training.envs.recipe import Env, EnvRecipe
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.wrappers import Env
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
 from rl_training.run.acting import ActingSession
