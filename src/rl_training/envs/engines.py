@@ -121,7 +121,8 @@ class AsyncEngine(Engine):
                 for step in steps
             ]
         parts: Any = zip(*steps, strict=True)
-        return Step(*(None if part[0] is None else np.concatenate(part) for part in parts))
+        joined: list[Any] = [None if part[0] is None else np.concatenate(part) for part in parts]
+        return Step(*joined)
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""
