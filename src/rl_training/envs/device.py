@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from rl_training.envs.spaces import Array, EnvSpaces
-from rl_training.envs.stepper import Step
+from rl_training.envs.stepper import Engine, Step
 from rl_training.errors import UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
@@ -108,13 +108,12 @@ def advance(
     return Advance(state, ages.masked_fill(done, 0), env.observe(state), final_obs, rewards, terminated, truncated)
 
 
-class DeviceEngine:
+class DeviceEngine(Engine):
     """Steps a `DeviceEnvironment` with numpy arrays; same-step autoreset.
 
     `DeviceCollector` uses its state, noise and functions without leaving the device.
     """
 
-    resets_next_step = False
     state_format = "device"
 
     def __init__(
@@ -172,8 +171,6 @@ class DeviceEngine:
             "generator": self.generator.get_state().numpy(), "device": self.device.type,
         }  # fmt: skip
 
-    brief_state = state_dict
-
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Restore the state; the generator is not restored on another kind of device."""
         self.reset()
@@ -185,9 +182,6 @@ class DeviceEngine:
         if state["device"] == self.device.type:
             self.generator.set_state(torch.from_numpy(np.array(state["generator"])))
         return self.look(), None
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def encode(spaces: EnvSpaces, obs: Tensor) -> Tensor:

@@ -61,9 +61,8 @@ class SyncEngine(Engine):
         obs, masks = self._encode_all(now)
         final_obs = final_masks = None
         if finals:
-            last_obs, last_masks = self._encode_all(list(finals.values()), check=False)
-            final_obs = _replace(obs, list(finals), last_obs)
-            final_masks = None if masks is None else _replace(masks, list(finals), last_masks)
+            lasts = [finals.get(i, row) for i, row in enumerate(now)]
+            final_obs, final_masks = self._encode_all(lasts, check=False)
         return Step(obs, rewards, terminated, truncated, final_obs, masks, final_masks=final_masks)
 
     def _failure(self, error: BaseException) -> EnvironmentFailure:
@@ -73,7 +72,8 @@ class SyncEngine(Engine):
 
     def _encode_all(self, pairs: Sequence[tuple[Any, Any]], check: bool = True) -> tuple[Array, Array | None]:
         rows, infos = zip(*pairs, strict=True)
-        return self.spaces.encode_rows(rows), read_masks(infos, self.spaces, check=check)
+        masks = read_masks(infos, self.spaces, check=check) if self.spaces.has_action_mask else None
+        return self.spaces.encode_rows(rows), masks
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""
@@ -99,13 +99,6 @@ class SyncEngine(Engine):
             raise self._failure(error) from error
 
 
-def _replace(rows: Array, places: Any, others: Array | None) -> Array:
-    """A copy of the rows with `others` at some places."""
-    copied = rows.copy()
-    copied[places] = others
-    return copied
-
-
 class AsyncEngine(Engine):
     """One worker process per environment, each with a `SyncEngine` of its own."""
 
@@ -127,7 +120,9 @@ class AsyncEngine(Engine):
                 step._replace(final_obs=step.obs, final_masks=step.masks) if step.final_obs is None else step
                 for step in steps
             ]
-        return Step(*(None if part[0] is None else np.concatenate(part) for part in zip(*steps, strict=True)))
+        parts: Any = zip(*steps, strict=True)
+        joined: list[Any] = [None if part[0] is None else np.concatenate(part) for part in parts]
+        return Step(*joined)
 
     def state_dict(self) -> dict[str, Any]:
         """Each environment's episode seed and actions."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import gymnasium as gym
 
-from rl_training.envs.recipe import Env, EnvRecipe, device_kinds, is_provided, looks_like_entry_point
-from rl_training.envs.wrappers import layers, wrap
+from rl_training.envs.recipe import EnvRecipe, device_kinds, is_provided, looks_like_entry_point
+from rl_training.envs.wrappers import Env, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 
 

@@ -84,7 +84,7 @@ class AtariEngine(Engine):
         assert options is not None
         given = {**gym.spec(recipe.env_id).kwargs, **recipe.kwargs}
         limits = [limit for limit in (recipe.max_episode_steps, given["max_num_frames_per_episode"]) if limit]
-        self.env = AtariVectorEnv(
+        self.env: Any = AtariVectorEnv(
             given["game"], num_envs, max_num_frames_per_episode=min(limits, default=2**30),
             repeat_action_probability=given["repeat_action_probability"], full_action_space=given["full_action_space"],
             autoreset_mode="SameStep", img_height=options.screen_size, img_width=options.screen_size,

@@ -16,9 +16,9 @@ from rl_training.envs.factory import make_env, make_unwrapped
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.hidden_state import hidden_state
 from rl_training.envs.inputs import read_masks
-from rl_training.envs.recipe import Env, EnvRecipe, device_kinds
+from rl_training.envs.recipe import EnvRecipe, device_kinds
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.wrappers import layers
+from rl_training.envs.wrappers import Env, layers
 from rl_training.errors import MISSING, RESET, UserError, first_line, is_users_file, show_line, user_line
 from rl_training.play import close_all
 

@@ -30,8 +30,9 @@ from rl_training.data.replay_store import make_buffer
 from rl_training.envs.episodes import episode_seed
 from rl_training.envs.factory import episode_limit, make_env
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import Env, EnvRecipe, UserEnv, read_recipe
+from rl_training.envs.recipe import EnvRecipe, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.wrappers import Env
 from rl_training.errors import UserError
 from rl_training.play import closed_after, play
 from rl_training.run import learner
