@@ -231,7 +231,7 @@ def test_metrics_are_of_the_policy_that_acted_and_of_plain_advantages(target_pol
     with torch.no_grad():
         logprobs = policy.distribution(flat[0]).log_prob(flat[1]).view_as(rollout["rewards"])
         values = policy.values(flat[0]).view_as(logprobs)
-        reference = learner._target_logprobs(rollout) if target_policy else logprobs
+        reference = learner.compare_with_target(rollout)[0] if target_policy else logprobs
         trajectories = learner.value_finals(learner.trajectories(rollout))
         _, advantages = learner.vtrace(trajectories, reference, values, learner.pg_rho_clip if target_policy else None)
     metrics = learner.update(rollout).metrics
@@ -317,7 +317,7 @@ def test_the_penalty_is_the_kl_of_the_target_to_the_policy_in_that_direction() -
     target, policy = learner.target.distribution(obs), learner.policy.distribution(obs)
     forward, backward = target.kl(policy).mean().item(), policy.kl(target).mean().item()
     assert abs(forward - backward) > 0.01 * forward
-    assert learner._target_kl(rollout).mean().item() == pytest.approx(forward, rel=1e-5)
+    assert learner.compare_with_target(rollout)[1].mean().item() == pytest.approx(forward, rel=1e-5)
 
 
 @pytest.mark.parametrize("make", [IMPALA, APPO])

@@ -81,11 +81,11 @@ class APPO(IMPALA):
             targets, advantages = self.vtrace(rollout, policy["target_logprobs"], policy["values"], None)
             kl = torch.zeros((), device=targets.device)
         else:
-            reference = self._target_logprobs(rollout)
+            reference, kls = self.compare_with_target(rollout)
             targets, advantages = self.vtrace(rollout, reference, policy["values"], self.pg_rho_clip)
             correction = (rollout["behavior_logprobs"] - reference).clamp(max=math.log(2.0))  # of the log-ratio
             terms["reference_logprobs"] = rollout["behavior_logprobs"] - correction
-            (kl,) = means(self._target_kl(rollout), weights=weights)
+            (kl,) = means(kls, weights=weights)
         terms |= {"vtrace_targets": targets, "pg_advantages": advantages}
         terms["scaled_advantages"] = self.scale_advantages(advantages, weights)
         losses = appo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
@@ -97,20 +97,14 @@ class APPO(IMPALA):
         grad_norm = self.optimizer.apply_gradients(gradients)
         return torch.stack([*losses.values(), kl.detach(), grad_norm])
 
-    @torch.no_grad()
-    def _target_logprobs(self, rollout: Batch) -> Tensor:
-        masks = rollout.get("action_masks")
-        policy = self.target.distribution(rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1))
-        logprobs: Tensor = policy.log_prob(rollout["actions"].flatten(0, 1))
-        return logprobs.view(rollout["rewards"].shape)
-
-    def _target_kl(self, rollout: Batch) -> Tensor:
-        masks = rollout.get("action_masks")
-        obs, masks = rollout["obs"].flatten(0, 1), None if masks is None else masks.flatten(0, 1)
+    def compare_with_target(self, rollout: Batch) -> tuple[Tensor, Tensor]:
+        """The target policy's log-probabilities [T, B], and KL(pi_T || pi) [T, B] with a gradient."""
+        names, shape = ("obs", "actions", "action_masks"), rollout["rewards"].shape
+        obs, actions, masks = (rollout[name].flatten(0, 1) if name in rollout else None for name in names)
         with torch.no_grad():
             target = self.target.distribution(obs, masks)
-        kl: Tensor = target.kl(self.policy.distribution(obs, masks))
-        return kl.view(rollout["rewards"].shape)
+            logprobs = target.log_prob(actions).view(shape)
+        return logprobs, target.kl(self.policy.distribution(obs, masks)).view(shape)
 
     @torch.no_grad()
     def _copy_target(self, kl: Tensor) -> None:

@@ -77,17 +77,14 @@ class RayWorkers(WorkerPool):
             self._actors += [self._start(index) for index in range(self.count)]
             for index in range(self.count):
                 self.get(index)
-        except WorkerFailure:
+        except BaseException as error:
             self.close()
-            if self._ends:
+            if self._ends or not isinstance(error, WorkerFailure):
                 raise
             raise UserError(
                 f"num_workers is {self.count}, but Ray has not started them all in {timeout:g} seconds "
                 f"(worker_timeout); each needs {describe_needs(needs)} that nothing else in the cluster uses."
             ) from None
-        except BaseException:
-            self.close()
-            raise
 
     def _start(self, index: int) -> Any:
         actor = self._make.remote()

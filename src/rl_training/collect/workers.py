@@ -97,6 +97,8 @@ class WorkerCollector(Collector):
         self.transport, self.pool, self.experiences = transport, transport.pool, transport.experiences
         self.experience = self.experiences[0]  # to read sizes from
         self.lag = Lag(lag or 0)
+        self.records: list[WorkerRecord] = []
+        self._flights: list[Flight] = []  # the pending request of each worker
         self.abandon()
         self._answers: dict[int, tuple[int, dict[str, Any]]] = {}  # by place in the batch, with the worker
         self._steps, self._moved = transport.steps(), np.zeros(plan.num_workers)  # and when each last changed
@@ -268,8 +270,7 @@ class WorkerCollector(Collector):
 
     def abandon(self) -> None:
         """Discard the current episodes."""
-        self.started = False
-        self._flights: list[Flight] = []  # the pending request of each worker
+        self.started, self._flights = False, []
         self.records = [WorkerRecord(stop - first) for first, stop in self.columns]
 
     def state_dict(self) -> dict[str, Any]:

@@ -70,13 +70,13 @@ def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
 def build_on_policy(learner: type[Learner], params: Params, spaces: EnvSpaces) -> Learner:
     """A learner with a new policy."""
     scale: dict[str, Any] = {"normalize_rewards": True} if spaces.normalize_rewards else {}
-    return learner(policy=make_policy(params, spaces), **scale, **params.arguments_of(learner))  # type: ignore[call-arg]
+    return learner(policy=make_policy(params, spaces), **scale, **params.arguments_of(learner))
 
 
 def build_on_model(learner: type[Learner], kind: type[nn.Module], params: Params, spaces: EnvSpaces) -> Learner:
     """A learner of continuous actions with new networks."""
     model = make_network(kind, params, spaces)
-    return learner(model=model, **params.arguments_of(learner))  # type: ignore[call-arg]
+    return learner(model=model, **params.arguments_of(learner))
 
 
 def build_on_ensemble(learner: type[ModelLearner], params: Any, spaces: EnvSpaces) -> ModelLearner:
