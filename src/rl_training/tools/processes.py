@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError, first_line
-from rl_training.run.callback import Callback
 
 if TYPE_CHECKING:
     from rl_training.config.train_config import TrainConfig
@@ -138,8 +137,8 @@ def signals_heard() -> Iterator[list[int]]:
 # in the process ------------------------------------------------------------------------------------------------------
 
 
-class Report(Callback):
-    """Reports the progress and the evaluations of a run."""
+class Report:
+    """A callback that reports the progress and the evaluations of a run."""
 
     def __init__(self, link: Connection) -> None:
         self.link, self.reported = link, 0.0
@@ -148,8 +147,8 @@ class Report(Callback):
         """Report the progress from time to time."""
         if time.monotonic() - self.reported >= REPORT_SECONDS:
             self.reported = time.monotonic()
-            speed, seconds_left = run.pace()
-            mean = run.progress_metrics().get("episode_return_mean")
+            speed, seconds_left = run.cadence.pace()
+            mean = run.recorder.progress_metrics().get("episode_return_mean")
             news = {"state": "running", "step": run.step, "speed": speed, "seconds_left": seconds_left, "mean": mean}
             self.link.send(("progressed", news))
 
@@ -172,7 +171,7 @@ def train_here(link: Connection, config: TrainConfig, threads: int, modules: Seq
     try:
         for name in modules:
             importlib.import_module(name)
-        told = [Report(link)]
+        told: list[Any] = [Report(link)]
         done = train(config, callbacks=told, console=False, raise_on_signal=False, continues=continues)
         news = {"state": "stopped" if done.stop_signal else "done", "signal": done.stop_signal}
         news |= {"step": done.metrics["global_step"], "metrics": done.metrics, "run_dir": done.run_dir}
