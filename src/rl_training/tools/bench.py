@@ -190,19 +190,26 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
         threads = 1 if int(config.threads) > 1 else min(cores, MOST_THREADS)
         tried[f"threads={threads}"] = {"threads": threads}
     if spec.steps_environments and result.share("environment", "act", "rollout on the device") >= MUCH:
-        more = MANY_TIMES * config.num_envs
-        tried[f"num_envs={more}{' (other batches)' * (spec.lane == 'rollout')}"] = {"num_envs": more}
-        others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
-        tried |= {f"vectorization={name}": {"vectorization": name} for name in others}
-        if cores > 1:
-            shared = max(LEAST_SHARED, config.num_envs)
-            workers = {"execution_backend": "local_async", "num_envs": shared}
-            tried[f"execution_backend=local_async num_envs={shared}"] = workers
+        tried |= ways_to_collect(config, spec.lane, cores)
     # compiling takes minutes with a world model, or with native environments, whose rollouts differ in length
     compiles_fast = spec.lane == "replay" or (spec.lane == "rollout" and config.vectorization != "native")
     if not on_gpu and captures and compiles_fast and result.share("learn", "rollout on the device") >= MUCH:
         tried["accelerate=compile"] = {"accelerate": "compile"}  # last, because its compiler processes keep running
     return tried
+
+
+def ways_to_collect(config: TrainConfig, lane: str, cores: int) -> dict[str, dict[str, Any]]:
+    """Settings that may speed up collecting, as changes of the config."""
+    more, shared = MANY_TIMES * config.num_envs, max(LEAST_SHARED, config.num_envs)
+    ways: dict[str, dict[str, Any]] = {
+        f"num_envs={more}{' (other batches)' * (lane == 'rollout')}": {"num_envs": more}
+    }
+    others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
+    ways |= {f"vectorization={name}": {"vectorization": name} for name in others}
+    if cores > 1:
+        workers = {"execution_backend": "local_async", "num_envs": shared}
+        ways[f"execution_backend=local_async num_envs={shared}"] = workers
+    return ways
 
 
 def try_settings(result: Breakdown) -> tuple[Trial, ...]:

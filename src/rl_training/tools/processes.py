@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError, first_line
-from rl_training.run.run import Callback
 
 if TYPE_CHECKING:
     from rl_training.config.train_config import TrainConfig
@@ -138,8 +137,8 @@ def signals_heard() -> Iterator[list[int]]:
 # in the process ------------------------------------------------------------------------------------------------------
 
 
-class Report(Callback):
-    """Reports the progress and the evaluations of a run."""
+class Report:
+    """A callback that reports the progress and the evaluations of a run."""
 
     def __init__(self, link: Connection) -> None:
         self.link, self.reported = link, 0.0
@@ -172,7 +171,7 @@ def train_here(link: Connection, config: TrainConfig, threads: int, modules: Seq
     try:
         for name in modules:
             importlib.import_module(name)
-        told = [Report(link)]
+        told: list[Any] = [Report(link)]
         done = train(config, callbacks=told, console=False, raise_on_signal=False, continues=continues)
         news = {"state": "stopped" if done.stop_signal else "done", "signal": done.stop_signal}
         news |= {"step": done.metrics["global_step"], "metrics": done.metrics, "run_dir": done.run_dir}
