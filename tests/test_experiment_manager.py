@@ -67,7 +67,7 @@ def test_an_environment_of_ones_own_is_passed_on(tmp_path: Path) -> None:
         ({"algo_kwargs": {"early_stopping": {"treshold": 1}}},
          "algo_kwargs: unknown key 'early_stopping.treshold'; did you mean 'threshold'?"),
         ({"algo_kwargs": {"hidden_sizes": 64}}, "algo_kwargs: hidden_sizes is 64; it should be a list."),
-        ({"threads": "few"}, "config: threads is 'few'; it should be a whole number, or be 'auto'."),
+        ({"threads": "few"}, "config: threads is 'few'; it should be 'auto', or be a whole number."),
     ],
 )  # fmt: skip
 def test_setup_refuses_a_wrong_config_before_anything_is_made(

@@ -55,7 +55,7 @@ from rl_training.api.algorithms import TD3 as TD3
 from rl_training.api.algorithms import TRPO as TRPO
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
 from rl_training.errors import Terminated as Terminated
-from rl_training.run.callback import Callback as Callback
+from rl_training.run.run import Callback as Callback
 from rl_training.config.params import Schedule as Schedule
 from rl_training.config.train_config import TrainConfig as TrainConfig
 from rl_training.run.workflows import TrainResult as TrainResult

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import warnings
 from collections.abc import Collection
+from itertools import islice
+from types import CodeType, FrameType
 
 ACTION_ALONE = "predict returns the action alone, not (action, state); write action = model.predict(obs)"
 # Their name -> ours; of several, the one that the algorithm has.
@@ -55,3 +59,27 @@ def translate(name: str, known: Collection[str]) -> str | None:
     if RL_ZOO.get(name) in known:
         return f"RL Zoo's {name} is {RL_ZOO[name]} here."
     return f"Stable-Baselines3's {name} is {ours[0]} here." if ours else REMARKS.get(name)
+
+
+_seen: dict[tuple[int, int], CodeType] = {}  # by call; the code is kept, so that no other one gets its id
+
+
+def warn_if_unpacked(caller: FrameType) -> None:
+    """Warn once for each call whose result the caller unpacks into two names, the second one `_...` or `state...`.
+
+    `throttle, steering = model.predict(obs)` is fine, so the names decide.
+    """
+    call = id(caller.f_code), caller.f_lasti
+    if call in _seen:
+        return
+    _seen[call] = caller.f_code
+    after = (one for one in dis.get_instructions(caller.f_code) if one.offset > caller.f_lasti)
+    first = next(after, None)
+    if first is None or (first.opname, first.argval) != ("UNPACK_SEQUENCE", 2):
+        return
+    names: list[str] = []
+    for one in islice(after, 4):
+        if one.opname.startswith("STORE"):
+            names += one.argval if isinstance(one.argval, tuple) else [one.argval]  # Python 3.13 stores two at once
+    if len(names) > 1 and names[1].startswith(("_", "state")):
+        warnings.warn(ACTION_ALONE, stacklevel=3)

@@ -189,7 +189,7 @@ ONE_BY_ONE = ["rainbow_dqn", "rlpd", "mbpo"]  # what is drawn depends on the las
 @pytest.fixture
 def drawn_ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Stores that are made take the CPU for another device; whether a batch was gathered too, for each drawn ahead."""
-    monkeypatch.setattr(Behaviour, "_ask_for_policy", lambda self: None)  # as on a GPU, where acting draws in torch
+    monkeypatch.setattr(Behaviour, "numpy_policy", None)  # as on a GPU, where acting draws in torch
     make, draw = ReplayStore.__init__, ReplayBuffer.draw_ahead
     drawn: list[bool] = []
 

@@ -110,7 +110,7 @@ def merges(levels: int) -> str:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (merges(9), r"not valid YAML \(line \d+\): it holds more than 10000 values"),
+        (merges(9), r"cannot be read as YAML \(line \d+\): it holds more than 10000 values"),
         (merges(9).replace("<<: ", "parts: "), "more than 10000 values"),
         ("a: &a [*a]", "more than 10000 values|cannot be read|recursive"),
         ("env_kwargs: &a {b: *a}", "more than 10000 values|recursive"),

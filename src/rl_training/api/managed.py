@@ -31,7 +31,7 @@ from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
 from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
-from rl_training.stable_baselines3 import REMARKS
+from rl_training.stable_baselines3 import REMARKS, warn_if_unpacked
 from rl_training.validation import validate, whole_number
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
@@ -185,7 +185,10 @@ class ManagedAlgorithm:
         Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
         `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
-        return self._loaded().predict(obs, deterministic, action_mask=action_mask)
+        action = self._loaded().predict(obs, deterministic, action_mask=action_mask)
+        if isinstance(action, np.ndarray):
+            warn_if_unpacked(sys._getframe(1))
+        return action
 
     def actor(self, deterministic: bool = True) -> Actor:
         """Return an actor that remembers its episode."""

@@ -67,9 +67,11 @@ def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
     return make_network(MLPActorCritic, params, spaces, hidden_sizes=sizes, **any_kind(spaces))
 
 
-def build_on_policy(learner: type[Learner], params: Params, spaces: EnvSpaces) -> Learner:
+def build_on_policy(
+    learner: type[Learner], params: Params, spaces: EnvSpaces, *, scales_rewards: bool = True
+) -> Learner:
     """A learner with a new policy."""
-    scale: dict[str, Any] = {"normalize_rewards": True} if spaces.normalize_rewards else {}
+    scale: dict[str, Any] = {"normalize_rewards": True} if spaces.normalize_rewards and scales_rewards else {}
     return learner(policy=make_policy(params, spaces), **scale, **params.arguments_of(learner))
 
 

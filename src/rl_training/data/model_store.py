@@ -62,7 +62,8 @@ class SyntheticBuffer:
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
         """Rows drawn uniformly with replacement, [batch_size, ...]."""
-        rows = torch.from_numpy(rng.integers(0, self._size, batch_size)).to(self._columns["rewards"].device)
+        drawn = rng.integers(0, self._size, batch_size)
+        rows = torch.from_numpy(drawn).to(self._columns["rewards"].device)
         return {name: column.index_select(0, rows) for name, column in self._columns.items()}
 
     def state_dict(self) -> dict[str, Any]:
