@@ -21,8 +21,8 @@ WIDE = {"hidden_sizes": [256]}
 @pytest.mark.parametrize(
     ("algo", "kwargs", "said", "cores", "used"),
     [
-        ("dqn", {"hidden_sizes": [128]}, "auto", 4, 1), ("dqn", WIDE, "auto", 4, 4), ("bc", WIDE, "auto", 4, 4),
-        ("sac", WIDE, "auto", 64, choices.MOST_THREADS), ("dqn", WIDE, 3, 4, 3),
+        ("dqn", {"hidden_sizes": [128]}, "auto", 4, 1), ("dqn", WIDE, "auto", 4, 2), ("bc", WIDE, "auto", 1, 1),
+        ("sac", {"hidden_sizes": [1024]}, "auto", 64, choices.MOST_THREADS), ("dqn", WIDE, 3, 4, 3),
     ],
 )  # fmt: skip
 def test_the_number_follows_from_the_widest_layer_and_the_cores(

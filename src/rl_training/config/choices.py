@@ -36,7 +36,8 @@ SAC = "SAC of 256 x 256 units: 1,913 updates/s, 132 on a core"
 PPO = "PPO of 512 x 512 units with 8 CartPoles: 7,251 steps/s, 1,887 on a core"
 SMALL = "DQN of 128 x 128 units: 708 steps/s on the GPU, 925 on a core"
 COMPILERS = {"darwin": "clang++", "win32": "cl"}
-WIDEST_ON_ONE, MOST_THREADS = 128, 8
+THREADS = ((128, 1), (512, 2))  # for layers of at most so many units; wider ones and images take MOST_THREADS
+MOST_THREADS = 8
 
 
 
@@ -131,10 +132,11 @@ def choose_workers(config: TrainConfig) -> int | str:
 
 
 def choose_threads(params: Params, spaces: EnvSpaces) -> int:
-    """One thread for networks too small to gain from more, else one per core (or OMP_NUM_THREADS) up to 8."""
-    small = spaces.obs_kind == "vector" and params.facts.widest <= WIDEST_ON_ONE
+    """As many threads as the networks gain from, and at most one per core (or OMP_NUM_THREADS)."""
+    fitting = [threads for units, threads in THREADS if params.facts.widest <= units]
+    most = fitting[0] if fitting and spaces.obs_kind == "vector" else MOST_THREADS
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return 1 if small else min(MOST_THREADS, int(os.environ.get("OMP_NUM_THREADS") or here or 1))
+    return min(most, int(os.environ.get("OMP_NUM_THREADS") or here or 1))
 
 
 @contextmanager

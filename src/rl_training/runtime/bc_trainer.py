@@ -42,7 +42,8 @@ SPECS = [
         name="bc", class_name="BC", year=1988, lane="dataset",
         paper="Pomerleau 1988, ALVINN: An Autonomous Land Vehicle in a Neural Network (NIPS 1988)",
         scope="Negative log-likelihood of recorded actions, held-out loss; every action kind, vectors and images.",
-        params=BCParams, learner=BC, build=partial(build_on_policy, BC, scales_rewards=False), store=DatasetStore, action_kinds=ACTION_KINDS,
+        params=BCParams, learner=BC, build=partial(build_on_policy, BC, scales_rewards=False), store=DatasetStore,
+        action_kinds=ACTION_KINDS,
         steps_environments=False, defaults={"log_interval": 100, "total_timesteps": 20_000},
     )
 ]  # fmt: skip
