@@ -42,7 +42,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Hopper", {"healthy_state_range": (-1.0, 1.0), "healthy_reward": 2.0}),
     ("Walker2d", {"healthy_angle_range": (-0.05, 0.05), "healthy_reward": 3.0}),
     ("Ant", {"include_cfrc_ext_in_observation": False, "contact_force_range": (-0.5, 0.5), "contact_cost_weight": 0.1}),
-    ("Ant", {"main_body": 2, "healthy_z_range": (0.5, 0.7)}),
+    ("Ant", {"main_body": 4, "healthy_z_range": (0.5, 0.7)}),
     ("Humanoid", {"include_cvel_in_observation": False, "include_qfrc_actuator_in_observation": False}),
     ("Humanoid", {"contact_cost_weight": 0.01, "contact_cost_range": (0.5, 2.0), "healthy_z_range": (1.3, 1.4)}),
     ("HumanoidStandup", {"impact_cost_weight": 0.01, "include_cinert_in_observation": False}),
