@@ -130,6 +130,7 @@ class DeviceEngine(Engine):
         self.env, self.spaces, self.num_envs, self.limit = env, spaces, num_envs, limit or NO_LIMIT
         self.device = torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.inexact = env.why_inexact(self.device)
         self.state: State = None
         self.ages = torch.zeros(num_envs, dtype=torch.int32, device=self.device)
 

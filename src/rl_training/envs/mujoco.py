@@ -179,6 +179,12 @@ def with_known_solver(model: Any) -> Any:
     return model
 
 
+def can_touch(model: Any) -> bool:
+    """Whether two of the model's geoms can be in contact."""
+    meets = model.geom_contype[:, None] & model.geom_conaffinity
+    return bool(((meets | meets.T) * (model.geom_bodyid[:, None] != model.geom_bodyid)).any())
+
+
 WORLDS: WeakKeyDictionary[Any, dict[tuple[int, str], Worlds]] = WeakKeyDictionary()  # the buffers of each environment
 
 
@@ -269,13 +275,23 @@ class MujocoEnvironment(DeviceEnvironment):
         buffers = "MuJoCo Warp's buffers overflowed"
         return f"{buffers} ({', '.join(names)}), so contacts are missing; raise njmax or nconmax in `limits`"
 
+    def why_inexact(self, device: torch.device) -> str:
+        """On a GPU, the order in which contact forces are added is not fixed."""
+        if not self.uses_warp(device) or device.type == "cpu" or not can_touch(self.model):
+            return ""
+        return "MuJoCo Warp adds contact forces in an order that changes from run to run, so no resume is exact"
+
+    def uses_warp(self, device: torch.device) -> bool:
+        """Whether the physics is MuJoCo Warp there."""
+        return self.physics == "warp" or (self.physics == "auto" and device.type != "cpu")
+
     def worlds(self, count: int, device: torch.device) -> Worlds:
         """The buffers for this many worlds."""
         made = WORLDS.setdefault(self, {})
         key = count, str(device)
         if key not in made:
-            if self.physics == "mujoco" or (self.physics == "auto" and device.type == "cpu"):
-                made[key] = HostWorlds(self.model, self.fields, self.varied)
-            else:
+            if self.uses_warp(device):
                 made[key] = WarpWorlds(self.model, count, device, self.fields, self.varied, self.limits)
+            else:
+                made[key] = HostWorlds(self.model, self.fields, self.varied)
         return made[key]
