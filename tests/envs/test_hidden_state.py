@@ -34,11 +34,10 @@ import env_zoo
 from resume_cases import StopAt
 from rl_training.config.train_config import TrainConfig
 from rl_training.envs import hidden_state as module
-from rl_training.envs.episodes import Differences, ReplayableEpisodes, differences
-from rl_training.envs.factory import make_env
+from rl_training.envs.factory import make_env, read_recipe
 from rl_training.envs.hidden_state import checksum, hidden_state
 from rl_training.envs.probe import probe, probe_spaces
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.stepper import Differences, ReplayableEpisodes, differences
 from rl_training.run.workflows import resume_training, train
 from rl_training.tools import doctor
 

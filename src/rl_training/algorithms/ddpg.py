@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, NumpyPolicy, UpdateResult
-from rl_training.algorithms.target import TargetNetwork
+from rl_training.algorithms.base import (
+    ActOutput,
+    Algorithm,
+    Batch,
+    Carry,
+    Number,
+    NumpyPolicy,
+    TargetNetwork,
+    UpdateResult,
+)
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 

@@ -13,8 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult, check_bound
-from rl_training.algorithms.target import TargetNetwork
+from rl_training.algorithms.base import (
+    ActOutput,
+    Algorithm,
+    Batch,
+    Carry,
+    Number,
+    Setting,
+    TargetNetwork,
+    UpdateResult,
+    check_bound,
+)
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from rl_training.algorithms.base import Numbers
 from rl_training.collect.local import Behaviour, LocalCollector
-from rl_training.data.experience import Experience, ExperienceLayout, Request
+from rl_training.data.store import Experience, ExperienceLayout, Request
 from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 
 from rl_training.envs.device import DeviceEnvironment, OneEnvironment, State
-from rl_training.envs.factory import episode_limit, make_env
-from rl_training.envs.gym_spaces import image_layout
+from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.probe import check_spaces
-from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import EnvSpaces, image_layout
 from rl_training.errors import UserError, user_line
 
 ROWS = 17  # of a test; a number that is unlikely to be another dimension
