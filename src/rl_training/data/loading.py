@@ -145,9 +145,7 @@ def _datasets_in(folder: str | Path | None) -> Iterator[None]:
             os.environ[_FOLDER] = before
 
 
-def read_minari(
-    dataset_id: str, folder: str | Path | None = None, *, size: int | None = None
-) -> TransitionDataset:
+def read_minari(dataset_id: str, folder: str | Path | None = None, *, size: int | None = None) -> TransitionDataset:
     """A Minari data set from the local folder, episode after episode, up to the episode that holds row `size`.
 
     Observations of spaces other than Box are flattened as Gymnasium does; an episode without an end mark is truncated.
