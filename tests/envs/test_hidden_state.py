@@ -233,6 +233,7 @@ HIDING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "text in memory": (io.StringIO, lambda x: x.write("a")),
     "weak reference": (lambda: weakref.ref(KEPT), lambda x: setattr(x(), "count", x().count + 1)),
     "tensor": (lambda: torch.zeros(3), lambda x: x.add_(1)),
+    "view of one number": (lambda: torch.zeros(3)[1::2][:1], lambda x: x.add_(1)),
     "generator of torch": (lambda: torch.Generator().manual_seed(0), lambda x: torch.rand(1, generator=x)),
     "network": (lambda: torch.nn.Linear(1, 1), lambda x: x.weight.data.add_(1)),
 }  # fmt: skip

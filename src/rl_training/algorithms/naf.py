@@ -44,7 +44,8 @@ class NAF(GaussianExploration):
 
     def acting(self) -> nn.Module:
         """The whole network, because mu shares its torso with V and L."""
-        return self.model
+        model: nn.Module = self.model
+        return model
 
     def critic_step(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """Take one gradient step on the Bellman error; return metrics and priorities [B]."""

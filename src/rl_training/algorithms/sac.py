@@ -104,7 +104,8 @@ class SAC(Algorithm):
 
     def acting(self) -> nn.Module:
         """The actor."""
-        return self.model.actor
+        actor: nn.Module = self.model.actor
+        return actor
 
     @torch.no_grad()
     def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:

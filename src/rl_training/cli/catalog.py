@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rl_training.tools.bench import Breakdown
 
 LIST_WIDTH = 80  # where there is no terminal
-NEEDED = ("torch", "gymnasium", "numpy", "pydantic", "PyYAML", "typer", "rich", "tensorboard")
+NEEDED = ("torch", "gymnasium", "numpy", "pydantic", "PyYAML", "typer", "rich", "tensorboard", "matplotlib")
 OPTIONAL = {
     "ale-py": ("atari", "Atari games"), "opencv-python-headless": ("atari", "Atari preprocessing"),
     "mujoco": ("mujoco", "MuJoCo tasks"), "pygame": ("video", "eval --render"),
-    "moviepy": ("video", "eval --record-video"), "matplotlib": ("results", "learning curves"),
+    "moviepy": ("video", "eval --record-video"), "mujoco-warp": ("warp", "MuJoCo on a GPU"),
     "stable-baselines3": ("bench", "the speed comparison"),
 }  # fmt: skip
 MARKS = {"ok": "[green]✓[/green]", "warn": "[yellow]![/yellow]", "fail": "[red]✗[/red]"}

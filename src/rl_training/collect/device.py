@@ -123,6 +123,7 @@ class DeviceCollector(LocalCollector):
         count, returns, lengths, finite = (self.sums + self.experience.totals).tolist()
         if math.isnan(finite):
             raise EnvironmentFailure.not_finite(self.stepper.spaces.env_id, "a reward or an observation")
+        self.engine.check()
         means = self.means
         if count:
             means = {"episode_return_mean": returns / count, "episode_length_mean": lengths / count}

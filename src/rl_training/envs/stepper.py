@@ -195,6 +195,7 @@ class Engine:
     """Steps N environments with actions in the environment's own form."""
 
     resets_next_step = False  # if true, the row after an end holds the final observation, and its step only resets
+    inexact = ""  # why the same seed can give other numbers here, in words
     state_format = ""  # engines with the same format read each other's states; empty: it cannot be saved
 
     def reset(self) -> tuple[Array, Array | None]:

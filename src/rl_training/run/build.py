@@ -188,6 +188,8 @@ def build(plan: Plan) -> Session:
         check_schedules(plan.spec.name, params, algorithm)
         collector = open_collector(plan, behaviour, store, stepper)
     notes = []
+    if stepper is not None and stepper.engine.inexact:
+        notes.append(f"warning: {config.env_id}: {stepper.engine.inexact}")
     if stepper is not None and not stepper.engine.state_format:
         notes.append(f"warning: {UNSAVED.format(config.env_id)}")
     if config.has_workers and config.worker_order == FIRST:
