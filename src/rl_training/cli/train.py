@@ -51,15 +51,13 @@ def train(
 
     Ctrl-C or SIGTERM stops after the current update and saves (exit code 130 or 143); a second one stops at once.
     """
-    from rl_training.cli.options import build_config
-
     if seed is not None and seeds is not None:
         raise UserError("--seed and --seeds were both given; give one of them.")
     every = None if seeds is None else read_seeds(seeds)
     processes = 1 if jobs is None else whole_number("--jobs", jobs, least=1)
     if every is None and processes > 1:
         raise UserError(f"--jobs is {processes}, but there is one run; give several --seeds, such as 1,2,3.")
-    built = build_config(
+    built = options.build_config(
         options.one_config(preset, config), algo, env, settings, modules, output_dir=output_dir,
         total_timesteps=total_timesteps, num_envs=num_envs, eval_episodes=eval_episodes, seed=seed,
         execution_backend=execution_backend, device=device, name=name,
@@ -188,14 +186,12 @@ def tune(
 
     Trials that fall behind are stopped early. The same command continues a study that was stopped or killed.
     """
-    from rl_training.cli.options import build_config
-
     count, workers = whole_number("--trials", trials, least=1), whole_number("--jobs", jobs, least=1)
     seeds = whole_number("--final-seeds", final_seeds)
     if seeds == 1:
         raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
     source = options.one_config(preset, config)
-    built = build_config(source, algo, env, settings, modules, total_timesteps=total_timesteps)
+    built = options.build_config(source, algo, env, settings, modules, total_timesteps=total_timesteps)
     from rl_training.run.folder import locked
     from rl_training.safe_files import output_written
     from rl_training.tools.tune import Study, search_space
