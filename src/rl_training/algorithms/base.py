@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -20,12 +19,11 @@ from rl_training.errors import UserError
 from rl_training.ops.distributional import carry_over
 from rl_training.speed.capture import capture_step
 from rl_training.speed.optimizer import Optimizer, join_parameters
+from rl_training.speed.passes import NumpyPolicy
 
 Batch = Mapping[str, Tensor]
 Carry = Any
 Array = NDArray[Any]
-# obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
-NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
 BOUNDS: dict[str, Callable[[Any], bool]] = {
     ">= 0": lambda x: x >= 0,
     "> 0": lambda x: x > 0,

@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from rl_training.errors import UserError
 from rl_training.ops import policy
 from rl_training.ops.losses import mask_actions
-from rl_training.speed.passes import Array, NumpyStep, numpy_chain, numpy_step
-
-# obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
-NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
+from rl_training.speed.passes import Array, NumpyPolicy, NumpyStep, numpy_chain, numpy_step
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU,
