@@ -8,13 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from resume_cases import take_steps, tiny
-from rl_training.algorithms.base import TargetNetwork
 from rl_training.algorithms.dqn import DQN, dqn_loss
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.run.build import open_session
-from rl_training.speed.optimizer import Optimizer
+from rl_training.speed.optimizer import Optimizer, TargetNetwork
 
 
 def table(rows):

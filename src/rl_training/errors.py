@@ -165,6 +165,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
+def kind_and_line(error: BaseException) -> str:
+    """The kind of an error, and the first line of its message if it has one."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
+
+
 def user_line(trace: Iterable[str]) -> str:
     """Such as ` (my_envs.py, line 12)`: the innermost line of the user's code in a printed traceback, or nothing."""
     frames = re.findall(r'^  File "(.+)", line (\d+), in ', "".join(trace), re.MULTILINE)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recorded_steps import Recorded, RecordedOnHost, Replayed
 from resume_cases import SPECS, assert_same, rows_of, stop_and_resume, take_steps, tiny
-from rl_training.algorithms.base import Algorithm, Numbers, TargetNetwork
+from rl_training.algorithms.base import Algorithm, Numbers
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.collect import local
 from rl_training.collect.local import Behaviour
@@ -35,7 +35,7 @@ from rl_training.run.restoring import change_config
 from rl_training.run.workflows import resume_training, train
 from rl_training.speed import capture, passes
 from rl_training.speed.capture import map_tensors
-from rl_training.speed.optimizer import Optimizer
+from rl_training.speed.optimizer import Optimizer, TargetNetwork
 
 BY_LEARNER = sorted({spec.learner: name for name, spec in SPECS.items()}.values())
 UPDATES = 9

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Array, Batch, move_support
+from rl_training.algorithms.base import Array, Batch
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
 from rl_training.errors import UserError
 from rl_training.ops.distributional import cross_entropy, outside_mass, project_categorical
 from rl_training.ops.losses import bellman_target
+from rl_training.speed.optimizer import move_support
 
 
 class C51DQN(QLearning):

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, TargetNetwork, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult
 from rl_training.ops.distributional import categorical_cross_entropy
 from rl_training.ops.policy import categorical_kl
 from rl_training.ops.returns import lambda_returns
+from rl_training.speed.optimizer import TargetNetwork
 
 METRICS = (
     "world_model_loss", "reconstruction_loss", "reward_loss", "continue_loss", "kl_loss", "actor_loss", "critic_loss",

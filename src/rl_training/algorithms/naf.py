@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch, Number, TargetNetwork, UpdateResult
+from rl_training.algorithms.base import Batch, Number, UpdateResult
 from rl_training.algorithms.ddpg import GaussianExploration
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
+from rl_training.speed.optimizer import TargetNetwork
 
 
 def naf_loss(batch: Batch) -> dict[str, Tensor]:

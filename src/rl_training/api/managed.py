@@ -22,15 +22,7 @@ from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError, did_you_mean, sb3_hints
 from rl_training.record.checkpoints import save_checkpoint
-from rl_training.run.learner import (
-    ACTION_ALONE,
-    ActingSession,
-    TrainedPolicy,
-    check_same_spaces,
-    load_algorithm,
-    plain_action,
-    read_checkpoint,
-)
+from rl_training.run import learner
 from rl_training.run.loop import RunState
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
@@ -47,9 +39,9 @@ _seen: dict[tuple[int, int], CodeType] = {}  # by call; the code is kept, so tha
 class Actor:
     """A policy that remembers its episode: call `reset()` when an episode starts, then `act(obs)` at every step."""
 
-    def __init__(self, policy: TrainedPolicy, deterministic: bool) -> None:
+    def __init__(self, policy: learner.TrainedPolicy, deterministic: bool) -> None:
         self._spaces = policy.spaces
-        self._session = ActingSession(policy.algorithm, 1, policy.seed, deterministic=deterministic)
+        self._session = learner.ActingSession(policy.algorithm, 1, policy.seed, deterministic=deterministic)
         self.reset()
 
     def reset(self) -> None:
@@ -66,7 +58,7 @@ class Actor:
         masks = masks_for_prediction(spaces, action_mask, 1, is_batch=False)
         actions = self._session.act(encoded, masks, np.array([self._is_first]))
         self._is_first = False
-        return plain_action(spaces.map_actions(actions)[0])
+        return learner.plain_action(spaces.map_actions(actions)[0])
 
 
 class ManagedAlgorithm:
@@ -80,9 +72,7 @@ class ManagedAlgorithm:
 
     algo: ClassVar[str] = ""
 
-    def __init__(
-        self, config_or_env: Given = None, *others: Any, env: UserEnv | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, config_or_env: Given = None, *others: Any, env: UserEnv | None = None, **settings: Any) -> None:
         config: Any = config_or_env
         name = type(self).__name__
         if isinstance(config, str) and config.endswith("Policy"):
@@ -106,7 +96,7 @@ class ManagedAlgorithm:
         self.config = self._asked = config
         self.env: UserEnv = config.named if env is None else env
         self._checkpoint: Path | None = None
-        self._policy: TrainedPolicy | None = None
+        self._policy: learner.TrainedPolicy | None = None
         self._step = 0
         self._moves_to: str | None = None  # another environment than that of the checkpoint
 
@@ -203,7 +193,7 @@ class ManagedAlgorithm:
 
     def save(self, path: str | Path, include_replay: bool = False) -> Path:
         """Write one file with the config, spaces, learner, normalizers and, on request, the replay buffer."""
-        tree = read_checkpoint(self._path("save"))
+        tree = learner.read_checkpoint(self._path("save"))
         if include_replay and not tree["config"]["replay_in_checkpoint"]:
             raise UserError("include_replay is True, but the run kept no replay buffer: replay_in_checkpoint is false.")
         if not include_replay:
@@ -218,8 +208,8 @@ class ManagedAlgorithm:
         empty replay buffer. An environment with the same name counts as the same one; so does any environment if the
         policy was trained on a function without a name.
         """
-        tree, env = read_checkpoint(path), read_env(env)
-        policy = TrainedPolicy(*load_algorithm(path, tree, network))
+        tree, env = learner.read_checkpoint(path), read_env(env)
+        policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, network))
         config = policy.config
         if network is not None:
             config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, "network": network}})
@@ -232,7 +222,7 @@ class ManagedAlgorithm:
         if moves:
             config = config.model_copy(update=move_config(config, name))
         if env is not None:
-            check_same_spaces(policy.spaces, probe_spaces(read_recipe(config.env_id, config.env_kwargs, env)))
+            learner.check_same_spaces(policy.spaces, probe_spaces(read_recipe(config.env_id, config.env_kwargs, env)))
         config = config.model_copy(update={"env_kwargs": fill_defaults(config.env_kwargs, UNSAID["env_kwargs"])})
         managed = cls.__new__(cls)
         managed._begin(config, env)
@@ -250,7 +240,7 @@ class ManagedAlgorithm:
             raise UserError(f"there is nothing to {verb} yet; call learn() or load() first.")
         return self._checkpoint
 
-    def _loaded(self) -> TrainedPolicy:
+    def _loaded(self) -> learner.TrainedPolicy:
         if self._policy is None:
             raise UserError("there is no policy yet; call learn() or load() first.")
         return self._policy
@@ -274,4 +264,4 @@ def warn_if_unpacked(caller: FrameType) -> None:
         if one.opname.startswith("STORE"):
             names += one.argval if isinstance(one.argval, tuple) else [one.argval]  # Python 3.13 stores two at once
     if len(names) > 1 and names[1].startswith(("_", "state")):
-        warnings.warn(ACTION_ALONE, stacklevel=3)
+        warnings.warn(learner.ACTION_ALONE, stacklevel=3)

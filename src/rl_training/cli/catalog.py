@@ -207,10 +207,8 @@ def bench(
     settings: options.SetOption = None,
 ) -> None:
     """Run a config briefly and show where the time goes and which settings would help; no files are kept."""
-    from rl_training.cli.options import build_config
-
     source = options.one_config(preset, config)
-    built = build_config(source, algo, env, settings, modules, num_envs=num_envs, device=device)
+    built = options.build_config(source, algo, env, settings, modules, num_envs=num_envs, device=device)
     limits: dict[str, float] = {"max_seconds": min(built.max_seconds or DEFAULT_SECONDS, DEFAULT_SECONDS)}
     if total_timesteps is not None:
         limits = {"total_timesteps": whole_number("--total-timesteps", total_timesteps, least=1)}

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from rl_training.tools.compare import Comparison
 
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of several runs.")]
-ByOption = Annotated[
-    Text, option("Group by algo or by a setting; default: by what differs.", "--by", metavar="NAME")
-]
+ByOption = Annotated[Text, option("Group by algo or by a setting; default: by what differs.", "--by", metavar="NAME")]
 SharedOption = Annotated[
     bool, option("Use all runs, unfinished ones too, up to the step that all reached.", "--shared-steps")
 ]

@@ -114,8 +114,7 @@ def describe(error: Exception) -> tuple[int, str]:
     elif not isinstance(error, errors.UserError):
         code = FAILED
         if not isinstance(error, errors.EnvironmentFailure | errors.TrainingFailure):
-            reason = (text.strip().splitlines() or ["no message"])[0]
-            text = f"the run failed with {type(error).__name__}: {reason}"
+            text = f"the run failed with {errors.kind_and_line(error)}"
     line = errors.one_line(text)
     return code, line if line.endswith((".", "?", "!", ")")) else f"{line}."
 

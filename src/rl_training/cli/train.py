@@ -14,23 +14,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from rl_training.cli import options
+from rl_training.cli import options, screen
 from rl_training.cli.options import Text, Texts, option, whole_number
-from rl_training.cli.screen import (
-    BY_SIGNAL,
-    TABLE_STYLE,
-    describe,
-    describe_interval,
-    describe_warning,
-    exit_after_signal,
-    make_console,
-    mean_interval,
-    print_facts,
-    print_run,
-    print_seeds,
-    quote,
-    repeat_names,
-)
 from rl_training.errors import UserError, counted
 from rl_training.tools.processes import Job, run_jobs
 
@@ -66,15 +51,13 @@ def train(
 
     Ctrl-C or SIGTERM stops after the current update and saves (exit code 130 or 143); a second one stops at once.
     """
-    from rl_training.cli.options import build_config
-
     if seed is not None and seeds is not None:
         raise UserError("--seed and --seeds were both given; give one of them.")
     every = None if seeds is None else read_seeds(seeds)
     processes = 1 if jobs is None else whole_number("--jobs", jobs, least=1)
     if every is None and processes > 1:
         raise UserError(f"--jobs is {processes}, but there is one run; give several --seeds, such as 1,2,3.")
-    built = build_config(
+    built = options.build_config(
         options.one_config(preset, config), algo, env, settings, modules, output_dir=output_dir,
         total_timesteps=total_timesteps, num_envs=num_envs, eval_episodes=eval_episodes, seed=seed,
         execution_backend=execution_backend, device=device, name=name,
@@ -105,15 +88,15 @@ def run_one(config: TrainConfig, modules: list[str] | None, continues: bool) -> 
     named = config.env_id if ":" in config.env_id and config.env_id in config.named else None
     networks = [name for name in config.callables[1:] if name in config.named]
     title = f"{config.algo} on {config.env_id}"
-    print_run(make_console(), result, title, repeat_names(named, modules, networks))
-    exit_after_signal(result)
+    screen.print_run(screen.make_console(), result, title, screen.repeat_names(named, modules, networks))
+    screen.exit_after_signal(result)
 
 
 def run_seeds(configs: list[TrainConfig], processes: int, modules: list[str] | None, continues: bool) -> None:
     """Run the configs, in turn or in parallel, and print the results; a signal ends the series."""
     from rl_training.run import workflows
 
-    console = make_console()
+    console = screen.make_console()
     runs: list[tuple[int, Any]] = []
     code = 0
     if processes > 1:
@@ -124,10 +107,10 @@ def run_seeds(configs: list[TrainConfig], processes: int, modules: list[str] | N
         result = workflows.train(config, console=True, raise_on_signal=False, continues=continues)
         runs.append((config.seed, result))
         if result.stop_signal is not None:
-            code = BY_SIGNAL + result.stop_signal
+            code = screen.BY_SIGNAL + result.stop_signal
             break
     if runs:
-        print_seeds(console, runs, f"{configs[0].algo} on {configs[0].env_id}")
+        screen.print_seeds(console, runs, f"{configs[0].algo} on {configs[0].env_id}")
     raise typer.Exit(code)
 
 
@@ -139,11 +122,11 @@ def seed_job(console: Console, config: TrainConfig) -> Job:
 
     def ended(job: Job) -> None:
         if job.error is not None:
-            say(f" failed: {describe(job.error)[1]}")
+            say(f" failed: {screen.describe(job.error)[1]}")
         elif not console.is_terminal:
             say(f": {job.state} at step {job.step:,}")
 
-    return Job(config, ended, warned=lambda warning: say(f": {describe_warning(warning)}"))
+    return Job(config, ended, warned=lambda warning: say(f": {screen.describe_warning(warning)}"))
 
 
 def run_parallel(console: Console, jobs: list[Job], processes: int, modules: list[str], continues: bool) -> int:
@@ -155,8 +138,10 @@ def run_parallel(console: Console, jobs: list[Job], processes: int, modules: lis
 
         stopped = run_jobs(iter(jobs), processes, modules, show, continues)
     if stopped:
-        return BY_SIGNAL + stopped
-    return max(describe(job.error)[0] if job.error else BY_SIGNAL + job.signal if job.signal else 0 for job in jobs)
+        return screen.BY_SIGNAL + stopped
+    failed = [screen.describe(job.error)[0] for job in jobs if job.error]
+    ended = [screen.BY_SIGNAL + job.signal for job in jobs if job.signal and not job.error]
+    return max([0, *failed, *ended])
 
 
 def show_jobs(jobs: list[Job]) -> Table:
@@ -164,7 +149,7 @@ def show_jobs(jobs: list[Job]) -> Table:
     from rl_training.record.logger import format_duration
 
     first = jobs[0].config
-    table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **TABLE_STYLE)
+    table = Table(title=f"{counted(len(jobs), 'run')} of {first.algo} on {first.env_id}", **screen.TABLE_STYLE)
     widths = {"state": 8, "steps": len(f"{first.total_timesteps:,}"), "": 4, "eta": 7, "return": 6}
     for name in ("seed", "state", "steps", "", "steps/s", "eta", "return"):  # the same width in every frame
         justify: Any = "left" if name == "state" else "right"
@@ -201,14 +186,12 @@ def tune(
 
     Trials that fall behind are stopped early. The same command continues a study that was stopped or killed.
     """
-    from rl_training.cli.options import build_config
-
     count, workers = whole_number("--trials", trials, least=1), whole_number("--jobs", jobs, least=1)
     seeds = whole_number("--final-seeds", final_seeds)
     if seeds == 1:
         raise UserError("--final-seeds is '1'; an interval needs at least 2, and 0 compares nothing.")
     source = options.one_config(preset, config)
-    built = build_config(source, algo, env, settings, modules, total_timesteps=total_timesteps)
+    built = options.build_config(source, algo, env, settings, modules, total_timesteps=total_timesteps)
     from rl_training.run.folder import locked
     from rl_training.safe_files import output_written
     from rl_training.tools.tune import Study, search_space
@@ -225,10 +208,10 @@ def search(opened: Study, built: TrainConfig, count: int, workers: int, seeds: i
     """Run the trials, then the comparison on new seeds, and print both."""
     from rl_training.tools.processes import run_jobs
 
-    console, folder = make_console(), opened.folder
+    console, folder = screen.make_console(), opened.folder
     title = escape(f"{built.algo} on {built.env_id}")
-    console.print(f"[bold]{title}[/bold]: {counted(count, 'trial')} in {quote(folder)}")
-    print_facts(console, [(name, escape(one.describe())) for name, one in opened.space.items()])
+    console.print(f"[bold]{title}[/bold]: {counted(count, 'trial')} in {screen.quote(folder)}")
+    screen.print_facts(console, [(name, escape(one.describe())) for name, one in opened.space.items()])
     before = len(opened.trials())
     if before:
         console.print(f"continuing after {counted(before, 'trial')}")
@@ -243,8 +226,8 @@ def search(opened: Study, built: TrainConfig, count: int, workers: int, seeds: i
             show_final = print_new(console, lambda: final_lines(opened))
             stopped = run_jobs(opened.finals(seeds), workers, modules, show_final)
     if stopped:
-        console.print(f"\nstopped; the same command continues the study in {quote(folder)}")
-        raise typer.Exit(BY_SIGNAL + stopped)
+        console.print(f"\nstopped; the same command continues the study in {screen.quote(folder)}")
+        raise typer.Exit(screen.BY_SIGNAL + stopped)
     print_result(console, opened, built, best)
 
 
@@ -295,19 +278,19 @@ def print_result(console: Console, study: Study, config: Any, best: Any) -> None
         scores = [value for value in by_seed.values() if value is not None]
         if len(scores) > 1:
             mean = sum(scores) / len(scores)
-            lines.append(f"{name} on {len(scores)} new seeds: {mean:.1f}{describe_interval(scores)}.")
+            lines.append(f"{name} on {len(scores)} new seeds: {mean:.1f}{screen.describe_interval(scores)}.")
     tuned, default = returns.values()
     pairs = [(tuned.get(seed), default[seed]) for seed in default]
     gains = [one - other for one, other in pairs if one is not None and other is not None]
     if len(gains) > 1:
-        mean, half = mean_interval(gains)
+        mean, half = screen.mean_interval(gains)
         verdict = "no difference shown" if half is None or abs(mean) <= half else "better" if mean > 0 else "worse"
-        lines.append(f"difference: {mean:.1f}{describe_interval(gains, 'difference')}; {verdict}.")
+        lines.append(f"difference: {mean:.1f}{screen.describe_interval(gains, 'difference')}; {verdict}.")
     path = study.write_preset(config, "\n".join([f"Found by rl-training tune: {lines[0]}", *lines[1:]]))
     console.print()
     for line in lines:
         console.print(line, soft_wrap=True)
-    print_facts(console, [
+    screen.print_facts(console, [
         *((name, escape(shorten(value))) for name, value in best.params.items()),
-        ("preset", quote(path)), ("train", f"rl-training train --config {quote(path)}"),
+        ("preset", screen.quote(path)), ("train", f"rl-training train --config {screen.quote(path)}"),
     ])  # fmt: skip

@@ -14,7 +14,7 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.envs.factory import check_module, import_entry_point
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
+from rl_training.errors import UserError, kind_and_line
 from rl_training.models.blocks import ActorAndCritics, ImageEncoder, MixedEncoder, MixedInput, ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
@@ -76,7 +76,8 @@ class UserNetwork:
         try:
             made = self.given(spaces)
         except Exception as error:
-            raise UserError(f"network {self.name} cannot be made for {spaces.env_id}: {_in_words(error)}.") from error
+            what = f"network {self.name} cannot be made for {spaces.env_id}"
+            raise UserError(f"{what}: {kind_and_line(error)}.") from error
         if not isinstance(made, nn.Module):
             raise UserError(f"network {self.name} made a {type(made).__name__}; it must make a torch.nn.Module.")
         return made
@@ -107,7 +108,7 @@ class OwnEncoder(nn.Module):
                 features = self.network(rows)
         except Exception as error:
             shape = f"{list(rows.shape)} of {spaces.env_id}"
-            raise UserError(f"network {source.name} fails on observations {shape}: {_in_words(error)}.") from error
+            raise UserError(f"network {source.name} fails on observations {shape}: {kind_and_line(error)}.") from error
         if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != 2 or not features.shape[1]:
             found = list(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
             raise UserError(f"network {source.name} returned {found} for 2 observations; it must be features [2, F].")
@@ -117,10 +118,6 @@ class OwnEncoder(nn.Module):
         """[B, ...] -> [B, out_dim]."""
         features: Tensor = self.network(obs)
         return features
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
 
 
 def resolve_network(params: AnyParams, named: Sequence[str]) -> AnyParams:

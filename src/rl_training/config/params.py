@@ -112,7 +112,7 @@ class Reason(NamedTuple):
 LINEAR_HEADS = Reason(  # of `make_policy` in config/networks.py
     ("hidden_sizes", "activation"), "actor and critic are linear heads on the convolutions of an image",
     lambda p: p.network is None, lambda spaces: spaces.obs_kind == "image",
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 
 
 Reasons = tuple[Reason, ...]

@@ -16,7 +16,7 @@ from rl_training.algorithms.base import Algorithm
 from rl_training.config.params import Params
 from rl_training.data.store import Store, StoreContext
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError, did_you_mean, first_line
+from rl_training.errors import UserError, did_you_mean, kind_and_line
 
 ENTRY_POINT_GROUP = "rl_training.algorithms"
 
@@ -95,7 +95,7 @@ def _load_plugin(point: EntryPoint) -> dict[str, AlgorithmSpec | str]:
             raise ValueError(f"the name {taken[0]!r} is taken by an algorithm of rl-training")
     except (Exception, SystemExit) as error:
         plugin = f"the plugin {point.name} = {point.value} cannot be loaded"
-        reason = f"{plugin} ({type(error).__name__}: {first_line(error)})"
+        reason = f"{plugin} ({kind_and_line(error)})"
         warnings.warn(f"{reason} and is left out; fix or uninstall it.", stacklevel=2)
         return {point.name: reason}
     return {spec.name: spec for spec in specs}

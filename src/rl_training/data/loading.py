@@ -19,7 +19,7 @@ from gymnasium import spaces
 
 from rl_training.data.datasets import REQUIRED, TransitionDataset, refuse_too_large
 from rl_training.data.memory import Array
-from rl_training.errors import UserError, did_you_mean, first_line
+from rl_training.errors import UserError, did_you_mean, first_line, kind_and_line
 from rl_training.play import closed_after, play
 from rl_training.safe_files import read_regular
 
@@ -145,9 +145,7 @@ def _datasets_in(folder: str | Path | None) -> Iterator[None]:
             os.environ[_FOLDER] = before
 
 
-def read_minari(
-    dataset_id: str, folder: str | Path | None = None, *, size: int | None = None
-) -> TransitionDataset:
+def read_minari(dataset_id: str, folder: str | Path | None = None, *, size: int | None = None) -> TransitionDataset:
     """A Minari data set from the local folder, episode after episode, up to the episode that holds row `size`.
 
     Observations of spaces other than Box are flattened as Gymnasium does; an episode without an end mark is truncated.
@@ -165,8 +163,7 @@ def read_minari(
     except FileNotFoundError:
         raise UserError(f"{dataset_id} is not a local Minari data set; run: minari download {dataset_id}") from None
     except Exception as error:  # damaged data can fail in any way
-        reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
-        raise UserError(f"{dataset_id} cannot be read by Minari: {type(error).__name__}: {reason}.") from None
+        raise UserError(f"{dataset_id} cannot be read by Minari: {kind_and_line(error)}.") from None
 
 
 def _check_metadata(dataset_id: str) -> None:

@@ -179,9 +179,7 @@ class EnvSpaces:
     normalize_rewards: bool = False
 
     @classmethod
-    def from_gym(
-        cls, env_id: str, observation: gs.Space[Any], action: gs.Space[Any], **flags: bool
-    ) -> EnvSpaces:
+    def from_gym(cls, env_id: str, observation: gs.Space[Any], action: gs.Space[Any], **flags: bool) -> EnvSpaces:
         """The spaces of an environment, or a UserError that says why they are not supported."""
         kind, shape, dtype, layout, scale = read_observation(env_id, observation)
         action_kind, sizes = read_action(env_id, action)

@@ -32,7 +32,7 @@ import numpy as np
 
 from rl_training.envs.spaces import Array
 from rl_training.envs.worker_process import receive, send
-from rl_training.errors import EnvironmentFailure, UserError, user_line
+from rl_training.errors import EnvironmentFailure, UserError, kind_and_line, user_line
 
 ENTRY = Path(__file__).with_name("worker_process.py")
 LOOK_EVERY = 0.5  # seconds between checks of the processes; usually a closed socket shows the end at once
@@ -102,7 +102,7 @@ class WorkerPool(ABC):
         try:
             self._makers = [pickle.dumps((sys.path, cloudpickle.dumps(maker))) for maker in makers]
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(".")
+            reason = kind_and_line(error)
             raise UserError(f"{name} cannot be sent to a worker process ({reason}); use vectorization sync.") from error
 
     @abstractmethod
@@ -176,8 +176,7 @@ class Workers(WorkerPool):
             self._exchange(self._makers, timeout)
         except OSError as error:
             self._end()
-            reason = f"{type(error).__name__}: {error}".rstrip(".")
-            what = f"{self.count} processes for {name} cannot start here ({reason})"
+            what = f"{self.count} processes for {name} cannot start here ({kind_and_line(error)})"
             raise UserError(f"{what}; lower num_envs, or num_workers where there are workers.") from error
         except BaseException:
             self._end()

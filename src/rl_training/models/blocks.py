@@ -18,19 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
+from rl_training.ops import policy
 from rl_training.ops.losses import mask_actions
-from rl_training.ops.policy import (
-    categorical_entropy,
-    categorical_kl,
-    categorical_log_prob,
-    gaussian_entropy,
-    gaussian_kl,
-    gaussian_log_prob,
-)
-from rl_training.speed.passes import Array, NumpyStep, numpy_chain, numpy_step
-
-# obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
-NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
+from rl_training.speed.passes import Array, NumpyPolicy, NumpyStep, numpy_chain, numpy_step
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU,
@@ -431,12 +421,12 @@ class Categorical(Distribution):
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """[B]."""
-        return categorical_log_prob(self.log_probs, actions)
+        return policy.categorical_log_prob(self.log_probs, actions)
 
     def entropy(self) -> Tensor:
         """[B]."""
         if self._entropy is None:
-            self._entropy = categorical_entropy(self.log_probs)
+            self._entropy = policy.categorical_entropy(self.log_probs)
         return self._entropy
 
     def gradient(self, actions: Tensor, on_logprobs: Tensor, on_entropy: Tensor | None) -> Tensor:
@@ -450,7 +440,7 @@ class Categorical(Distribution):
 
     def kl(self, other: Categorical) -> Tensor:
         """KL(self || other) [B]."""
-        return categorical_kl(self.log_probs, other.log_probs)
+        return policy.categorical_kl(self.log_probs, other.log_probs)
 
 
 class MultiCategorical(Distribution):
@@ -502,12 +492,12 @@ class DiagonalGaussian(Distribution):
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """[B], summed over dimensions."""
-        return gaussian_log_prob(actions, self.mean, self.log_std)
+        return policy.gaussian_log_prob(actions, self.mean, self.log_std)
 
     def entropy(self) -> Tensor:
         """[B], summed over dimensions."""
-        return gaussian_entropy(self.log_std).expand(self.mean.shape[:-1])
+        return policy.gaussian_entropy(self.log_std).expand(self.mean.shape[:-1])
 
     def kl(self, other: DiagonalGaussian) -> Tensor:
         """KL(self || other) [B]."""
-        return gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)
+        return policy.gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)

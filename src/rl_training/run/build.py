@@ -325,5 +325,3 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
     except (OSError, AttributeError, TypeError):
         return
-
-

@@ -30,6 +30,8 @@ from rl_training.speed.private_torch import constant_in_graphs, holder_counter
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
 Array = NDArray[Any]
 NumpyStep = Callable[[Array, "np.random.Generator | None"], Array]  # x [N, D] and a generator, None for mean weights
+# obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
+NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
 MOST_WEIGHTS = 2 * 256 * 256  # of a layer; above this a torch layer is as fast
 NUMPY_ACTIVATIONS: dict[type[nn.Module], Callable[[Array], Array]] = {
     nn.Tanh: lambda x: np.tanh(x, out=x), nn.ReLU: lambda x: np.maximum(x, 0.0, out=x),

@@ -371,9 +371,7 @@ def settings_to_try(result: Breakdown) -> dict[str, dict[str, Any]]:
 def ways_to_collect(config: TrainConfig, lane: str, cores: int) -> dict[str, dict[str, Any]]:
     """Settings that may speed up collecting, as changes of the config."""
     more, shared = MANY_TIMES * config.num_envs, max(LEAST_SHARED, config.num_envs)
-    ways: dict[str, dict[str, Any]] = {
-        f"num_envs={more}{' (other batches)' * (lane == 'rollout')}": {"num_envs": more}
-    }
+    ways: dict[str, dict[str, Any]] = {f"num_envs={more}{' (other batches)' * (lane == 'rollout')}": {"num_envs": more}}
     others = {"sync": ("device", "async"), "device": ("auto",)}.get(config.vectorization, ("device",))
     ways |= {f"vectorization={name}": {"vectorization": name} for name in others}
     if cores > 1:

@@ -104,9 +104,7 @@ def check_environment(
             said.add(what)
 
 
-def _guarded(
-    name: str, check: Callable[[], Check | Iterator[Check]], env_id: str, place: str = ""
-) -> Iterator[Check]:
+def _guarded(name: str, check: Callable[[], Check | Iterator[Check]], env_id: str, place: str = "") -> Iterator[Check]:
     """The results of a check; an exception is one that fails. `place` is where the user defines `step`."""
     try:
         found = check()

@@ -29,7 +29,7 @@ from rl_training.algorithms.base import Array
 from rl_training.envs.device import map_actions
 from rl_training.envs.inputs import encode_for_prediction
 from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
-from rl_training.errors import TrainingFailure, UserError
+from rl_training.errors import TrainingFailure, UserError, kind_and_line
 from rl_training.run.learner import PathLike, TrainedPolicy, load_algorithm, read_checkpoint
 from rl_training.safe_files import output_written, refuse_link, write_text
 
@@ -208,7 +208,7 @@ def write_program(module: ExportedPolicy, path: Path, file_format: str, facts: d
             program = torch.export.export(module, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),))
         except Exception as error:  # a third-party algorithm may not be traceable
             reason = f"{facts['algo']} cannot be exported, since torch.export cannot trace its act"
-            raise TrainingFailure(f"{reason} ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+            raise TrainingFailure(f"{reason} ({kind_and_line(error)})") from error
         if file_format == "torch":
             torch.export.save(program, path, extra_files={"rl_training.json": json.dumps(facts)})
             return

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError, first_line
+from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError, kind_and_line
 
 if TYPE_CHECKING:
     from rl_training.config.train_config import TrainConfig
@@ -180,7 +180,7 @@ def train_here(link: Connection, config: TrainConfig, threads: int, modules: Seq
     except KeyboardInterrupt:
         news["error"] = TrainingFailure("it was stopped at once")
     except Exception as error:  # which might not survive pickling
-        news["error"] = TrainingFailure(f"the run failed with {type(error).__name__}: {first_line(error)}")
+        news["error"] = TrainingFailure(f"the run failed with {kind_and_line(error)}")
     with suppress(BrokenPipeError):  # the parent is gone
         link.send(("ended", news))
 

@@ -27,15 +27,7 @@ from rl_training.config.train_config import TrainConfig, dump_yaml
 from rl_training.errors import UserError, counted, first_line, printable
 from rl_training.record.logger import format_duration
 from rl_training.record.metrics_file import is_number
-from rl_training.tools.compare import (
-    compare_groups,
-    describe_estimate,
-    describe_groups,
-    describe_pairs,
-    describe_value,
-    learning_curves,
-    metric_name,
-)
+from rl_training.tools import compare
 from rl_training.tools.records import EVALUATED, TRAINED, Groups, RunRecord, Series, as_mapping, select_runs
 
 if TYPE_CHECKING:
@@ -139,8 +131,8 @@ def build_report(groups: Groups, episodes: Sequence[Episode] = (), *, shared_ste
         title=f"{', '.join(groups)} on {', '.join(envs)}",
         amount=f"{counted(len(runs), 'run')}, {sum(run.last_step for run in runs):,} steps, {seconds}",
         environments=[describe_environment(env, groups, shared_steps) for env in envs],
-        describe_estimate=describe_estimate,
-        metric_name=metric_name,
+        describe_estimate=compare.describe_estimate,
+        metric_name=compare.metric_name,
         runs=describe_runs(named),
         settings=[describe_settings(name, group) for name, group in groups.items()],
         warnings=describe_warnings(runs),
@@ -176,21 +168,21 @@ def describe_environment(env: str, groups: Groups, shared_steps: bool) -> dict[s
     own = {name: [run for run in group if run.env_id == env] for name, group in groups.items()}
     own = {name: group for name, group in own.items() if group}
     selected, _ = select_runs(own, shared_steps=shared_steps)
-    metric, lines, _ = learning_curves(selected)  # the comparison has the notes
-    measure = metric_name(metric)
+    metric, lines, _ = compare.learning_curves(selected)  # the comparison has the notes
+    measure = compare.metric_name(metric)
     facts = {
         "name": env, "measure": measure, "several": any(len(group) > 1 for group in selected.values()),
         "missing": [name for name in selected if name not in {line.name for line in lines}],
         "curves": draw_twice(lines, f"Learning curves on {env}", "steps", measure) if lines else [],
     }  # fmt: skip
     try:
-        result = compare_groups(own, shared_steps=shared_steps)
+        result = compare.compare_groups(own, shared_steps=shared_steps)
     except UserError as error:
         return facts | {"result": None, "problem": str(error)}
     lines = [Series(g.name, result.thresholds, *g.profile) for g in sorted(result.groups, key=lambda g: g.name)]
     labels = f"Performance profiles on {env}", "final return", "share of runs above"
     has_profiles = result.pairs and result.thresholds[0] < result.thresholds[-1]
-    tables = {"groups": describe_groups(result), "pairs": describe_pairs(result)}
+    tables = {"groups": compare.describe_groups(result), "pairs": compare.describe_pairs(result)}
     return facts | tables | {"result": result, "profiles": draw_twice(lines, *labels) if has_profiles else []}
 
 
@@ -205,10 +197,10 @@ def plot_curves(groups: Groups, kind: str, *, shared_steps: bool = False) -> tup
     envs = list(dict.fromkeys(run.env_id for group in selected.values() for run in group))
     if len(envs) > 1:
         raise UserError(f"the runs are on {' and '.join(envs[:3])}; plot runs on one environment.")
-    metric, lines, more = learning_curves(selected)
+    metric, lines, more = compare.learning_curves(selected)
     if not lines:
         raise UserError("the runs have too few evaluations and finished training episodes to draw a curve.")
-    labels = f"Learning curves on {envs[0]}", "steps", metric_name(metric)
+    labels = f"Learning curves on {envs[0]}", "steps", compare.metric_name(metric)
     drawn = draw_svg(lines, *labels).encode() if kind == "svg" else draw_chart(lines, *labels, kind=kind)
     return drawn, [*notes, *more]
 
@@ -258,7 +250,7 @@ def describe_settings(name: str, group: Sequence[RunRecord]) -> tuple[str, Rows,
         return name, [], str(error)
     rows: Rows = []
     for setting in dict.fromkeys(key for run in group for key in run.settings if key not in OWN_TO_A_RUN):
-        values = dict.fromkeys(describe_value(run.settings.get(setting)) for run in group)
+        values = dict.fromkeys(compare.describe_value(run.settings.get(setting)) for run in group)
         default = defaults.get(setting, "-")
         if list(values) != [default] and default != "auto":  # a resolved `auto` is not the user's choice
             rows.append((setting, " / ".join(values), default))
@@ -270,7 +262,7 @@ def default_settings(algo: str) -> dict[str, str]:
     spec = get_algorithm_spec(algo)
     models: tuple[Any, ...] = TrainConfig, spec.params
     dumps = [model.model_construct().model_dump(mode="json") for model in models]  # without fields that have no default
-    return {name: describe_value(value) for name, value in {**dumps[0], **dumps[1], **spec.defaults}.items()}
+    return {name: compare.describe_value(value) for name, value in {**dumps[0], **dumps[1], **spec.defaults}.items()}
 
 
 def training_seconds(run: RunRecord) -> float | None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 from rl_training.config.params import SCHEDULE, Params, change_params, read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, dump_yaml, parse_yaml
-from rl_training.errors import UserError, did_you_mean, first_line
+from rl_training.errors import UserError, did_you_mean, kind_and_line
 from rl_training.record.metrics_file import is_number
 from rl_training.run.loop import EVALUATIONS
 from rl_training.safe_files import output_written, refuse_link, write_text
@@ -285,8 +285,7 @@ def readable(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # Optuna, SQLAlchemy and SQLite raise many kinds
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path} cannot be read as a study ({reason}); give another --study.") from None
+        raise UserError(f"{path} cannot be read as a study ({kind_and_line(error)}); give another --study.") from None
 
 
 def open_study(path: Path, **options: Any) -> optuna.Study:
