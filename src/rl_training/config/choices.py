@@ -40,7 +40,6 @@ THREADS = ((128, 1), (512, 2))  # for layers of at most so many units; wider one
 MOST_THREADS = 8
 
 
-
 def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[tuple[str, bool, str]]:
     """When a GPU is faster than a CPU, the clearest case first: (reason, whether it applies, measurement).
 
