@@ -19,7 +19,7 @@ from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.run.workflows import train
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # where a run finds the environment
+sys.path.insert(0, str(ROOT / "tests" / "support"))  # where a run finds the environment
 RESULTS = ROOT / "benchmarks" / "results" / "image_actors.json"
 SETTINGS = {
     "learning_starts": 300, "batch_size": 64, "hidden_sizes": [64], "buffer_capacity": 5000, "gamma": 0.9,

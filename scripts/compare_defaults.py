@@ -148,7 +148,7 @@ class Examiner:
         import gymnasium as gym
 
         if job.env.startswith("MinAtar/"):
-            pass  # registers them
+            import rl_training.envs.minatar  # noqa: F401 - registers them
         self.make, self.job, self.settings = lambda: gym.make(job.env), job, settings
         self.envs: list[Any] = []
         self.curve: list[tuple[int, float]] = []

@@ -14,7 +14,7 @@ ENVS = {"discrete": "CartPole-v1", "continuous": "Pendulum-v1"}
 
 def measure() -> list[str]:
     """One line of the table for each algorithm and kind of action."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from resume_cases import SPECS, tiny
     from rl_training.run.workflows import train
     from rl_training.tools.export import export_policy

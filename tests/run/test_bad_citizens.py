@@ -83,7 +83,7 @@ def play(fault: str, command: str, folder: Path, checkpoint: Path) -> Outcome:
         "train": f"train --algo a2c --env {ENV} --total-timesteps 160 --num-envs 2 --device cpu "
         f"--eval-episodes {int(evaluates)} --set vectorization={vectorization} "
         f"--output-dir {folder / 'runs'} --set algo_kwargs.num_steps=8 --set worker_timeout={silence}",
-        "eval": f"eval --checkpoint {checkpoint} --num-episodes 30",
+        "eval": f"eval --checkpoint {checkpoint} --num-episodes 30 --import env_zoo",
         "doctor": f"doctor --env {ENV} --algo a2c --set worker_timeout={silence}",
     }[name]  # fmt: skip
     path = os.pathsep.join([env_zoo.FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])])
