@@ -41,14 +41,15 @@ class MLPActorCritic(ObservationNetwork):
 
     def __init__(
         self, *, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
-        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, **inputs: Any,
+        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None,
+        initial_log_std: float = 0.0, **inputs: Any,
     ) -> None:  # fmt: skip
         super().__init__(**inputs)
         self.action_kind = action_kind
         self.action_sizes = tuple(action_sizes or (action_dim,))
         self.actor = mlp(self.input_dim, hidden_sizes, action_dim, activation, output_gain=0.01)
         self.critic = mlp(self.input_dim, hidden_sizes, 1, activation)
-        self.log_std = nn.Parameter(torch.zeros(action_dim)) if action_kind == "continuous" else None
+        self.log_std = nn.Parameter(torch.full((action_dim,), initial_log_std)) if action_kind == "continuous" else None
         self._both, self._critic = WrittenOut(), WrittenOut()
 
     def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:
