@@ -11,7 +11,8 @@ from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.own_network import OwnEncoder
 from rl_training.config.params import Params, Reason
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.models.blocks import ImageEncoder, MixedEncoder, MixedInput, ObservationInput
+from rl_training.errors import UserError
+from rl_training.models.blocks import ImageEncoder, MixedEncoder, MixedInput, ObservationInput, encoded_dim
 from rl_training.models.ensemble import ActorAndCritics
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
@@ -44,7 +45,17 @@ def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **other
     if "encoder" not in others:
         is_bounded = issubclass(kind, ActorAndCritics) and kind.bounded_features
         common["encoder"] = make_encoder(params, spaces, bounded=is_bounded)
+    if spaces.critic_obs:
+        common["actor_columns"] = find_actor_columns(params, spaces, common["encoder"])
     return kind(**common | params.arguments_of(kind) | others)
+
+
+def find_actor_columns(params: Params, spaces: EnvSpaces, encoder: nn.Module | None) -> list[int]:
+    """The columns of a network's features that the actor sees: those of images, then of its part of the vector."""
+    if params.network is not None:
+        raise UserError(f"critic_obs is {list(spaces.critic_obs)}, which network does not support; leave one out.")
+    images = encoded_dim(spaces.obs_dim, encoder) - len(spaces.vector_columns)
+    return [*range(images), *(images + spaces.actor_columns).tolist()]
 
 
 def any_kind(spaces: EnvSpaces) -> dict[str, Any]:

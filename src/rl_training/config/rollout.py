@@ -38,6 +38,12 @@ class RolloutParams(Params):
         0.0, ge=-10, le=2, description="Log of the first deviation of continuous actions, the same in every state."
     )
     policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy from this many updates ago.")
+    critic_obs: tuple[str, ...] = Field((), description="Keys of a Dict observation that only the critic sees.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus what only the critic sees."""
+        return super().facts._replace(critic_obs=self.critic_obs)
 
     @property
     def lag(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.speed.passes import Array, NumpyStep, numpy_chain, numpy_step
+from rl_training.speed.passes import Array, Columns, NumpyStep, numpy_chain, numpy_step
 
 # obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
 NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array]
@@ -38,11 +38,12 @@ def linear(inputs: int, outputs: int, gain: float = math.sqrt(2.0)) -> nn.Linear
 
 
 def mlp(
-    inputs: int, hidden_sizes: Sequence[int], outputs: int, activation: str = "tanh", output_gain: float = 1.0
-) -> nn.Sequential:
-    """Linear layers with an activation between them, orthogonal weights."""
-    sizes = [inputs, *hidden_sizes]
-    layers: list[nn.Module] = []
+    inputs: int, hidden_sizes: Sequence[int], outputs: int, activation: str = "tanh", output_gain: float = 1.0,
+    columns: Sequence[int] | None = None,
+) -> nn.Sequential:  # fmt: skip
+    """Linear layers with an activation between them, orthogonal weights, on all inputs or only these `columns`."""
+    sizes = [inputs if columns is None else len(columns), *hidden_sizes]
+    layers: list[nn.Module] = [] if columns is None else [Columns(columns)]
     for before, after in pairwise(sizes):
         layers += [linear(before, after), activation_layer(activation)]
     return nn.Sequential(*layers, linear(sizes[-1], outputs, output_gain))
