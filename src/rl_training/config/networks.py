@@ -41,7 +41,8 @@ def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationI
 
 def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **others: Any) -> Network:
     """Make a network for these spaces, with the hyper-parameters that its constructor names; `others` override them."""
-    common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
+    common: dict[str, Any] = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim}
+    common["observation_input"] = make_input(spaces)
     if "encoder" not in others:
         is_bounded = issubclass(kind, ActorAndCritics) and kind.bounded_features
         common["encoder"] = make_encoder(params, spaces, bounded=is_bounded)

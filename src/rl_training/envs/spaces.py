@@ -64,7 +64,7 @@ class EnvSpaces:
 
     @classmethod
     def from_gym(
-        cls, env_id: str, observation: gs.Space[Any], action: gs.Space[Any], **flags: bool
+        cls, env_id: str, observation: gs.Space[Any], action: gs.Space[Any], **flags: Any
     ) -> EnvSpaces:
         """The spaces of an environment, or a UserError that says why they are not supported."""
         kind, shape, dtype, layout, scale = read_observation(env_id, observation)
