@@ -55,6 +55,7 @@ ADDED_LATER = {
     "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,
     "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0, "random_action_hold": 1.0,
     "epsilon_ladder": 0.0, "network": None, "replay_memory": "auto", "widen_support": "auto",
+    "desired_kl": None, "initial_log_std": 0.0, "critic_obs": [],
 }  # fmt: skip
 ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
 ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms

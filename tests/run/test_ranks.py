@@ -35,7 +35,7 @@ LIMIT = 120  # seconds; a run that takes longer hangs
 NORMALIZED = {"wrappers": {"normalize_observation": True, "normalize_reward": True}}
 PARAMS: dict[str, dict[str, Any]] = {
     "a2c": {"normalize_advantages": True},
-    "ppo": {"minibatch_size": 4096, "update_epochs": 2},
+    "ppo": {"minibatch_size": 4096, "update_epochs": 2, "desired_kl": 1e-3},
     "trpo": {"value_minibatch_size": 4096},
     "impala": {},
     "appo": {"minibatch_size": 4096, "target_policy": True, "target_update_interval": 1, "normalize_advantages": True},

@@ -52,9 +52,9 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "runs_written_out", lambda x: False)
 
 
-def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu") -> Algorithm:
+def learn(algo: str, *, moves: bool, accelerates: bool, device: str = "cpu", **kwargs: Any) -> Algorithm:
     """A learner after some updates, in which a schedule moves every number that it may."""
-    kwargs = {"gradient_penalty": 1.0} if algo == "gail" else {}
+    kwargs |= {"gradient_penalty": 1.0} if algo == "gail" else {}
     session = open_session(tiny(algo, Path("unused"), threads=1, device=device, accelerate="none", kwargs=kwargs))
     algorithm, store = session.algorithm, session.store
     if accelerates:
@@ -87,6 +87,15 @@ def test_captured_steps_learn_what_plain_ones_learn(algo: str) -> None:
     steps = [getattr(learner, name) for learner in learners for name in learner.graphs or learner.steps]
     assert steps
     assert all(sum(step.replays) for step in steps)
+
+
+@pytest.mark.usefixtures("fake_graphs")
+def test_captured_steps_adapt_the_learning_rate_like_plain_ones() -> None:
+    plain, captured = (learn("ppo", moves=False, accelerates=given, desired_kl=1e-4) for given in (False, True))
+    for name, tensor in tensors_of(plain).items():
+        assert torch.equal(tensor, tensors_of(captured)[name]), name
+    assert sum(getattr(captured, captured.graphs[0]).replays)
+    assert float(tensors_of(captured)["rate"]) != pytest.approx(3e-4)
 
 
 @pytest.mark.usefixtures("fake_graphs")

@@ -477,3 +477,29 @@ class DotToTarget(gym.Env[Any, Any]):
         for channel, place in enumerate((self.dot, self.target)):
             image[5:11, max(0, round(place) - 1) : round(place) + 2, channel] = 255
         return image
+
+
+class HiddenScale(gym.Env[Any, Any]):
+    """Episodes of 8 steps whose rewards have a scale that is drawn at the reset; only the part "hidden" shows it."""
+
+    def __init__(self, action: str = "continuous", shows: bool = True) -> None:
+        parts = {"clock": gs.Box(-1.0, 1.0, (2,), np.float32), "goal": gs.Discrete(3)}
+        hidden = {"hidden": gs.Box(-4.0, 4.0, (1,), np.float32)} if shows else {}
+        self.observation_space = gs.Dict([("clock", parts["clock"]), *hidden.items(), ("goal", parts["goal"])])
+        self.action_space = gs.Box(-1.0, 1.0, (1,), np.float32) if action == "continuous" else gs.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.scale = 0, float(self.np_random.uniform(-3.0, 3.0))
+        self.goal = int(self.np_random.integers(3))
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        near = 1.0 - 0.1 * abs(float(np.ravel(action)[0]) - (self.goal - 1.0))
+        return self.observe(), self.scale * near, self.t == 8, False, {}
+
+    def observe(self) -> dict[str, Any]:
+        clock = np.array([self.t / 8, np.cos(self.t)], dtype=np.float32)
+        every = {"clock": clock, "hidden": np.array([self.scale], dtype=np.float32), "goal": self.goal}
+        return {name: every[name] for name in self.observation_space.spaces}  # type: ignore[attr-defined]

@@ -23,15 +23,16 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 OTHER: dict[str, Any] = {  # another value than the default, of a setting with that name or, for learning rates, ending
     "gamma": 0.5, "tau": 0.37, "learning_rate": 0.013, "gae_lambda": 0.3, "optimizer_eps": 0.05, "max_grad_norm": 1e-3,
-    "rollout_horizon": 3.0, "target_kl": 1e-9, "action_gradient_clip": 1e-4, "clip_coef": 1e-3, "alpha": 0.7,
-    "target_entropy": 3.0, "kl_target": 1e-7, "line_search_shrink": 0.5, "gradient_penalty": 2.0, "train_ratio": 16.0,
-    "free_nats": 20.0, "v_min": -5.0, "v_max": 7.0, "exploration_noise": 0.6, "policy_noise": 0.9, "noise_clip": 0.05,
-    "n_step": 1, "random_action_hold": 1.0, "epsilon_end": 0.9, "heldout_fraction": 0.5, "buffer_capacity": 20,
-    "value_minibatch_size": 8, "minibatch_size": 32, "line_search_steps": 1, "critic_subset_size": 1,
-    "model_batch_size": 4, "rollout_batch_size": 30, "rollout_refresh_interval": 2, "synthetic_buffer_capacity": 40,
-    "model_train_frequency": 4, "policy_lag": 3, "num_elites": 1, "dataset_kind": "npz", "dataset_path": "some.npz",
-    "dataset_id": "some/data", "expert_dataset_kind": "npz", "expert_dataset_path": "some.npz",
-    "expert_dataset_id": "some/data", "expert_checkpoint": "some.ckpt", "prioritized_eps": 0.5, "widen_support": "both",
+    "rollout_horizon": 3.0, "target_kl": 1e-9, "desired_kl": 1e-3, "action_gradient_clip": 1e-4, "clip_coef": 1e-3,
+    "alpha": 0.7, "target_entropy": 3.0, "kl_target": 1e-7, "line_search_shrink": 0.5, "gradient_penalty": 2.0,
+    "train_ratio": 16.0, "free_nats": 20.0, "v_min": -5.0, "v_max": 7.0, "exploration_noise": 0.6, "policy_noise": 0.9,
+    "noise_clip": 0.05, "n_step": 1, "random_action_hold": 1.0, "epsilon_end": 0.9, "heldout_fraction": 0.5,
+    "buffer_capacity": 20, "value_minibatch_size": 8, "minibatch_size": 32, "line_search_steps": 1,
+    "critic_subset_size": 1, "model_batch_size": 4, "rollout_batch_size": 30, "rollout_refresh_interval": 2,
+    "synthetic_buffer_capacity": 40, "model_train_frequency": 4, "policy_lag": 3, "num_elites": 1,
+    "dataset_kind": "npz", "dataset_path": "some.npz", "dataset_id": "some/data", "expert_dataset_kind": "npz",
+    "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data", "expert_checkpoint": "some.ckpt",
+    "prioritized_eps": 0.5, "widen_support": "both",
 }  # fmt: skip
 
 

@@ -119,6 +119,11 @@ class Numbers(dict[str, Any]):
         super().__setitem__(name, value)
         self._find_constants()
 
+    def place(self, name: str, value: Tensor) -> None:
+        """Make a 0-dim tensor the number's place, so that whoever holds the tensor changes the number."""
+        super().__setitem__(name, value)
+        self._find_constants()
+
     def _stays_float(self, name: str, device: torch.device) -> bool:
         how = self.read.get(name)
         return how in ("by value", "never") or (how == "to act" and device.type == "cpu")

@@ -1,7 +1,8 @@
 """PPO: proximal policy optimization with a clipped surrogate (Schulman et al. 2017, arXiv:1707.06347).
 
 Several epochs of minibatches on min(r A, clip(r, 1-e, 1+e) A), r = pi(a|s) / pi_old(a|s); GAE once per rollout,
-advantages normalized per minibatch.
+advantages normalized per minibatch. With `desired_kl`, the learning rate adapts to the KL of each minibatch, by the
+rule of rsl_rl (Schwarke et al. 2025, arXiv:2509.10771).
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
 from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
+from rl_training.errors import UserError
 from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, ratio_statistics, value_error
 
 MOST_STEPS = 32  # in one graph
+LEAST_RATE, MOST_RATE = 1e-5, 1e-2  # between which `desired_kl` moves the learning rate
 
 
 def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) -> Losses:
@@ -45,9 +48,14 @@ class PPO(ActorCriticAlgorithm):
     minibatch_size = Setting(">= 1", None)  # None: the whole batch
     normalize_advantages = Setting(default=True)
     clip_value_loss = Setting(default=False)
+    desired_kl = Setting("> 0", None)  # None: the learning rate does not adapt
+    rate: Tensor  # the learning rate, where `desired_kl` adapts it
 
     def __init__(self, *, policy: nn.Module, **settings: Any) -> None:
         super().__init__(policy=policy, **settings)
+        if self.desired_kl is not None:
+            self.register_buffer("rate", torch.tensor(float(self.learning_rate)))
+            self.numbers.place("learning_rate", self.rate)
         self.optimizer = self.make_optimizer("optimizer", policy.parameters())
 
     def minibatch_step(self, rows: Batch) -> Tensor:
@@ -61,8 +69,24 @@ class PPO(ActorCriticAlgorithm):
         if self.clip_value_loss:
             terms["old_values"] = rows["values"]
         losses = ppo_loss(terms, self.clip_coef, self.ent_coef, self.vf_coef)
+        if self.desired_kl is not None:
+            self.adapt_rate(losses["approx_kl"])
         grad_norm = self.optimizer.apply_gradients(backward(*losses.slopes))
         return torch.stack([*losses.values(), grad_norm])
+
+    def adapt_rate(self, kl: Tensor) -> None:
+        """Divide the learning rate by 1.5 if the KL is above twice `desired_kl`; below half of it, multiply it by 1.5.
+
+        rsl_rl computes the KL of the Gaussians in closed form, from stored means and deviations. Here it is estimated
+        from the log-probabilities of the taken actions, which a rollout stores anyway and which any policy has; its
+        mean is the same, and its noise over a minibatch is small next to the factor of four between the two bounds.
+        Both compare the policy before the gradient step, so the first minibatch of a rollout has a KL of 0. rsl_rl's
+        formula adds 1e-5 per dimension and raises the rate there, and so does this one.
+        """
+        kl, rate = self.joint(kl), self.rate
+        slower, faster = (rate / 1.5).clamp(min=LEAST_RATE), (rate * 1.5).clamp(max=MOST_RATE)
+        chosen = torch.where(kl < 0.5 * self.desired_kl, faster, rate)
+        rate.copy_(torch.where(kl > 2.0 * self.desired_kl, slower, chosen))
 
     def shuffled_steps(self, rows: Batch, order: Tensor) -> Tensor:
         """Take a gradient step on every `minibatch_size` rows in the given order; return the steps' metrics [S, 7]."""
@@ -79,6 +103,8 @@ class PPO(ActorCriticAlgorithm):
         count, device = len(rows["advantages"] if indices is None else indices), rows["advantages"].device
         size = self.minibatch_size or count
         kept = count - (count > 1 and (count - 1) % size == 0)
+        if self.desired_kl is not None and self.update_epochs == 1 and kept <= size:
+            raise UserError("desired_kl compares minibatches, but a rollout has only one; raise update_epochs to 2.")
         whole = kept - kept % size  # the smaller last minibatch runs separately: without reset rows, its size varies
         for _ in range(self.update_epochs):
             order = torch.randperm(count, generator=self.generator, device=device)
@@ -91,4 +117,6 @@ class PPO(ActorCriticAlgorithm):
         steps = torch.cat(epochs)
         names = ("loss", "policy_loss", "value_loss", "entropy_loss", "approx_kl", "clip_fraction", "grad_norm")
         metrics = dict(zip(names, steps.mean(0).unbind(), strict=True)) | {"approx_kl": epochs[-1][:, 4].mean()}
+        if self.desired_kl is not None:
+            metrics["learning_rate"] = self.rate.clone()
         return UpdateResult(metrics, num_gradient_steps=len(steps))

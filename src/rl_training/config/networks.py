@@ -15,7 +15,14 @@ from rl_training.algorithms.mbpo import MBPO
 from rl_training.envs.factory import check_module, import_entry_point
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, kind_and_line
-from rl_training.models.blocks import ActorAndCritics, ImageEncoder, MixedEncoder, MixedInput, ObservationInput
+from rl_training.models.blocks import (
+    ActorAndCritics,
+    ImageEncoder,
+    MixedEncoder,
+    MixedInput,
+    ObservationInput,
+    encoded_dim,
+)
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
@@ -157,11 +164,22 @@ def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationI
 
 def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **others: Any) -> Network:
     """Make a network for these spaces, with the hyper-parameters that its constructor names; `others` override them."""
-    common = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim, "observation_input": make_input(spaces)}
+    common: dict[str, Any] = {"obs_dim": spaces.obs_dim, "action_dim": spaces.action_dim}
+    common["observation_input"] = make_input(spaces)
     if "encoder" not in others:
         is_bounded = issubclass(kind, ActorAndCritics) and kind.bounded_features
         common["encoder"] = make_encoder(params, spaces, bounded=is_bounded)
+    if spaces.critic_obs:
+        common["actor_columns"] = find_actor_columns(params, spaces, common["encoder"])
     return kind(**common | params.arguments_of(kind) | others)
+
+
+def find_actor_columns(params: Params, spaces: EnvSpaces, encoder: nn.Module | None) -> list[int]:
+    """The columns of a network's features that the actor sees: those of images, then of its part of the vector."""
+    if params.network is not None:
+        raise UserError(f"critic_obs is {list(spaces.critic_obs)}, which network does not support; leave one out.")
+    images = encoded_dim(spaces.obs_dim, encoder) - len(spaces.vector_columns)
+    return [*range(images), *(images + spaces.actor_columns).tolist()]
 
 
 def any_kind(spaces: EnvSpaces) -> dict[str, Any]:

@@ -132,6 +132,7 @@ class Facts(NamedTuple):
     pretrain_updates: int = 0  # before the first step
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
+    critic_obs: tuple[str, ...] = ()  # parts of an observation that only the critic sees
     fits_every: float = 0.0  # steps between fits of a dynamics model; infinity: one fit; 0: there is no model
 
 

@@ -230,6 +230,12 @@ class ActorCriticParams(ReplayParams):
     tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target networks per update.")
     critic_learning_rate: float | None = Field(None, ge=0, le=10, description="Rate of critics; null: learning_rate.")
     actor_learning_rate: float | None = Field(None, ge=0, le=10, description="Rate of the actor; null: learning_rate.")
+    critic_obs: tuple[str, ...] = Field((), description="Keys of a Dict observation that only the critic sees.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus what only the critic sees."""
+        return super().facts._replace(critic_obs=self.critic_obs)
 
     @property
     def tunes_temperature(self) -> bool:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.networks import build_on_policy
-from rl_training.config.params import LINEAR_HEADS, Facts, Params, Reasons
+from rl_training.config.params import LINEAR_HEADS, Facts, Params, Reason, Reasons
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import RolloutStore
 
@@ -22,12 +22,28 @@ NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": 
 class RolloutParams(Params):
     """Hyper-parameters of algorithms that learn from rollouts."""
 
-    unused: ClassVar[Reasons] = (LINEAR_HEADS,)
+    unused: ClassVar[Reasons] = (
+        LINEAR_HEADS,
+        Reason(
+            ("initial_log_std",), "only continuous actions have a deviation",
+            where=lambda spaces: spaces.action_kind != "continuous",
+        ),
+    )  # fmt: skip
+    fixed: ClassVar[Reasons] = (Reason(("initial_log_std",), "the deviation is learned from there"),)
 
     num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
+    initial_log_std: float = Field(
+        0.0, ge=-10, le=2, description="Log of the first deviation of continuous actions, the same in every state."
+    )
     policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy from this many updates ago.")
+    critic_obs: tuple[str, ...] = Field((), description="Keys of a Dict observation that only the critic sees.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus what only the critic sees."""
+        return super().facts._replace(critic_obs=self.critic_obs)
 
     @property
     def lag(self) -> int:

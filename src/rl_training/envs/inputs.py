@@ -76,13 +76,24 @@ def masks_for_prediction(spaces: EnvSpaces, action_mask: Any, count: int, *, is_
 
 
 def encode_for_prediction(spaces: EnvSpaces, observation: Any) -> tuple[Array, bool]:
-    """One raw observation or a batch of them, as `([N, *obs_shape], was_a_batch)`."""
+    """One raw observation or a batch of them, as `([N, *obs_shape], was_a_batch)`.
+
+    Parts that only the critic sees may be missing; acting does not read them.
+    """
     rows, is_batch = _split(spaces, observation)
     if not rows:
         raise UserError(f"obs is an empty batch; {spaces.env_id} wants {in_words(spaces.observation_space)}.")
     space = spaces.observation_space
-    flat: list[Any] = rows if isinstance(space, gs.Box) else [gs.flatten(space, row) for row in rows]
+    flat: list[Any] = rows if isinstance(space, gs.Box) else [_flatten_row(space, row) for row in rows]
     return spaces.encode(np.stack(flat)), is_batch
+
+
+def _flatten_row(space: gs.Space[Any], row: Any) -> Array:
+    """`gymnasium.spaces.flatten`, with zeros for missing parts of a Dict."""
+    if not isinstance(space, gs.Dict):
+        return np.asarray(gs.flatten(space, row))
+    parts = space.spaces.items()
+    return np.concatenate([gs.flatten(p, row[key]) if key in row else np.zeros(gs.flatdim(p)) for key, p in parts])
 
 
 def _split(spaces: EnvSpaces, observation: Any) -> tuple[list[Any], bool]:
@@ -101,7 +112,13 @@ def _split(spaces: EnvSpaces, observation: Any) -> tuple[list[Any], bool]:
         observation = read_numbers(observation, spaces.env_id)
         is_batch = observation.ndim == len(space.shape or ()) + 1
     rows = list(observation) if is_batch else [observation]
-    return [read_element(space, row, spaces.env_id) for row in rows], is_batch
+    return [read_element(_given_space(spaces, row), row, spaces.env_id) for row in rows], is_batch
+
+
+def _given_space(spaces: EnvSpaces, row: Any) -> gs.Space[Any]:
+    """The space of a row that has all parts, or only those that the actor sees."""
+    has_all = isinstance(row, Mapping) and any(key in row for key in spaces.critic_obs)
+    return spaces.observation_space if has_all else spaces.actor_space
 
 
 def read_element(space: gs.Space[Any], value: Any, env_id: str, where: str = "obs") -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces as gs
 from numpy.typing import NDArray
 
-from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.errors import EnvironmentFailure, UserError, did_you_mean
 from rl_training.play import random_actions
 
 MOST_FACTORS = 2**20  # of an action; a few bytes can describe a MultiBinary of any size
@@ -177,9 +177,12 @@ class EnvSpaces:
     has_action_mask: bool = False
     normalize_observations: bool = False
     normalize_rewards: bool = False
+    critic_obs: tuple[str, ...] = ()  # keys of a Dict that only the critic sees
 
     @classmethod
-    def from_gym(cls, env_id: str, observation: gs.Space[Any], action: gs.Space[Any], **flags: bool) -> EnvSpaces:
+    def from_gym(
+        cls, env_id: str, observation: gs.Space[Any], action: gs.Space[Any], **flags: Any
+    ) -> EnvSpaces:
         """The spaces of an environment, or a UserError that says why they are not supported."""
         kind, shape, dtype, layout, scale = read_observation(env_id, observation)
         action_kind, sizes = read_action(env_id, action)
@@ -192,9 +195,40 @@ class EnvSpaces:
     def from_dict(cls, data: Mapping[str, Any]) -> EnvSpaces:
         """The inverse of `to_dict`."""
         values = dict(data)
-        for name in ("obs_shape", "action_sizes"):
-            values[name] = tuple(values[name])
+        for name in ("obs_shape", "action_sizes", "critic_obs"):
+            values[name] = tuple(values.get(name, ()))
         return cls(**values)
+
+    def with_critic_obs(self, keys: Sequence[str]) -> EnvSpaces:
+        """The same spaces, of whose observation only the critic sees these parts; a UserError if that is impossible."""
+        if not keys:
+            return self
+        space, asked = self.observation_space, f"critic_obs is {list(keys)}"
+        if not isinstance(space, gs.Dict):
+            raise UserError(f"{asked}, but {self.env_id} has no Dict observation: {in_words(space)}; leave it out.")
+        if unknown := [key for key in keys if key not in space.spaces]:
+            raise UserError(f"{asked}; {self.env_id} has no part {unknown[0]!r}; {did_you_mean(unknown[0], space)}")
+        if images := [key for key in keys if any(image_layout(part) for _, part in leaf_spaces(space[key]))]:
+            raise UserError(f"{asked}, but {images[0]!r} has an image; only vectors can be for the critic alone.")
+        if set(keys) == set(space.spaces):
+            raise UserError(f"{asked}, which is everything; the actor of {self.env_id} must see at least one part.")
+        return replace(self, critic_obs=tuple(keys))
+
+    @cached_property
+    def actor_space(self) -> gs.Space[Any]:
+        """The part of the observation space that the actor sees, which is all that acting needs."""
+        space = self.observation_space
+        if not isinstance(space, gs.Dict):
+            return space
+        return gs.Dict([(key, part) for key, part in space.spaces.items() if key not in self.critic_obs])
+
+    @cached_property
+    def actor_columns(self) -> Array:
+        """The indices within `vector_columns` that the actor sees."""
+        space = self.observation_space
+        parts = space.spaces.items() if isinstance(space, gs.Dict) else [("", space)]
+        seen = np.concatenate([np.full(int(gs.flatdim(part)), key not in self.critic_obs) for key, part in parts])
+        return np.flatnonzero(seen[self.vector_columns])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rl_training.errors import UserError
 from rl_training.ops import policy
 from rl_training.ops.losses import mask_actions
-from rl_training.speed.passes import Array, NumpyPolicy, NumpyStep, numpy_chain, numpy_step
+from rl_training.speed.passes import Array, Columns, NumpyPolicy, NumpyStep, numpy_chain, numpy_step
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU,
@@ -45,11 +45,12 @@ def linear(inputs: int, outputs: int, gain: float = math.sqrt(2.0)) -> nn.Linear
 
 
 def mlp(
-    inputs: int, hidden_sizes: Sequence[int], outputs: int, activation: str = "tanh", output_gain: float = 1.0
-) -> nn.Sequential:
-    """Linear layers with an activation between them, orthogonal weights."""
-    sizes = [inputs, *hidden_sizes]
-    layers: list[nn.Module] = []
+    inputs: int, hidden_sizes: Sequence[int], outputs: int, activation: str = "tanh", output_gain: float = 1.0,
+    columns: Sequence[int] | None = None,
+) -> nn.Sequential:  # fmt: skip
+    """Linear layers with an activation between them, orthogonal weights, on all inputs or only these `columns`."""
+    sizes = [inputs if columns is None else len(columns), *hidden_sizes]
+    layers: list[nn.Module] = [] if columns is None else [Columns(columns)]
     for before, after in pairwise(sizes):
         layers += [linear(before, after), activation_layer(activation)]
     return nn.Sequential(*layers, linear(sizes[-1], outputs, output_gain))
@@ -349,7 +350,8 @@ class ActorAndCritics(nn.Module):
     With an `encoder`, the actor has one and the critics share another, initially a copy, each trained by its own loss.
     With a shared encoder, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
     arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
-    have their own optimizers and targets. `critic_options` are those of `CriticEnsemble`.
+    have their own optimizers and targets. With `actor_columns`, the actor sees only these columns of its features, the
+    critics all of theirs. `critic_options` are those of `CriticEnsemble`.
     """
 
     bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
@@ -357,14 +359,15 @@ class ActorAndCritics(nn.Module):
     def __init__(
         self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
         activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
-        **critic_options: Any,
+        actor_columns: Sequence[int] | None = None, **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.action_dim = action_dim
         shape: dict[str, Any] = {"hidden_sizes": hidden_sizes, "activation": activation}
         self.actor: Any = actor(
-            obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, encoder=encoder, **shape
-        )
+            obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, encoder=encoder,
+            columns=actor_columns, **shape,
+        )  # fmt: skip
         inputs = encoded_dim(obs_dim, encoder) + action_dim
         self.critics = CriticEnsemble(inputs=inputs, encoder=copy.deepcopy(encoder), **shape, **critic_options)
 

@@ -44,18 +44,20 @@ class MLPActorCritic(ObservationNetwork):
 
     `action_kind` "discrete" has `action_dim` choices; "continuous" has `action_dim` dimensions and a state-independent
     deviation; "multi_discrete" and "multi_binary" have `action_sizes` choices per factor, independent given the state.
+    With `actor_columns`, the actor sees only these columns of the features, the critic all of them.
     """
 
     def __init__(
         self, *, action_dim: int, hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh",
-        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None, **inputs: Any,
+        action_kind: str = "discrete", action_sizes: Sequence[int] | None = None,
+        initial_log_std: float = 0.0, actor_columns: Sequence[int] | None = None, **inputs: Any,
     ) -> None:  # fmt: skip
         super().__init__(**inputs)
         self.action_kind = action_kind
         self.action_sizes = tuple(action_sizes or (action_dim,))
-        self.actor = mlp(self.input_dim, hidden_sizes, action_dim, activation, output_gain=0.01)
+        self.actor = mlp(self.input_dim, hidden_sizes, action_dim, activation, output_gain=0.01, columns=actor_columns)
         self.critic = mlp(self.input_dim, hidden_sizes, 1, activation)
-        self.log_std = nn.Parameter(torch.zeros(action_dim)) if action_kind == "continuous" else None
+        self.log_std = nn.Parameter(torch.full((action_dim,), initial_log_std)) if action_kind == "continuous" else None
         self._both, self._critic = WrittenOut(), WrittenOut()
 
     def distribution(self, obs: Tensor, action_masks: Tensor | None = None) -> Distribution:

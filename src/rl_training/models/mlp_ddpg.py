@@ -41,9 +41,12 @@ class DeterministicActor(ObservationNetwork):
     knows nothing yet can drive it to one bound in all states within 50 steps. There, tanh has no gradient left.
     """
 
-    def __init__(self, *, action_dim: int, hidden_sizes: Sequence[int], activation: str, **inputs: Any) -> None:
+    def __init__(
+        self, *, action_dim: int, hidden_sizes: Sequence[int], activation: str, columns: Sequence[int] | None = None,
+        **inputs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**inputs)
-        layers = mlp(self.input_dim, hidden_sizes, action_dim, activation, output_gain=0.01)
+        layers = mlp(self.input_dim, hidden_sizes, action_dim, activation, output_gain=0.01, columns=columns)
         self.network = nn.Sequential(*layers, nn.Tanh())  # a small last layer: tanh starts where gradients pass
 
     def forward(self, obs: Tensor) -> Tensor:

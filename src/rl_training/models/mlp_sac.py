@@ -28,10 +28,14 @@ class SampledActions(NamedTuple):
 class SquashedGaussianActor(ObservationNetwork):
     """a = tanh(u) with u ~ N(mean(s), deviation(s)): one network with the outputs mean and log deviation."""
 
-    def __init__(self, *, action_dim: int, hidden_sizes: Sequence[int], activation: str, **inputs: Any) -> None:
+    def __init__(
+        self, *, action_dim: int, hidden_sizes: Sequence[int], activation: str, columns: Sequence[int] | None = None,
+        **inputs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**inputs)
         self.action_dim = action_dim
-        self.network = mlp(self.input_dim, hidden_sizes, 2 * action_dim, activation, output_gain=0.01)
+        outputs = 2 * action_dim
+        self.network = mlp(self.input_dim, hidden_sizes, outputs, activation, output_gain=0.01, columns=columns)
 
     def forward(self, obs: Tensor) -> Tensor:
         """The deterministic action tanh(mean)."""

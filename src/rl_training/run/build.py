@@ -129,6 +129,7 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
     check_settings(config, spec, params, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
     spec.check_support(spaces)
+    spaces = spaces.with_critic_obs(params.facts.critic_obs)
     if restored is None:
         if params.early_stopping is not None and not config.eval_episodes:
             raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")

@@ -84,7 +84,8 @@ def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
         spaces = EnvSpaces.from_dict(data)
         names = ("has_action_mask", "normalize_observations", "normalize_rewards")
         flags = {name: bool(getattr(spaces, name)) for name in names}
-        again = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags).to_dict()
+        found = EnvSpaces.from_gym(spaces.env_id, spaces.observation_space, spaces.action_space, **flags)
+        again = found.with_critic_obs(spaces.critic_obs).to_dict()
         stored = spaces.to_dict()
         odd = [name for name, value in again.items() if not name.startswith("raw_") and stored[name] != value]
     except Exception as error:  # an edited file can fail in any way

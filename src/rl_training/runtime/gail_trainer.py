@@ -56,6 +56,12 @@ class GAILParams(PPOParams, ExpertParams):
         return {name: why for name, why in super().find_unused(spaces).items() if name != "activation"}
 
     @model_validator(mode="after")
+    def _sees_everything(self) -> GAILParams:
+        if self.critic_obs:
+            raise ValueError(f"critic_obs is {list(self.critic_obs)}; gail has no groups of observations, leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _end_has_a_worth(self) -> GAILParams:
         if self.absorbing_states and self.gamma == 1:
             raise ValueError("gamma is 1; with absorbing_states it must be below 1, or an end has infinite value")

@@ -47,10 +47,28 @@ class Pieces(list[Tensor]):
     flat: Tensor
 
 
-class SplitMLP:
-    """Linear layers with ReLU or tanh between them."""
+class Columns(nn.Module):
+    """The first layer of a network that reads only some columns: [..., D] -> [..., K]."""
 
-    def __init__(self, layers: Sequence[nn.Linear], *, is_tanh: bool) -> None:
+    def __init__(self, columns: Sequence[int]) -> None:
+        super().__init__()
+        self.index = nn.Buffer(torch.tensor(columns, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The columns."""
+        return x.index_select(-1, self.index)
+
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy."""
+        columns = self.index.numpy() if self.index.is_cpu else None
+        return None if columns is None else lambda x, rng: x[:, columns]
+
+
+class SplitMLP:
+    """Linear layers with ReLU or tanh between them, perhaps on some columns only."""
+
+    def __init__(self, layers: Sequence[nn.Linear], columns: Columns | None, *, is_tanh: bool) -> None:
+        self.columns = columns
         # the parameters themselves, because an optimizer moves their memory
         self.layers = [(layer.weight, layer.bias) for layer in layers]
         self.is_tanh = is_tanh
@@ -59,14 +77,17 @@ class SplitMLP:
     @classmethod
     def of(cls, network: Sequence[nn.Module]) -> SplitMLP | None:
         """The passes of a network of linear layers with one activation (tanh or ReLU); None for any other network."""
+        columns = network[0] if network and isinstance(network[0], Columns) else None
+        network = network[columns is not None :]
         kinds = [type(part) for part in network]
         known = len(kinds) % 2 and set(kinds[0::2]) == {nn.Linear} and set(kinds[1::2]) in ({nn.Tanh}, {nn.ReLU}, set())
         layers = [part for part in network if isinstance(part, nn.Linear)]
-        return cls(layers, is_tanh=nn.Tanh in kinds) if known else None
+        return cls(layers, columns, is_tanh=nn.Tanh in kinds) if known else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Outputs, and each layer's input, without an autograd graph."""
         inputs: list[Tensor] = []
+        x = x if self.columns is None else self.columns(x)
         for weight, bias in self.layers:
             if inputs and self.is_tanh:
                 np.tanh(x.numpy(), out=x.numpy())

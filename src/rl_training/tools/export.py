@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +60,7 @@ class ExportedPolicy(nn.Module):
         if carry is not None and not isinstance(carry, Tensor):
             raise UserError(f"{policy.config.algo} has a memory of several parts; only one tensor can be exported.")
         self.state_size = None if carry is None else carry.shape[1:]
-        self.structure = name_parts(spaces.observation_space)
+        self.structure = name_parts(spaces.actor_space)
         self.input_names = list(example_inputs(self, 1, np.random.default_rng(0)))
         self.output_names = ["action"] if self.state_size is None else ["action", "next_state"]
         self.scale = map_actions(spaces, torch.device("cpu"))
@@ -68,20 +68,24 @@ class ExportedPolicy(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The best action, and with memory the state after it."""
         given = dict(zip(self.input_names, inputs, strict=True))
-        obs = self.encode([given[name] for name in self.input_names if name not in ("action_mask", "state")])
+        obs = self.encode(given)
         is_first = torch.zeros_like(obs.flatten(1)[:, 0], dtype=torch.bool)  # a state of zeros is the first one
         out = self._learner[0].act(
             obs, given.get("state"), is_first=is_first, deterministic=True, action_masks=given.get("action_mask")
         )
         return (self.scale(out.actions),) if self.state_size is None else (self.scale(out.actions), out.carry)
 
-    def encode(self, parts: Sequence[Tensor]) -> Tensor:
-        """`EnvSpaces.encode` of the observations that consist of these parts."""
+    def encode(self, given: Mapping[str, Tensor]) -> Tensor:
+        """`EnvSpaces.encode` of the observations with these parts; zeros for those that only the critic sees."""
         if self.spaces.obs_kind == "image":
-            return channels_first(parts[0].to(torch.uint8), self.spaces.image_layout)
+            return channels_first(given[OBS].to(torch.uint8), self.spaces.image_layout)
         pixels, vector = [], []
-        for (_, space), part in zip(leaf_spaces(self.spaces.observation_space, OBS), parts, strict=True):
-            if (layout := image_layout(space)) is not None:
+        count = given[self.input_names[0]].shape[0]
+        for name, space in leaf_spaces(self.spaces.observation_space, OBS):
+            part = given.get(name)
+            if part is None:
+                vector.append(torch.zeros(count, gs.flatdim(space)))
+            elif (layout := image_layout(space)) is not None:
                 pixels.append(channels_first(part, layout).float().flatten(1))
             else:
                 vector.append(flatten(space, part))
@@ -191,7 +195,7 @@ def describe_shapes(module: ExportedPolicy) -> dict[str, Any]:
 def example_inputs(module: ExportedPolicy, count: int, rng: np.random.Generator) -> dict[str, Array]:
     """Random observations and masks and an empty memory, by the names of the inputs."""
     spaces = module.spaces
-    inputs = {name: draw(space, count, rng) for name, space in leaf_spaces(spaces.observation_space, OBS)}
+    inputs = {name: draw(space, count, rng) for name, space in leaf_spaces(spaces.actor_space, OBS)}
     if spaces.has_action_mask:
         inputs["action_mask"] = draw_masks(spaces, count, rng)
     if module.state_size is not None:
