@@ -56,6 +56,12 @@ class SupportWatch:
                     self._meet(max(returns), "return")
                     earned.clear()
 
+    def compare(self, extremes: Sequence[float]) -> None:
+        """Compare the smallest and the largest reward and return that were stored, in this order."""
+        for value, what in zip(extremes, ("reward", "reward", "return", "return"), strict=True):
+            if math.isfinite(value):  # a run with other rewards ends soon
+                self._meet(value, what)
+
     def _meet(self, value: float, what: str) -> None:
         low, high = self.ends
         slack = 1e-6 * (high - low)
