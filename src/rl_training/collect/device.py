@@ -185,7 +185,7 @@ class DeviceStepCollector(DeviceCollector):
         layout = self.experience.layout
         resets, steps = engine.draw(layout.max_steps)
         state, ages, obs = engine.state, engine.ages, encode(spaces, env.observe(engine.state))
-        arrays["obs"][0] = obs  # type: ignore[index]  # tensors
+        arrays["obs"][0] = obs
         for t in range(layout.max_steps):
             is_random = t * layout.num_envs < request.random
             actions = self._act_randomly(request.hold) if is_random else self.actor.algorithm.act(obs).actions
