@@ -25,7 +25,7 @@ from rl_training.validation import StrictModel
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 REPLAY_MEMORY = (
     "Where observations are kept: host, device (also in GPU memory), or auto: device if batches are large and all "
-    "observations fit."
+    "observations fit. With vectorization device, the whole replay is on the device unless this is host."
 )
 DatasetKind = Literal["random", "npz", "minari", "checkpoint"]
 

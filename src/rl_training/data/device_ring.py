@@ -112,16 +112,19 @@ class DeviceRing:
         Where `obs` is not the last `next_obs`, the environment was moved: its open episode is truncated there.
         """
         before, here, after = ((self.count + offset) % self._slots for offset in (-1, 0, 1))
-        old = {name: array.index_select(0, before)[0] for name, array in self._arrays.items() if name != "obs"}
-        shown = self._arrays["obs"].index_select(0, here)[0]
+        arrays = self._arrays
+        shown = arrays["obs"].index_select(0, here)[0]
         moved = (shown != obs).view(self.num_envs, -1).any(1) & (self.count > 0)
-        cut = moved & ~(old["terminated"] | old["truncated"])
+        was_terminated, was_truncated, old_ends = (
+            arrays[name].index_select(0, before)[0] for name in ("terminated", "truncated", "ends")
+        )
+        cut = moved & ~(was_terminated | was_truncated)
         marks = torch.cat([cut, terminated | truncated])
         numbers = self.ended + marks.cumsum(0) - 1
         places = torch.where(marks, numbers % self._room, self._room)
         self.finals.index_copy_(0, places, torch.cat([shown, final_obs]))
         of_cut, of_ends = numbers.chunk(2)
-        self._put(before, truncated=old["truncated"] | cut, ends=torch.where(cut, of_cut, old["ends"]))
+        self._put(before, truncated=was_truncated | cut, ends=torch.where(cut, of_cut, old_ends))
         self._put(
             here, obs=obs, actions=actions, rewards=rewards, terminated=terminated, truncated=truncated, ends=of_ends
         )
