@@ -124,6 +124,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("ppo", {}, {"env_kwargs": NORMALIZED}),
         ("ppo", {}, {"vectorization": "device"}),
+        ("c51_dqn", {"n_step": 2}, {"vectorization": "device"}),
         ("dqn", {"prioritized": True, "n_step": 2}, {}),
         ("td3", {"policy_delay": 3}, {}),  # a loss that is kept for the log is each rank's own
     ]

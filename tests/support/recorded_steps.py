@@ -51,6 +51,16 @@ class Kernels(TorchDispatchMode):
                     own.copy_(new)
 
 
+class Reads(TorchDispatchMode):
+    """Counts the operations for which the host waits: reading a number, or finding how many rows there are."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+        return func(*args, **(kwargs or {}))
+
+
 class Replayed(Recording):
     """A graph without a GPU: replaying does the recorded operations again, on the same memory, and no Python."""
 

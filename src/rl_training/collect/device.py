@@ -1,4 +1,4 @@
-"""Collect rollouts on the device: acting, stepping and storing do not involve the host."""
+"""Collect on the device: acting, stepping and storing do not involve the host."""
 
 from __future__ import annotations
 
@@ -51,13 +51,21 @@ class DeviceCollector(LocalCollector):
         self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
     def fill(self, experience: Experience, request: Request) -> None:
-        """Collect one rollout."""
-        layout, actor = experience.layout, self.actor
+        """Collect `max_steps` rows."""
+        layout = experience.layout
         experience.clear()
-        experience.version = actor.version
+        experience.version = self.actor.version
         if self.stepper.interruption is not None:
             raise self.stepper.interruption
         self.stepper.start()
+        self.sums += experience.totals
+        with torch.no_grad():
+            experience.totals.copy_(self._take_rows(request))
+        experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
+
+    def _take_rows(self, request: Request) -> Tensor:
+        """Draw the noise of a rollout and fill the experience; return its `totals`."""
+        layout, actor = self.experience.layout, self.actor
         resets, steps = self.engine.draw(layout.max_steps)
         generator, spaces = actor.algorithm.generator, actor.spaces
         choices = torch.empty(layout.max_steps, layout.num_envs, spaces.action_dim, device=resets.device)
@@ -65,10 +73,8 @@ class DeviceCollector(LocalCollector):
             choices.normal_(generator=generator)
         else:
             choices.exponential_(generator=generator).log_().neg_()
-        self.sums += experience.totals
-        with torch.no_grad():
-            experience.totals.copy_(self._roll({"choices": choices, "resets": resets, "steps": steps}))
-        experience.steps, experience.transitions = layout.max_steps, layout.max_steps * layout.num_envs
+        sums: Tensor = self._roll({"choices": choices, "resets": resets, "steps": steps})
+        return sums
 
     def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
         """Fill the experience and return its `totals`."""
@@ -161,3 +167,60 @@ class DeviceCollector(LocalCollector):
             self.sums.copy_(state["finished"]["sums"])
             self.means = dict(state["finished"]["means"])
         return sentences
+
+
+class DeviceStepCollector(DeviceCollector):
+    """A `DeviceCollector` for replay: it acts as the learner explores, each row for itself, or at random.
+
+    Exploration and random actions are drawn from the learner's generator.
+    """
+
+    def __init__(self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None) -> None:
+        super().__init__(actor, stepper, layout, lag)
+        self.held: Tensor | None = None  # the last random actions
+        self._choices = torch.tensor(stepper.spaces.action_sizes, device=self.engine.device)
+
+    def _take_rows(self, request: Request) -> Tensor:
+        """Act and step; return the experience's `totals`."""
+        engine, env, spaces, arrays = self.engine, self.engine.env, self.actor.spaces, self.experience.arrays
+        layout = self.experience.layout
+        resets, steps = engine.draw(layout.max_steps)
+        state, ages, obs = engine.state, engine.ages, encode(spaces, env.observe(engine.state))
+        arrays["obs"][0] = obs
+        for t in range(layout.max_steps):
+            is_random = t * layout.num_envs < request.random
+            actions = self._act_randomly(request.hold) if is_random else self.actor.algorithm.act(obs).actions
+            begun = env.reset(resets[t])
+            after = advance(env, engine.limit, state, ages, self._map(actions), steps[t], begun)
+            state, ages, obs = after.state, after.ages, encode(spaces, after.obs)
+            row = {
+                "actions": actions, "rewards": after.rewards, "terminated": after.terminated,
+                "truncated": after.truncated, "final_obs": encode(spaces, after.final_obs),
+            }  # fmt: skip
+            for name, values in row.items():
+                arrays[name][t] = values
+            arrays["obs"][t + 1] = obs
+        sums = self._sum_episodes(ages)
+        engine.place(state, ages)
+        return sums
+
+    def _act_randomly(self, hold: float) -> Tensor:
+        """Uniform actions [N, ...], each repeated for `hold` steps on average."""
+        spaces, generator = self.actor.spaces, self.actor.algorithm.generator
+        drawn = torch.empty(self.stepper.num_envs, len(self._choices) + 1, device=self.engine.device)
+        drawn.uniform_(generator=generator)
+        keeps, drawn = drawn[:, :1] >= 1.0 / hold, drawn[:, 1:]
+        drawn = 2.0 * drawn - 1.0 if spaces.action_kind == "continuous" else (drawn * self._choices).long()
+        self.held = drawn if self.held is None else torch.where(keeps, self.held, drawn)
+        return self.held.view(-1, *spaces.action_shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As before, with the repeated random actions."""
+        return super().state_dict() | ({} if self.held is None else {"held": self.held.clone()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        held = state.get("held")
+        self.held = None if held is None else torch.as_tensor(held, device=self.engine.device)
+        nothing = {"sums": torch.zeros(4), "means": {}}  # a state of another collector, which the store refuses
+        return super().load_state_dict({"finished": nothing, **state, "held": None})

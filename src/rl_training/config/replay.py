@@ -35,7 +35,7 @@ ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may 
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 REPLAY_MEMORY = (
     "Where observations are kept: host, device (also in GPU memory), or auto: device if batches are large and all "
-    "observations fit."
+    "observations fit. With vectorization device, the whole replay is on the device unless this is host."
 )
 DatasetKind = Literal["random", "npz", "minari", "checkpoint"]
 NEEDED = {"npz": "expert_dataset_path", "minari": "expert_dataset_id", "checkpoint": "expert_checkpoint"}

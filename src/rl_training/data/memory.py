@@ -139,7 +139,18 @@ def allocate(specs: Mapping[str, ArraySpec], folder: MappedFolder | None, what: 
         ) from None
 
 
-def _refuse_too_large(free: int | None, where: str, specs: Mapping[str, ArraySpec], what: str) -> None:
+def allocate_on(device: torch.device, specs: Mapping[str, ArraySpec], what: str) -> dict[str, torch.Tensor]:
+    """Zeroed tensors in the memory of a device; if they do not fit, the error shows the arithmetic."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    _refuse_too_large(free, f"on {device}", specs, what, "set replay_memory to host")
+    kinds = {name: torch.from_numpy(np.empty(0, spec.dtype)).dtype for name, spec in specs.items()}
+    return {name: torch.zeros(spec.shape, dtype=kinds[name], device=device) for name, spec in specs.items()}
+
+
+def _refuse_too_large(
+    free: int | None, where: str, specs: Mapping[str, ArraySpec], what: str,
+    otherwise: str = "set replay_folder to a folder on a larger disk",
+) -> None:  # fmt: skip
     need = sum(spec.nbytes for spec in specs.values())
     if free is None or need <= free:
         return
@@ -148,7 +159,7 @@ def _refuse_too_large(free: int | None, where: str, specs: Mapping[str, ArraySpe
     fits -= fits % 10 ** max(0, len(str(fits)) - 2)  # two digits, rounded down: rounded up it may not fit
     raise UserError(
         f"{what} needs {explain_bytes(specs)}, but only {format_bytes(free)} {where} is free; "
-        f"lower buffer_capacity to about {fits}, or set replay_folder to a folder on a larger disk."
+        f"lower buffer_capacity to about {fits}, or {otherwise}."
     )
 
 

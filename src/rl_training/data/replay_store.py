@@ -66,6 +66,12 @@ class SupportWatch:
                     self._meet(max(returns), "return")
                     earned.clear()
 
+    def compare(self, extremes: Sequence[float]) -> None:
+        """Compare the smallest and the largest reward and return that were stored, in this order."""
+        for value, what in zip(extremes, ("reward", "reward", "return", "return"), strict=True):
+            if math.isfinite(value):  # a run with other rewards ends soon
+                self._meet(value, what)
+
     def _meet(self, value: float, what: str) -> None:
         low, high = self.ends
         slack = 1e-6 * (high - low)
@@ -165,14 +171,13 @@ class ReplayStore(BufferStore):
     """
 
     buffer: ReplayBuffer
+    on_device: ClassVar[bool] = False  # whether experience and samples never leave the device
 
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.prioritized_beta: float = self.params.prioritized_beta_start
         self.credit = 0  # environment steps that no training turn has used yet
-        self.buffer = make_buffer(
-            self.params, self.spaces, context.num_envs, context.device, context.recipe.image_frame_stack
-        )
+        self.buffer = self.make_buffer(context)
         rows = -(-self.params.train_frequency // context.num_envs)
         self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
         self.support = SupportWatch(self.params, context.num_envs) if self.params.facts.has_support else None
@@ -180,6 +185,12 @@ class ReplayStore(BufferStore):
         plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
         self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
         self._has_sampled = False
+
+    def make_buffer(self, context: StoreContext) -> Any:
+        """The buffer of transitions."""
+        return make_buffer(
+            self.params, self.spaces, context.num_envs, context.device, context.recipe.image_frame_stack
+        )
 
     @property
     def gamma(self) -> float:
@@ -231,7 +242,10 @@ class ReplayStore(BufferStore):
         return super().state_dict() | support | ({} if ahead is None else {"rng": ahead.before})
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`; refused if the replay was on the other side."""
+        if ("sampler" in state) != self.on_device:
+            memory, there = ("host", "host") if self.on_device else ("auto", "device, next to its environments")
+            raise UserError(f"the checkpoint's run kept its replay on the {there}; resume with replay_memory {memory}.")
         if self.support is not None:
             self.support.load_state_dict(state)
         return super().load_state_dict(state)

@@ -16,7 +16,7 @@ import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.device import DeviceCollector
+from rl_training.collect.device import DeviceCollector, DeviceStepCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
 from rl_training.collect.workers import FirstComers, WorkerCollector
@@ -26,6 +26,8 @@ from rl_training.config.params import Params, check_schedules, read_params
 from rl_training.config.settings import find_unused
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
+from rl_training.data.device_store import DeviceReplayStore
+from rl_training.data.replay_store import ReplayStore
 from rl_training.data.store import Experience, ExperienceLayout, Request, Store, StoreContext
 from rl_training.envs.engines import make_engine
 from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
@@ -152,6 +154,8 @@ def resolve_plan(plan: Plan) -> Plan:
     local_rank = ranks.local_rank if ranks.count > 1 else None
     config = resolve(asked.model_copy(update={"device": device}), params, plan.recipe, plan.spaces, local_rank)
     notes = [why] if why else []
+    if copied := stays_on_host(config, plan.spec, params):
+        notes.append(f"every transition is copied from the device to the host: {copied}")
     if config.accelerate != "none":
         eager = plan.spec.learner.eager_part
         auto, left_out = " auto is" if asked.accelerate == "auto" else "", f", but not {eager}" if eager else ""
@@ -183,7 +187,7 @@ def build(plan: Plan) -> Session:
         rng = np.random.default_rng(np.random.SeedSequence([seed, 1]))
         behaviour = Behaviour(algorithm, spaces, config.num_envs, rng)
         resets = config.vectorization == "native" if stepper is None else stepper.resets_next_step
-        store = plan.spec.store(
+        store = find_store(plan)(
             StoreContext(params, spaces, config.num_envs, seed, config.device, plan.recipe, rng, evaluation, resets)
         )
         check_schedules(plan.spec.name, params, algorithm)
@@ -199,6 +203,26 @@ def build(plan: Plan) -> Session:
     return Session(**known, algorithm=algorithm, behaviour=behaviour, collector=collector, store=store)
 
 
+def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any) -> str:
+    """Why transitions of environments on the device are kept on the host; empty if they are not."""
+    if config.vectorization != "device" or spec.lane == "rollout":
+        return ""
+    if spec.store is not ReplayStore:
+        return f"{spec.name} keeps what it learns from there"
+    reasons = {
+        "prioritized is true": params.prioritized, "replay_memory is 'host'": params.replay_memory == "host",
+        "replay_folder is given": params.replay_folder is not None,
+    }  # fmt: skip
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def find_store(plan: Plan) -> Callable[[StoreContext], Store]:
+    """What makes the store: that of the algorithm, or the one on the device."""
+    spec, on_device = plan.spec, plan.config.vectorization == "device"
+    is_kept = spec.store is ReplayStore and on_device and not stays_on_host(plan.config, spec, plan.params)
+    return DeviceReplayStore if is_kept else spec.store
+
+
 def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Stepper | None) -> Collector:
     """Where the behaviour acts: in workers, in this process, or nowhere."""
     config, params = plan.config, plan.params
@@ -211,6 +235,8 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
         actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
     if config.vectorization == "device" and plan.spec.lane == "rollout":
         return DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
+    if isinstance(store, ReplayStore) and store.on_device:
+        return DeviceStepCollector(actor, stepper, store.layout, params.lag)
     return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
 
 
