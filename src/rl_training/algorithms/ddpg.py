@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, NumpyPolicy, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, UpdateResult
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
+from rl_training.speed.passes import NumpyPolicy
 
 
 def regression_losses(q_values: Tensor, targets: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, Carry, NumpyPolicy
+from rl_training.algorithms.base import Algorithm, Array, Carry
 from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper
 from rl_training.errors import UserError
 from rl_training.speed.capture import HostStep
+from rl_training.speed.passes import NumpyPolicy
 
 NOTHING = Experience(ExperienceLayout(0, 0, (), "float32"))
 

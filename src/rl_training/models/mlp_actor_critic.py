@@ -14,11 +14,10 @@ from rl_training.models.blocks import (
     DiagonalGaussian,
     Distribution,
     MultiCategorical,
-    NumpyPolicy,
     ObservationNetwork,
     mlp,
 )
-from rl_training.speed.passes import Array, Backward, WrittenOut, mask_in_numpy, run_network
+from rl_training.speed.passes import Array, Backward, NumpyPolicy, WrittenOut, mask_in_numpy, run_network
 from rl_training.speed.private_torch import differentiate
 
 

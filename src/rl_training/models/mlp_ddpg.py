@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import ActorAndCritics, NumpyPolicy, ObservationNetwork, mlp, noisy_policy
+from rl_training.models.blocks import ActorAndCritics, ObservationNetwork, mlp, noisy_policy
+from rl_training.speed.passes import NumpyPolicy
 
 FIRST = slice(0, 1)  # of the critics: the one that the actor maximizes
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp, noisy_policy
+from rl_training.models.blocks import ObservationNetwork, mlp, noisy_policy
+from rl_training.speed.passes import NumpyPolicy
 
 LOG_DIAGONAL_RANGE = (-10.0, 5.0)
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.models.blocks import ActorAndCritics, NumpyPolicy, ObservationNetwork, mlp
+from rl_training.models.blocks import ActorAndCritics, ObservationNetwork, mlp
 from rl_training.ops.policy import tanh_log_det
-from rl_training.speed.passes import Array
+from rl_training.speed.passes import Array, NumpyPolicy
 
 LOG_STD_RANGE = (-20.0, 2.0)
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
