@@ -21,19 +21,17 @@ from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
 from rl_training.collect.workers import FirstComers, WorkerCollector
 from rl_training.config.choices import ACCELERATED, choose_device, resolve
-from rl_training.config.own_network import resolve_network
+from rl_training.config.networks import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
 from rl_training.config.settings import find_unused
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
-from rl_training.data.device_store import DeviceReplayStore
-from rl_training.data.experience import Experience, ExperienceLayout, Request
-from rl_training.data.replay_store import ReplayStore
-from rl_training.data.store import Store, StoreContext
+from rl_training.data.replay_store import DeviceReplayStore, ReplayStore
+from rl_training.data.store import Experience, ExperienceLayout, Request, Store, StoreContext
 from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
 from rl_training.envs.native import is_cartpole
 from rl_training.envs.probe import HIDDEN, probe
-from rl_training.envs.recipe import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import pickle_registrations
@@ -193,6 +191,8 @@ def build(plan: Plan) -> Session:
         check_schedules(plan.spec.name, params, algorithm)
         collector = open_collector(plan, behaviour, store, stepper)
     notes = []
+    if stepper is not None and stepper.engine.inexact:
+        notes.append(f"warning: {config.env_id}: {stepper.engine.inexact}")
     if stepper is not None and not stepper.engine.state_format:
         notes.append(f"warning: {UNSAVED.format(config.env_id)}")
     if config.has_workers and config.worker_order == FIRST:
