@@ -18,7 +18,7 @@ from rl_training import DQN, SAC
 from rl_training.algorithms.base import Numbers
 from rl_training.collect.device import DeviceStepCollector
 from rl_training.data.device_ring import DeviceRing
-from rl_training.data.device_store import DeviceReplayStore
+from rl_training.data.replay_store import DeviceReplayStore
 from rl_training.envs.device import DeviceEnvironment
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.record.checkpoints import load_checkpoint

@@ -89,6 +89,17 @@ def test_every_row_equals_the_hosts(n_step: int, num_envs: int, ends: float) -> 
     assert_equal_rows(ring, buffer)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_rings_of_few_rows_equal_the_hosts(rows: int) -> None:
+    world = Episodes(4, ends=0.6)
+    ring, buffer = (make(kind, world, capacity=4 * rows, n_step=3) for kind in (DeviceRing, ReplayBuffer))
+    for t in range(80):
+        step = world.step(moved=range(4) if t % 3 == 2 else ())
+        buffer.add(**step)
+        ring.add(**as_tensors(step))
+        assert_equal_rows(ring, buffer)
+
+
 def test_images_keep_their_bytes() -> None:
     world = Episodes(3, shape=(1, 4, 4), pixels=True)
     ring, buffer = (make(kind, world, n_step=3) for kind in (DeviceRing, ReplayBuffer))

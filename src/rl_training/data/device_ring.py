@@ -49,7 +49,7 @@ class DeviceRing:
         self.obs_shape, self.device = tuple(obs_shape), torch.device(device)
         self._specs, self._what = specs, f"a {self.kind} of {capacity} steps"
         # the pool's last entry takes what is written for rows that did not end
-        self._room = num_envs * min(SPARE_STEPS, self.rows_per_env)
+        self._room = num_envs * max(2, min(SPARE_STEPS, self.rows_per_env))
         arrays = allocate_on(self.device, specs | {"finals": self._pool_spec(self._room)}, self._what)
         self.finals = arrays.pop("finals")
         self._arrays = arrays

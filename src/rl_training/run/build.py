@@ -26,8 +26,7 @@ from rl_training.config.params import Params, check_schedules, read_params
 from rl_training.config.settings import find_unused
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
-from rl_training.data.device_store import DeviceReplayStore
-from rl_training.data.replay_store import ReplayStore
+from rl_training.data.replay_store import DeviceReplayStore, ReplayStore
 from rl_training.data.store import Experience, ExperienceLayout, Request, Store, StoreContext
 from rl_training.envs.engines import make_engine
 from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
