@@ -15,9 +15,18 @@ from typing import Any
 
 import gymnasium as gym
 
-from rl_training.envs.recipe import EnvRecipe, device_kinds, is_provided, looks_like_entry_point
+from rl_training.envs.recipe import (
+    EnvRecipe,
+    SimulatorSettings,
+    device_kinds,
+    is_provided,
+    looks_like_entry_point,
+    simulator_kinds,
+)
 from rl_training.envs.wrappers import Env, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
+
+FOR_SIMULATORS = "env_kwargs.simulator is for a Simulator (docs/simulators.md)"
 
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
@@ -31,6 +40,8 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
 
 def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     """Make one environment without the wrappers of the config, except for its time limit."""
+    if recipe.made:
+        return recipe.made[0]  # there is but one simulator
     kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
     maker = recipe.maker
     if maker is None and ":" in recipe.env_id and not recipe.may_import:
@@ -43,6 +54,8 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
             if not isinstance(spec, str):
                 spec.order_enforce = False  # saves a wrapper call per step; this package calls reset before step anyway
+            if recipe.simulator != SimulatorSettings():
+                raise UserError(f"{FOR_SIMULATORS}, which {recipe.env_id} is not.")
             return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
         env: Any = maker(**kwargs)
     except UserError:
@@ -56,6 +69,13 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         ) from None
     except (Exception, SystemExit) as error:
         raise explain(error, recipe) from error
+    if isinstance(env, simulator_kinds()):
+        from rl_training.envs.simulator import SimulatorView  # torch
+
+        recipe.made.append(SimulatorView(env, recipe))
+        return recipe.made[0]
+    if recipe.simulator != SimulatorSettings():
+        raise UserError(f"{FOR_SIMULATORS}, which {recipe.env_id} is not.")
     limit = recipe.max_episode_steps
     if isinstance(env, device_kinds()):
         from rl_training.envs.device import OneEnvironment  # torch
@@ -119,7 +139,7 @@ def import_entry_point(
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
-    kinds = (kind, *device_kinds()) if kind is gym.Env else (kind,)
+    kinds = (kind, *device_kinds(), *simulator_kinds()) if kind is gym.Env else (kind,)
     maker: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(maker):
         own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]

@@ -16,7 +16,7 @@ import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.device import DeviceCollector
+from rl_training.collect.device import DeviceCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
 from rl_training.collect.workers import FirstComers, WorkerCollector
@@ -33,7 +33,7 @@ from rl_training.envs.native import is_cartpole
 from rl_training.envs.probe import HIDDEN, probe
 from rl_training.envs.recipe import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import Stepper
+from rl_training.envs.stepper import Engine, Stepper
 from rl_training.envs.workers import pickle_registrations
 from rl_training.errors import UserError
 from rl_training.run import evaluation
@@ -45,7 +45,7 @@ ANY_ORDER = (
     "worker_order is first: learning depends on the speed of the workers, so this run is not reproducible from its "
     "seed, and a resume is not exact"
 )
-UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
+UNSAVED = "{}: a resume starts new episodes and is not exact"
 
 
 @dataclass
@@ -96,6 +96,16 @@ class Session(Plan):
             self.forget_returns()
         return sentences + self.store.load_state_dict(state)
 
+    @property
+    def engine(self) -> Engine | None:
+        """What steps the environments in this process."""
+        return self.collector.stepper.engine if isinstance(self.collector, LocalCollector) else None
+
+    def start_over(self) -> None:
+        """Begin new episodes: something else has stepped the environments."""
+        self.collector.abandon()
+        self.forget_returns()
+
     def forget_returns(self) -> None:
         """Drop the learner's running return of each environment."""
         for part in self.algorithm.modules():
@@ -130,6 +140,8 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
     check_settings(config, spec, params, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
     spec.check_support(spaces)
+    if recipe.made:
+        config = fit_simulator(config, spec, recipe.made[0], ranks, is_new=restored is None)
     if restored is None:
         if params.early_stopping is not None and not config.eval_episodes:
             raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
@@ -188,9 +200,10 @@ def build(plan: Plan) -> Session:
         )
         check_schedules(plan.spec.name, params, algorithm)
         collector = open_collector(plan, behaviour, store, stepper)
-    notes = []
+    notes = [] if stepper is None else stepper.engine.notes()
     if stepper is not None and not stepper.engine.state_format:
-        notes.append(f"warning: {UNSAVED.format(config.env_id)}")
+        why = stepper.engine.unsaved or f"{config.env_id} is stepped by EnvPool, whose state cannot be saved"
+        notes.append(f"warning: {UNSAVED.format(why)}")
     if config.has_workers and config.worker_order == FIRST:
         notes.append(f"warning: {ANY_ORDER}")
     known = vars(replace(plan, stored=None, notes=(*plan.notes, *notes)))
@@ -208,7 +221,8 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
     if params.lag:  # a lagging policy acts with a second learner
         actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
     if config.vectorization == "device" and plan.spec.lane == "rollout":
-        return DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
+        kind = SimulatorCollector if plan.recipe.made else DeviceCollector
+        return kind(actor, stepper, store.layout, params.lag, config.accelerate)
     return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
 
 
@@ -236,6 +250,28 @@ def open_workers(plan: Plan, behaviour: Behaviour, layout: ExperienceLayout) -> 
         workers, plan.spaces, transport, lag=params.lag, timeout=config.worker_timeout,
         max_restarts=config.max_worker_restarts, max_lag=config.max_policy_lag,
     )  # fmt: skip
+
+
+def fit_simulator(config: TrainConfig, spec: AlgorithmSpec, view: Any, ranks: Ranks, *, is_new: bool) -> TrainConfig:
+    """The config for a `Simulator`, which decides the number of rows and the device; refuse what it cannot do."""
+    simulator = view.simulator
+    if ranks.count > 1:
+        raise UserError(f"env is the Simulator {config.env_id}; with several learners (torchrun) it must be another.")
+    for name, known in {"execution_backend": ("local_sync",), "vectorization": ("device", "auto")}.items():
+        if (value := getattr(config, name)) not in known:
+            raise UserError(f"{name} is {value!r}; with the Simulator {config.env_id} it must be {' or '.join(known)}.")
+    if not simulator.has_final_obs and spec.lane not in LANES_OF_RANKS:
+        what = f"algo is {config.algo!r}, which learns from final observations, but {config.env_id} gives none"
+        raise UserError(f"{what}; take an algorithm of the {' or '.join(LANES_OF_RANKS)} lane.")
+    held, count = view.held_out(config.eval_episodes), simulator.num_envs
+    if not is_new and 0 < config.num_envs <= count:
+        held = count - config.num_envs
+    if config.num_envs not in (count, count - held) and (not is_new or "num_envs" in config.given):
+        raise UserError(f"num_envs is {config.num_envs}, but the Simulator {config.env_id} has {count} rows; leave it out.")
+    device, asked = torch.device(simulator.device), config.device
+    if asked != "auto" and (torch.device(asked).type, torch.device(asked).index or 0) != (device.type, device.index or 0):
+        raise UserError(f"device is {asked!r}, but the Simulator {config.env_id} is on {str(device)!r}; use that or auto.")
+    return config.model_copy(update={"num_envs": count - held, "device": str(device), "vectorization": "device"})
 
 
 def check_settings(config: TrainConfig, spec: AlgorithmSpec, params: Params, recipe: EnvRecipe) -> None:
