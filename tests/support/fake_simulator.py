@@ -81,3 +81,15 @@ class BlindPoints(Points):
     """The same without final observations."""
 
     has_final_obs = False
+
+
+class TenPoints(SavedPoints):
+    """Ten rows."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+
+
+def make(count: int) -> Points:
+    """So many rows."""
+    return Points(count)

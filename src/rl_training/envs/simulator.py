@@ -41,6 +41,7 @@ class Simulator:
     max_episode_steps: int | None = None
     has_final_obs = True
     episode_length_buf: Any = None
+    _engine: Any = None  # which began the current episodes
 
     def reset(self, rows: Tensor) -> Tensor:
         """Begin new episodes in these rows, int64 indices; return the observations of all rows [N, ...]."""
@@ -169,12 +170,14 @@ class SimulatorEngine(Engine):
         rest = torch.zeros(self.rows - num_envs, *spaces.action_shape, dtype=dtype, device=self.device)
         self.rest = map_actions(spaces, self.device)(rest)  # actions of the rows that are held out, while they wait
         self.logged: dict[str, tuple[Any, int]] = {}  # sums and counts since the last logged row
+        self.means: dict[str, float] = {}  # of the last logged row
         self._checked = False
 
     def reset(self) -> tuple[Array, Array | None]:
         """Begin new episodes in all rows; with `random_ages`, in the middle of the time limit."""
         with self._failures():
             obs = self.simulator.reset(torch.arange(self.rows, device=self.device))
+        self.simulator._engine = self
         self._check({"observations of reset": obs}, self.simulator.observation_space.shape)
         self.obs = encode(self.spaces, obs).clone()
         self.ages.zero_()
@@ -194,6 +197,9 @@ class SimulatorEngine(Engine):
 
         Nothing is read by the host.
         """
+        if self.simulator._engine is not self:
+            what = f"something else began new episodes in {self.spaces.env_id} during this run"
+            raise UserError(f"{what}; give it a simulator of its own (a function that makes one).")
         if len(actions) < self.rows:
             actions = torch.cat([actions, self.rest])
         with self._failures():
@@ -257,10 +263,11 @@ class SimulatorEngine(Engine):
                 raise UserError(f"{place}; they must be a tensor of shape {wanted} on {self.device}.")
 
     def metrics(self, *, last: bool = False) -> dict[str, float]:
-        """Means of what the simulator has logged since the last call without `last`."""
-        means = {f"sim/{name}": float(total) / count for name, (total, count) in self.logged.items()}
+        """Means of what the simulator has logged since the last call without `last`, or the last known ones."""
+        new = {f"sim/{name.strip('/')}": float(total) / count for name, (total, count) in self.logged.items()}
+        means = self.means | new
         if not last:
-            self.logged = {}
+            self.logged, self.means = {}, means
         return means
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,6 +277,7 @@ class SimulatorEngine(Engine):
             "simulator": tree_map_only(Tensor, torch.clone, state.state_dict()), "obs": self.obs.clone(),
             "ages": self.ages.clone(), "generator": self.generator.get_state().numpy(), "device": self.device.type,
             "logged": {name: [float(total), count] for name, (total, count) in self.logged.items()},
+            "means": dict(self.means),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
@@ -281,6 +289,7 @@ class SimulatorEngine(Engine):
         self.obs.copy_(state["obs"])
         self.ages.copy_(state["ages"])
         self.logged = {name: (total, count) for name, (total, count) in state["logged"].items()}
+        self.means = dict(state["means"])
         if state["device"] == self.device.type:
             self.generator.set_state(torch.from_numpy(np.array(state["generator"])))
         return self.look(), None
