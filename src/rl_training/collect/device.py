@@ -175,7 +175,6 @@ class DeviceCollector(LocalCollector):
 class SimulatorCollector(DeviceCollector):
     """A `DeviceCollector` of a `Simulator`, which keeps its own state: nothing of it is captured or compiled."""
 
-    part = "rollout in the simulator"
     can_capture = False
 
     def _draw(self, steps: int) -> dict[str, Tensor]:

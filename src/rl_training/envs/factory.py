@@ -11,7 +11,7 @@ import copy
 import importlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 
@@ -41,7 +41,7 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
 def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     """Make one environment without the wrappers of the config, except for its time limit."""
     if recipe.made:
-        return recipe.made[0]  # there is but one simulator
+        return cast(Env, recipe.made[0])  # there is but one simulator
     kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
     maker = recipe.maker
     if maker is None and ":" in recipe.env_id and not recipe.may_import:
@@ -72,8 +72,9 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     if isinstance(env, simulator_kinds()):
         from rl_training.envs.simulator import SimulatorView  # torch
 
-        recipe.made.append(SimulatorView(env, recipe))
-        return recipe.made[0]
+        view = SimulatorView(env, recipe)
+        recipe.made.append(view)
+        return view
     if recipe.simulator != SimulatorSettings():
         raise UserError(f"{FOR_SIMULATORS}, which {recipe.env_id} is not.")
     limit = recipe.max_episode_steps

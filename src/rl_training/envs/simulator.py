@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from rl_training.envs.device import encode, map_actions
-from rl_training.envs.recipe import EnvRecipe, SimulatorSettings
+from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, Step
 from rl_training.errors import EnvironmentFailure, UserError, counted
@@ -227,8 +227,8 @@ class SimulatorEngine(Engine):
     def step(self, actions: Array) -> Step:
         """Step the training rows with numpy arrays."""
         moved = self.advance(torch.from_numpy(np.ascontiguousarray(actions)).to(self.device))
-        obs, finals, *rest = (self._array(part) for part in moved)
-        return Step(obs, *rest, finals if (rest[1] | rest[2]).any() else None)
+        obs, finals, rewards, terminated, truncated = (self._array(part) for part in moved)
+        return Step(obs, rewards, terminated, truncated, finals if (terminated | truncated).any() else None)
 
     def _array(self, tensor: Tensor) -> Array:
         array: Array = tensor.cpu().numpy().copy()

@@ -19,9 +19,10 @@ GROUPS = "policy", "actor"  # names of the observations that a policy sees, in I
 
 def choose_group(obs: Any, group: str | None) -> str:
     """The name of the group of observations that is used."""
-    name = group or next((name for name in GROUPS if name in obs.keys()), None)
-    if name is None or name not in obs.keys():
-        raise UserError(f"group is {group!r}; the simulator's groups of observations are {', '.join(obs.keys())}.")
+    known = list(obs.keys())  # a TensorDict is no mapping of its own
+    name = group or next((name for name in GROUPS if name in known), None)
+    if name is None or name not in known:
+        raise UserError(f"group is {group!r}; the simulator's groups of observations are {', '.join(known)}.")
     return name
 
 
@@ -56,7 +57,7 @@ class ManagerSimulator(Simulator):
             self._reset_idx, self.plain._reset_idx = self.plain._reset_idx, self._before_reset
 
     @property
-    def episode_length_buf(self) -> Any:  # type: ignore[override]
+    def episode_length_buf(self) -> Any:
         """The environment's own step counts."""
         return self.plain.episode_length_buf
 
@@ -97,8 +98,8 @@ class VectorSimulator(Simulator):
         if not isinstance(env.single_observation_space, gs.Box):
             raise UserError(f"single_observation_space is {env.single_observation_space}; it must be a Box.")
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
-        limit = getattr(env, "max_episode_steps", None) or getattr(getattr(env, "spec", None), "max_episode_steps", None)
-        self.max_episode_steps = limit
+        registered = getattr(getattr(env, "spec", None), "max_episode_steps", None)
+        self.max_episode_steps = getattr(env, "max_episode_steps", None) or registered
         self.episode_length_buf = getattr(env.unwrapped, "_elapsed_steps", None)  # of ManiSkill
 
     def reset(self, rows: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class RslRlSimulator(Simulator):
         self.max_episode_steps = int(limit.max() if isinstance(limit, Tensor) else limit)
 
     @property
-    def episode_length_buf(self) -> Any:  # type: ignore[override]
+    def episode_length_buf(self) -> Any:
         """The environment's own step counts."""
         return self.env.episode_length_buf
 

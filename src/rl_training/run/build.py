@@ -267,10 +267,13 @@ def fit_simulator(config: TrainConfig, spec: AlgorithmSpec, view: Any, ranks: Ra
     if not is_new and 0 < config.num_envs <= count:
         held = count - config.num_envs
     if config.num_envs not in (count, count - held) and (not is_new or "num_envs" in config.given):
-        raise UserError(f"num_envs is {config.num_envs}, but the Simulator {config.env_id} has {count} rows; leave it out.")
-    device, asked = torch.device(simulator.device), config.device
-    if asked != "auto" and (torch.device(asked).type, torch.device(asked).index or 0) != (device.type, device.index or 0):
-        raise UserError(f"device is {asked!r}, but the Simulator {config.env_id} is on {str(device)!r}; use that or auto.")
+        what = f"num_envs is {config.num_envs}, but the Simulator {config.env_id}"
+        raise UserError(f"{what} has {count} rows; leave it out.")
+    device = torch.device(simulator.device)
+    asked = device if config.device == "auto" else torch.device(config.device)
+    if (asked.type, asked.index or 0) != (device.type, device.index or 0):
+        what = f"device is {config.device!r}, but the Simulator {config.env_id}"
+        raise UserError(f"{what} is on {str(device)!r}; use that or auto.")
     return config.model_copy(update={"num_envs": count - held, "device": str(device), "vectorization": "device"})
 
 

@@ -80,7 +80,8 @@ class Evaluator:
 
     def __init__(
         self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, max_steps: int | None = None,
-        check: Callable[[], None] | None = None, warn: Callable[[str], None] | None = None, engine: Engine | None = None,
+        check: Callable[[], None] | None = None, warn: Callable[[str], None] | None = None,
+        engine: Engine | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.has_moved = engine, False
         self.recipe, self.spaces, self.seed, self.max_steps = recipe, spaces, seed, max_steps
