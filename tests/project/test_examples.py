@@ -13,6 +13,7 @@ SMALL: dict[str, dict[str, int]] = {
     "own_environment": {"total_timesteps": 600},
     "callback": {"total_timesteps": 4_000},
     "device_environment": {"total_timesteps": 2_048, "num_envs": 16},
+    "simulator": {"total_timesteps": 2_048, "num_envs": 32},
     "custom_network": {"total_timesteps": 120, "learning_starts": 100},
     "offline_to_online": {"first_timesteps": 300, "more_timesteps": 260},
     "deployment": {"total_timesteps": 1_000},
@@ -37,6 +38,8 @@ def test_an_example_runs(example: Any, budget: dict[str, int]) -> None:
     assert example.main(**budget) is not None
 
 
-def test_the_page_shows_the_example_as_it_is() -> None:
-    page = (EXAMPLES.parent / "docs" / "device_environments.md").read_text()
-    assert (EXAMPLES / "device_environment.py").read_text() in page
+@pytest.mark.parametrize(
+    ("page", "name"), [("device_environments", "device_environment"), ("simulators", "simulator")]
+)
+def test_the_page_shows_the_example_as_it_is(page: str, name: str) -> None:
+    assert (EXAMPLES / f"{name}.py").read_text() in (EXAMPLES.parent / "docs" / f"{page}.md").read_text()

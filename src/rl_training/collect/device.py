@@ -92,7 +92,7 @@ class DeviceCollector(LocalCollector):
                 column.append(row[name])
         for name, column in rows.items():
             torch.stack(column, out=cast(Tensor, self.experience.arrays[name]))
-        sums = self._sum_episodes(engine.ages, ages)
+        sums = self._sum_episodes(ages)
         engine.place(state, ages)
         return sums
 
@@ -111,10 +111,10 @@ class DeviceCollector(LocalCollector):
         }  # fmt: skip
         return after.state, after.ages, row
 
-    def _sum_episodes(self, begun: Tensor, ages: Tensor) -> Tensor:
+    def _sum_episodes(self, ages: Tensor, begun: Tensor | None = None) -> Tensor:
         """Sums over the episodes that ended: the running sums before plus the new terms, minus the running sums now.
 
-        `begun` and `ages` [N] are the steps of the current episodes before the rollout and after it.
+        `ages` [N] are the steps of the current episodes after the rollout, `begun` those before (default: the engine's).
         """
         rows: Any = self.experience
         rewards, done = rows.rewards.double(), rows.terminated | rows.truncated
@@ -123,7 +123,7 @@ class DeviceCollector(LocalCollector):
         goes_on = done.flip(0).cumsum(0).flip(0) == 0  # no end in this row or a later one
         under_way = (rewards * goes_on).sum(0) + self.returns * goes_on[0]
         returns = self.returns.sum() + rewards.sum() - under_way.sum()
-        lengths = begun.sum() + rewards.numel() - ages.sum()
+        lengths = (self.engine.ages if begun is None else begun).sum() + rewards.numel() - ages.sum()
         self.returns.copy_(under_way)
         return torch.stack([done.sum().double(), returns, lengths.double(), torch.where(acts, seen, 0.0) * 0.0])
 
@@ -196,4 +196,4 @@ class SimulatorCollector(DeviceCollector):
             for name, column in (row | {"actions": actions, "logprobs": chosen.log_prob(actions)}).items():
                 arrays[name][t].copy_(column)
             arrays["obs"][t + 1].copy_(obs)
-        return self._sum_episodes(begun, simulator.ages)
+        return self._sum_episodes(simulator.ages, begun)

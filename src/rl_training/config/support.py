@@ -14,7 +14,7 @@ from rl_training.envs.factory import make_env
 from rl_training.envs.random_play import play_at_random
 from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import EnvironmentFailure
+from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.validation import StrictModel
 
 EPISODES, STEPS = 10, 5_000  # limits of random play
@@ -73,6 +73,9 @@ def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
     They leave room for `ROOM_ABOVE` times the range of random returns above those, and `ROOM_BELOW` times below, but
     not for more than the largest reward at every step of the longest episode. One reward of any known size always fits.
     """
+    if recipe.made:
+        what = f"v_min or v_max is not given, and random play to measure it needs one environment, but {recipe.env_id}"
+        raise UserError(f"{what} is a Simulator; give both in algo_kwargs.")
     env = make_env(recipe)
     declared, limit = getattr(env.unwrapped, "reward_range", None), getattr(env.spec, "max_episode_steps", None)
     with suppress(Exception, SystemExit):  # the environment was made only for this

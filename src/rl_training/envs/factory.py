@@ -15,18 +15,9 @@ from typing import Any, cast
 
 import gymnasium as gym
 
-from rl_training.envs.recipe import (
-    EnvRecipe,
-    SimulatorSettings,
-    device_kinds,
-    is_provided,
-    looks_like_entry_point,
-    simulator_kinds,
-)
+from rl_training.envs.recipe import EnvRecipe, device_kinds, is_provided, looks_like_entry_point, simulator_kinds
 from rl_training.envs.wrappers import Env, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
-
-FOR_SIMULATORS = "env_kwargs.simulator is for a Simulator (docs/simulators.md)"
 
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
@@ -54,8 +45,6 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
             spec: Any = copy.deepcopy(gym.registry.get(recipe.env_id, recipe.env_id))
             if not isinstance(spec, str):
                 spec.order_enforce = False  # saves a wrapper call per step; this package calls reset before step anyway
-            if recipe.simulator != SimulatorSettings():
-                raise UserError(f"{FOR_SIMULATORS}, which {recipe.env_id} is not.")
             return gym.make(spec, recipe.max_episode_steps, disable_env_checker=True, **kwargs)
         env: Any = maker(**kwargs)
     except UserError:
@@ -75,8 +64,6 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         view = SimulatorView(env, recipe)
         recipe.made.append(view)
         return view
-    if recipe.simulator != SimulatorSettings():
-        raise UserError(f"{FOR_SIMULATORS}, which {recipe.env_id} is not.")
     limit = recipe.max_episode_steps
     if isinstance(env, device_kinds()):
         from rl_training.envs.device import OneEnvironment  # torch

@@ -16,7 +16,7 @@ from rl_training.envs.factory import make_env, make_unwrapped
 from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.hidden_state import hidden_state
 from rl_training.envs.inputs import read_masks
-from rl_training.envs.recipe import EnvRecipe, device_kinds
+from rl_training.envs.recipe import EnvRecipe, SimulatorSettings, device_kinds
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.wrappers import Env, layers
 from rl_training.errors import MISSING, RESET, UserError, first_line, is_users_file, show_line, user_line
@@ -63,6 +63,9 @@ def probe(recipe: EnvRecipe, vectorization: str = "auto") -> Probe:
         env = make_unwrapped(recipe)
     try:
         check_spaces(env, recipe.env_id)
+        if recipe.simulator != SimulatorSettings() and not recipe.made:
+            which = f"which {recipe.env_id} is not"
+            raise UserError(f"env_kwargs.simulator is for a Simulator (docs/simulators.md), {which}.")
         if not recipe.made and (vectorization == "device" or device_kinds()):
             from rl_training.envs.device_checks import check_used_functions  # torch
 

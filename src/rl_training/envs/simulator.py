@@ -106,7 +106,7 @@ class SimulatorView(gym.Env[Any, Any]):
 
 def check_simulator(simulator: Simulator, recipe: EnvRecipe) -> None:
     """Raise a UserError if an attribute of a simulator is missing or does not fit the settings."""
-    env_id, settings, limit = recipe.env_id, recipe.simulator, simulator.max_episode_steps
+    env_id, limit = recipe.env_id, simulator.max_episode_steps
     for name in ("reset", "step"):
         if getattr(type(simulator), name) is getattr(Simulator, name):
             raise UserError(f"{env_id} has no {name}; a Simulator must define reset and step.")
@@ -122,6 +122,13 @@ def check_simulator(simulator: Simulator, recipe: EnvRecipe) -> None:
         raise UserError(f"{env_id}: observation_space is {observations}; that of a Simulator must be a Box.")
     if not isinstance(actions, gs.Space):
         raise UserError(f"{env_id}: action_space is {actions!r}; it must be a gymnasium space.")
+    check_given(simulator, recipe)
+
+
+def check_given(simulator: Simulator, recipe: EnvRecipe) -> None:
+    """Raise a UserError if the settings of a run do not fit the simulator."""
+    env_id, settings, limit = recipe.env_id, recipe.simulator, simulator.max_episode_steps
+    actions = simulator.action_space
     is_finite = not isinstance(actions, gs.Box) or actions.is_bounded()
     if settings.action_limit is None and not is_finite:
         how = "--set env_kwargs.simulator.action_limit=1.0 lets actions be from -1 to 1"

@@ -126,7 +126,7 @@ def benchmark(config: TrainConfig) -> Breakdown:
     session = open_measured(config)
     with closed_on_error(session):
         first = warm_up(session)
-        tries = time.perf_counter() - begun < LONG_START and not session.config.has_workers
+        tries = time.perf_counter() - begun < LONG_START and not (session.config.has_workers or session.recipe.made)
         floor = None if session.config.has_workers else measure_floor(session, first, PACE_SECONDS)
         pace = measure_pace(session, first)
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:

@@ -153,7 +153,12 @@ def measure_floor(session: Session, step: int, seconds: float) -> Floor:
         learner.act(obs, learner.initial_carry(num_envs), is_first=first, action_masks=masks)
     collector: Any = session.collector
     engine = collector.stepper.engine
-    environment = time_functions(engine) if isinstance(engine, DeviceEngine) else time_environment(session, seconds)
+    if session.recipe.made:  # a simulator, of which there is but one
+        actions = torch.from_numpy(spaces.map_actions(draw(spaces, np.random.default_rng(0), num_envs, None)))
+        environment = time_call(partial(engine.advance, actions.to(engine.device)), engine.device) / num_envs
+    else:
+        is_device = isinstance(engine, DeviceEngine)
+        environment = time_functions(engine) if is_device else time_environment(session, seconds)
     return Floor(environment, acting.time(device) / num_envs, learn)
 
 
