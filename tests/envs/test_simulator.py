@@ -21,7 +21,7 @@ from resume_cases import StopAt, assert_same_run, rows_of, tiny
 from rl_training import PPO
 from rl_training.cli.main import app
 from rl_training.collect.device import SimulatorCollector
-from rl_training.envs.simulator import Simulator, SimulatorEngine
+from rl_training.envs.simulator import Simulator, SimulatorEngine, Stepped
 from rl_training.envs.simulator_shims import ManagerSimulator, RslRlSimulator, VectorSimulator
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.run.build import Session, open_session
@@ -461,6 +461,38 @@ def test_a_run_evaluates_again_later(tmp_path: Path) -> None:
     learner.learn(200, progress=False)
     assert learner.config.num_envs == 15
     assert len(learner.evaluate(6)["eval_returns"]) == 6
+    assert len(learner.evaluate(40)["eval_returns"]) == 40, "two or three in each row"
+
+
+def test_replay_ends_episodes_that_an_evaluation_has_left(tmp_path: Path) -> None:
+    config = tiny("sac", tmp_path, env_id="clock", num_envs=5, total_timesteps=60, vectorization="device")
+    config.algo_kwargs["eval_interval"] = 8
+    config = config.model_copy(update={"env_kwargs": {"simulator": {"eval_rows": 1}}, "eval_episodes": 1})
+    stored: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_end(self, run: Run) -> None:
+            store: Any = run.session.store
+            stored.update(store.buffer.sample(2_000, np.random.default_rng(0)))
+
+    train(config, env=lambda: Clock(5), callbacks=[Look()])
+    torch.testing.assert_close(stored["next_obs"], stored["obs"] + 1.0, rtol=0, atol=0)
+    assert stored["truncated"][stored["obs"][:, 0] % 10 < 2].any(), "cut there"
+
+
+class Steered(Points):
+    """The same with two choices."""
+
+    action_space = gs.Discrete(2)
+
+    def step(self, actions: Tensor) -> Stepped:
+        return super().step(actions[:, None] * 2.0 - 1.0)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "dqn"])
+def test_choices_are_actions_too(algo: str, tmp_path: Path) -> None:
+    result = train(tiny(algo, tmp_path, env_id="steered", num_envs=6, vectorization="device"), env=lambda: Steered(6))
+    assert result.metrics["eval_episodes"] == 2
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
@@ -528,8 +560,8 @@ class Managed:
         self.points.begin(torch.zeros(self.num_envs, dtype=torch.bool).index_fill(0, rows, True))
         self.extras["log"] = {"Episode/ended": torch.tensor(float(len(rows)))}
 
-    def reset(self, *, env_ids: Tensor) -> Any:
-        self._reset_idx(env_ids)
+    def reset(self, *, env_ids: Tensor | None = None) -> Any:
+        self._reset_idx(torch.arange(self.num_envs) if env_ids is None else env_ids)
         return self.compute(), self.extras
 
     def step(self, actions: Tensor) -> Any:
@@ -662,7 +694,16 @@ def test_what_a_shim_cannot_use_is_refused(make: Any, said: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("make", [make for make, *_ in SHIMS[:1]])
+def test_with_a_finite_horizon_a_time_out_ends_the_task() -> None:
+    env = Managed()
+    env.cfg.is_finite_horizon = True
+    rows = take_rollout(open_simulator(lambda: ManagerSimulator(env), **LIMITED))
+    assert not rows["truncated"].any()
+    assert rows["terminated"].any()
+
+
+@pytest.mark.parametrize("make", [make for make, *_ in SHIMS])
 def test_a_run_with_a_shim_evaluates(make: Any, tmp_path: Path) -> None:
-    config = tiny("ppo", tmp_path, env_id="shim", num_envs=4, vectorization="device", **LIMITED)
+    limited = {} if isinstance(make(), VectorSimulator) else LIMITED
+    config = tiny("ppo", tmp_path, env_id="shim", num_envs=4, vectorization="device", **limited)
     assert train(config, env=make).metrics["eval_episodes"] == 2

@@ -114,7 +114,7 @@ class DeviceCollector(LocalCollector):
     def _sum_episodes(self, ages: Tensor, begun: Tensor | None = None) -> Tensor:
         """Sums over the episodes that ended: the running sums before plus the new terms, minus the running sums now.
 
-        `ages` [N] are the steps of the current episodes after the rollout, `begun` those before (default: the engine's).
+        `ages` [N] are the steps of the current episodes after the rollout, `begun` those before (the engine's if None).
         """
         rows: Any = self.experience
         rewards, done = rows.rewards.double(), rows.terminated | rows.truncated

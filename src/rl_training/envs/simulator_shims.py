@@ -66,8 +66,9 @@ class ManagerSimulator(Simulator):
         self._reset_idx(rows)
 
     def reset(self, rows: Tensor) -> Tensor:
-        """Begin new episodes in these rows."""
-        obs: Tensor = self.env.reset(env_ids=rows)[0][self.group]
+        """Begin new episodes in these rows; a wrapper's `reset` knows all rows only."""
+        groups, _ = self.env.reset() if len(rows) == self.num_envs else self.plain.reset(env_ids=rows)
+        obs: Tensor = groups[self.group]
         return obs
 
     def step(self, actions: Tensor) -> Stepped:
@@ -78,7 +79,10 @@ class ManagerSimulator(Simulator):
         final = self._final if self._final is not None else obs
         if self.resets_here and len(rows := (terminated | truncated).nonzero().squeeze(-1)):
             final, terminated, truncated = obs.clone(), terminated.clone(), truncated.clone()
-            obs = final.index_copy(0, rows, self.reset(rows)[rows])  # the others keep what they have seen
+            begun = self.plain.reset(env_ids=rows)[0][self.group]
+            obs = final.index_copy(0, rows, begun[rows])  # the others keep what they have seen
+        if getattr(self.plain.cfg, "is_finite_horizon", False):  # the time limit is part of the task
+            terminated, truncated = terminated | truncated, torch.zeros_like(truncated)
         log = extras.get("log", {})
         return obs, rewards, terminated, truncated, final if self.has_final_obs else None, log
 
