@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_training.envs.probe import probe_spaces
-from rl_training.envs.random_play import make_stepper
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.factory import read_recipe
+from rl_training.envs.probe import make_stepper, probe_spaces
 
 ENVS, STEPS, ROUNDS = 8, 250, 7
 ATARI = {"frameskip": 1, "repeat_action_probability": 0.0}

@@ -32,7 +32,7 @@ from rl_training.config.params import read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.data.model_store import ModelStore
 from rl_training.data.store import StoreContext
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.run.learner import build_algorithm
 

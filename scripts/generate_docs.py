@@ -59,7 +59,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_training.api.managed import Given as Given
-from rl_training.envs.recipe import UserEnv as UserEnv
+from rl_training.envs.factory import UserEnv as UserEnv
 from rl_training.config.params import AnySchedule as AnySchedule
 """
 LOOKS_ONLY = ("eval_interval", "threshold", "patience")  # overrides with which a run is still the preset's

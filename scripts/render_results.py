@@ -19,7 +19,7 @@ import numpy as np
 from compare_defaults import load_settings, read_records, render_table
 from run_gates import GATES, RESULTS, ROOT, Gate, Record, Verdict, join, judge, load_gates, read_curve, worst_allowed
 
-from rl_training.tools.drawing import Series, draw_chart, format_number
+from rl_training.tools.report import Series, draw_chart, format_number
 
 PAGE, IMAGES = ROOT / "docs" / "results.md", ROOT / "docs" / "images"
 README_GATE = "impala_cartpole"  # drawn once more on its own, for the README

@@ -17,10 +17,9 @@ import yaml
 from typer.testing import CliRunner
 
 from resume_cases import rows_of
-from rl_training.cli.exits import describe, describe_warning, run_to_exit_code
 from rl_training.cli.main import app
 from rl_training.cli.options import apply_settings
-from rl_training.cli.screen import larger_budget, mean_interval
+from rl_training.cli.screen import describe, describe_warning, larger_budget, mean_interval, run_to_exit_code
 from rl_training.errors import Terminated, UserError
 from rl_training.run.workflows import train
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from resume_cases import take_steps, tiny
+from rl_training.algorithms.base import TargetNetwork
 from rl_training.algorithms.dqn import DQN, dqn_loss
-from rl_training.algorithms.target import TargetNetwork
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.mlp_q_network import MLPQNetwork

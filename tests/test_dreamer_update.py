@@ -18,8 +18,8 @@ from rl_training.algorithms.base import read_metrics
 from rl_training.algorithms.dreamer import METRICS, Dreamer, ReturnScale, balanced_kl
 from rl_training.config.choices import choose_threads
 from rl_training.config.params import read_params
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ObservationInput
 from rl_training.models.dreamer import RSSM, SIZES, GaussianActor, TwoHotHead, sample_one_hot, straight_through

@@ -17,7 +17,7 @@ from rl_training.algorithms.gail import GAIL, REWARD_FORMS, gail_loss, penalize_
 from rl_training.algorithms.ppo import PPO
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.rollout_store import DemonstrationStore, absorbing_steps, find_horizon
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.factory import read_recipe
 from rl_training.errors import UserError
 from rl_training.models.blocks import ImageEncoder, ObservationInput
 from rl_training.models.mlp_gail_discriminator import MLPGAILDiscriminator

@@ -18,7 +18,7 @@ from rl_training.algorithms.mopo import mopo_model_loss
 from rl_training.algorithms.sac import SAC
 from rl_training.config.params import read_params
 from rl_training.data.model_store import ModelReplayStore, SyntheticBuffer
-from rl_training.envs.recipe import TERMINATIONS, known_termination, never, read_recipe
+from rl_training.envs.factory import TERMINATIONS, known_termination, never, read_recipe
 from rl_training.errors import UserError
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel

@@ -20,8 +20,8 @@ import torch
 import rl_training
 from rl_training.config.params import read_params
 from rl_training.config.train_config import list_presets, load_config
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.experiment.registry import get_algorithm_spec, list_algorithm_specs
 from rl_training.run.build import open_session

@@ -16,7 +16,7 @@ from registry_contract import kind_config
 from resume_cases import SPECS, tiny
 from rl_training import A2C, IMPALA, PPO, TrainConfig
 from rl_training.config.train_config import dump_yaml, load_config
-from rl_training.envs.episodes import episode_seed
+from rl_training.envs.stepper import episode_seed
 from rl_training.errors import UserError
 from rl_training.run.evaluation import EVALUATION_STREAM
 from rl_training.run.workflows import train

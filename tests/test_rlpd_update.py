@@ -11,7 +11,7 @@ from continuous_cases import assert_solves_bandit, make_batch, make_learner, sam
 from rl_training.algorithms.rlpd import RLPD, rlpd_loss
 from rl_training.algorithms.sac import SAC, sac_loss
 from rl_training.errors import UserError
-from rl_training.models.ensemble import CriticEnsemble
+from rl_training.models.blocks import CriticEnsemble
 from rl_training.models.mlp_sac import MLPSACModel
 
 

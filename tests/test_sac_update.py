@@ -20,7 +20,7 @@ from continuous_cases import (
     tensors,
 )
 from rl_training.algorithms.sac import SAC, sac_loss
-from rl_training.models.ensemble import CriticEnsemble
+from rl_training.models.blocks import CriticEnsemble
 from rl_training.models.mlp_sac import MLPSACModel, SquashedGaussianActor
 
 make = partial(make_learner, SAC, MLPSACModel)

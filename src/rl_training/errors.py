@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Any
-
-from rl_training.stable_baselines3 import translate
 
 LONGEST = 380  # characters of a sentence
 FOUR_VALUES = "not enough values to unpack (expected 5, got 4)"  # Python's message for an old `step`
@@ -129,6 +129,28 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"known: {listed}."
 
 
+@cache
+def sb3_hints() -> dict[str, Any]:
+    """For users of Stable-Baselines3 and RL Zoo: the tables `names`, `zoo` and `remarks` of the file in `assets`."""
+    from importlib.resources import files
+
+    import yaml
+
+    hints: dict[str, Any] = yaml.safe_load((files("rl_training") / "assets/stable_baselines3.yaml").read_text("utf-8"))
+    return hints
+
+
+def translate(name: str, known: Collection[str]) -> str | None:
+    """The end of an error message about an unknown name that Stable-Baselines3 has; None for any other name."""
+    names, zoo, remarks = sb3_hints().values()
+    ours = [our for our in names.get(name, ()) if our in known]
+    if not ours and "algo_kwargs" in known and "learning_rate" not in known:  # the top of a config file
+        ours = [f"algo_kwargs.{our}" for our in names.get(name, ())]
+    if zoo.get(name) in known:
+        return f"RL Zoo's {name} is {zoo[name]} here."
+    return f"Stable-Baselines3's {name} is {ours[0]} here." if ours else remarks.get(name)
+
+
 def near_name(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
     """The most similar known name, ignoring case, or None."""
     names = {one.lower(): one for one in known}
@@ -159,6 +181,12 @@ def show_line(file: str, line: int | str) -> str:
     """A place in a file; the path is relative if the file is below the working directory."""
     here = os.path.join(os.getcwd(), "")
     return f" ({file.removeprefix(here)}, line {line})"
+
+
+def definition(env: Any, method: str) -> str:
+    """Where the user's own class defines a method, such as ` (my_envs.py, line 12)`; empty for other classes."""
+    code = getattr(inspect.unwrap(getattr(type(env), method, len)), "__code__", None)
+    return show_line(code.co_filename, code.co_firstlineno) if code and is_users_file(code.co_filename) else ""
 
 
 def counted(number: int, noun: str) -> str:

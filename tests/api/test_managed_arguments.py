@@ -17,9 +17,8 @@ from rl_training import A2C, DQN, PPO, TrainConfig
 from rl_training.cli.options import apply_settings, build_config
 from rl_training.config.settings import read_config
 from rl_training.config.train_config import list_presets, load_config
-from rl_training.errors import UserError
+from rl_training.errors import UserError, sb3_hints
 from rl_training.run.workflows import resume_training, train
-from rl_training.stable_baselines3 import NAMES, REMARKS
 
 SMALL = {"total_timesteps": 32, "eval_episodes": 2, "device": "cpu", "num_steps": 8, "hidden_sizes": (8,)}
 
@@ -304,8 +303,9 @@ def test_what_an_algorithm_does_not_have_is_not_promised() -> None:
 
 def test_every_name_of_ours_in_the_table_exists() -> None:
     known = {name for spec in SPECS.values() for name in spec.params.model_fields} | set(TrainConfig.model_fields)
-    assert {our for ours in NAMES.values() for our in ours} <= known | {"callbacks", "progress", "reset"}
-    assert not REMARKS.keys() & known
+    hints = sb3_hints()
+    assert {our for ours in hints["names"].values() for our in ours} <= known | {"callbacks", "progress", "reset"}
+    assert not hints["remarks"].keys() & known
 
 
 @pytest.mark.parametrize(

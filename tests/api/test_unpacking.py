@@ -16,7 +16,7 @@ import torch
 
 from env_zoo import BoxActions, MultiBinaryActions, MultiDiscreteActions, ScalarActions, ShiftedDiscrete, Walk
 from resume_cases import tiny
-from rl_training import stable_baselines3
+from rl_training.api import managed as managed_module
 from rl_training.api.managed import ManagedAlgorithm
 from rl_training.run.learner import DiscreteAction, TrainedPolicy
 from rl_training.run.workflows import train
@@ -55,7 +55,7 @@ def test_a_discrete_action_is_an_int_otherwise(discrete: ManagedAlgorithm) -> No
 
 def returning(monkeypatch: pytest.MonkeyPatch, action: Any) -> ManagedAlgorithm:
     """A model that predicts this."""
-    monkeypatch.setattr(stable_baselines3, "_seen", {})
+    monkeypatch.setattr(managed_module, "_seen", {})
     monkeypatch.setattr(TrainedPolicy, "predict", lambda *_, **__: action)
     monkeypatch.setattr(ManagedAlgorithm, "_loaded", lambda _: TrainedPolicy.__new__(TrainedPolicy))
     return managed("sac")("Pendulum-v1")

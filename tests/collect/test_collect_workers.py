@@ -24,10 +24,10 @@ from rl_training.collect.local import Behaviour
 from rl_training.collect.worker import CollectingWorker, WorkerPlan
 from rl_training.collect.workers import WorkerCollector, WorkerRecord
 from rl_training.config.choices import choose_workers
-from rl_training.data.experience import Experience, ExperienceLayout, Request
+from rl_training.data.store import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure
 from rl_training.errors import EnvironmentFailure, UserError

@@ -20,7 +20,7 @@ import pytest
 
 import env_zoo
 from resume_cases import SPECS, StopAt, take_steps
-from rl_training.data.experience import Experience, ExperienceLayout
+from rl_training.data.store import Experience, ExperienceLayout
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
 from rl_training.run.run import Callback, Run

@@ -9,8 +9,8 @@ from torch import nn
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.local import Behaviour
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 
 STEPS = 4_000
 

@@ -14,8 +14,8 @@ from registry_contract import OBSERVATIONS
 from resume_cases import SPECS, tiny
 from rl_training.config.choices import choose_device
 from rl_training.config.params import read_params
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.run.workflows import train
 

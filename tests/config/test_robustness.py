@@ -30,7 +30,7 @@ from rl_training.envs.wrappers import WrapperOptions
 from rl_training.errors import UserError
 from rl_training.experiment.default_manager import DefaultExperimentManager
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run.cadence import RunState
+from rl_training.run.loop import RunState
 from rl_training.run.workflows import evaluate_checkpoint, predict_checkpoint, resume_training, train
 
 COUNT, SAMPLE, COMMANDS, SEED = 2000, 150, 60, 20260101

@@ -21,8 +21,8 @@ from rl_training.config.params import read_params
 from rl_training.config.settings import read_config
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.train_config import TrainConfig, dump_yaml, list_presets, read_yaml
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.run.build import open_session

@@ -17,7 +17,7 @@ from on_gpu import OnGPU
 from resume_cases import assert_same, stop_and_resume, tiny
 from rl_training.collect.local import Behaviour
 from rl_training.config.train_config import TrainConfig
-from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer, replay_store, transfer
+from rl_training.data import PrioritizedReplayBuffer, RecurrentReplayBuffer, ReplayBuffer, memory, replay_store
 from rl_training.data.replay_store import ReplayStore
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.record.checkpoints import load_checkpoint
@@ -95,7 +95,7 @@ def test_batches_are_the_same_with_a_copy_on_a_device(
 
 
 def test_rows_that_nobody_samples_go_over_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "MOST_WAITING", 10)
+    monkeypatch.setattr(memory, "MOST_WAITING", 10)
     pair = Pair("uniform", 3, "cpu")
     copied: Any = pair.copied
     for t in range(19):  # 3 rows before the first step, 3 with every one

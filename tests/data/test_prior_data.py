@@ -17,9 +17,8 @@ from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.loading import write_minari
 from rl_training.data.recorded_store import PriorReplayStore, find_dataset
-from rl_training.envs.factory import make_env
+from rl_training.envs.factory import make_env, read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics

@@ -11,7 +11,7 @@ import torch
 
 from rl_training.data import ReplayBuffer
 from rl_training.data import memory as replay_memory
-from rl_training.data.transfer import Lane, Sender
+from rl_training.data.memory import Lane, Sender
 from rl_training.errors import UserError
 
 torch.set_num_threads(1)

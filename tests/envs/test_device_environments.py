@@ -37,9 +37,8 @@ from rl_training.envs.device import (
 )
 from rl_training.envs.device_checks import check_functions
 from rl_training.envs.engines import make_engine
-from rl_training.envs.factory import make_env
+from rl_training.envs.factory import EnvRecipe, make_env, read_recipe
 from rl_training.envs.probe import probe, probe_spaces
-from rl_training.envs.recipe import EnvRecipe, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.models.blocks import ObservationInput

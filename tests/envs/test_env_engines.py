@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 import env_zoo
-from rl_training.envs import episodes
+from rl_training.envs import stepper
 from rl_training.envs.engines import choose_vectorization, make_engine
-from rl_training.envs.episodes import ReplayableEpisodes
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.hidden_state import hidden_state
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import Episode, Stepper
+from rl_training.envs.stepper import Episode, ReplayableEpisodes, Stepper
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 
@@ -525,7 +524,7 @@ def test_what_no_step_changes_is_not_compared() -> None:
     one.step(1)
     other.restore_episode(one.episode_state())
     assert one.env.unwrapped.folder != other.env.unwrapped.folder  # type: ignore[attr-defined]
-    assert episodes.differences(one.episode_state(), other.episode_state()) == ([], [], [])
+    assert stepper.differences(one.episode_state(), other.episode_state()) == ([], [], [])
 
 
 def test_another_engine_or_number_of_environments_starts_afresh() -> None:

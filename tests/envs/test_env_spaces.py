@@ -11,12 +11,10 @@ import pytest
 from gymnasium import spaces as gs
 
 import env_zoo
-from rl_training.envs.factory import make_env
-from rl_training.envs.gym_spaces import build_space, describe_space, image_layout
+from rl_training.envs.factory import make_env, read_recipe
 from rl_training.envs.inputs import encode_for_prediction, read_masks
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import EnvSpaces, build_space, describe_space, image_layout
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 

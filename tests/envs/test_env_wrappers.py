@@ -16,9 +16,8 @@ from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.config.params import read_params
 from rl_training.config.train_config import TrainConfig
 from rl_training.envs.engines import choose_vectorization, make_engine
-from rl_training.envs.factory import make_env
+from rl_training.envs.factory import make_env, read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.run.build import open_session

@@ -34,11 +34,10 @@ import env_zoo
 from resume_cases import StopAt
 from rl_training.config.train_config import TrainConfig
 from rl_training.envs import hidden_state as module
-from rl_training.envs.episodes import Differences, ReplayableEpisodes, differences
-from rl_training.envs.factory import make_env
+from rl_training.envs.factory import make_env, read_recipe
 from rl_training.envs.hidden_state import checksum, hidden_state
 from rl_training.envs.probe import probe, probe_spaces
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.stepper import Differences, ReplayableEpisodes, differences
 from rl_training.run.workflows import resume_training, train
 from rl_training.tools import doctor
 
@@ -234,6 +233,7 @@ HIDING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "text in memory": (io.StringIO, lambda x: x.write("a")),
     "weak reference": (lambda: weakref.ref(KEPT), lambda x: setattr(x(), "count", x().count + 1)),
     "tensor": (lambda: torch.zeros(3), lambda x: x.add_(1)),
+    "view of one number": (lambda: torch.zeros(3)[1::2][:1], lambda x: x.add_(1)),
     "generator of torch": (lambda: torch.Generator().manual_seed(0), lambda x: torch.rand(1, generator=x)),
     "network": (lambda: torch.nn.Linear(1, 1), lambda x: x.weight.data.add_(1)),
 }  # fmt: skip

@@ -10,9 +10,8 @@ import pytest
 
 from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training.config.train_config import load_config
-from rl_training.envs.factory import make_env
+from rl_training.envs.factory import make_env, read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.run.workflows import train
 

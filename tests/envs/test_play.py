@@ -14,8 +14,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 import env_zoo
 from resume_cases import tiny
 from rl_training.data import load_transition_dataset
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import closed_after, play, random_actions
 from rl_training.run import evaluation

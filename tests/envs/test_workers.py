@@ -23,8 +23,8 @@ import pytest
 import env_zoo
 from rl_training.envs import workers as workers_module
 from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.workers import WorkerFailure, Workers
 from rl_training.errors import EnvironmentFailure, UserError
 
@@ -280,7 +280,7 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
         import gymnasium as gym
         from rl_training.envs.engines import make_engine
         from rl_training.envs.probe import probe_spaces
-        from rl_training.envs.recipe import read_recipe
+        from rl_training.envs.factory import read_recipe
 
         print("running")
 

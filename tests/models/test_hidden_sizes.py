@@ -13,8 +13,8 @@ from torch import nn
 import env_zoo
 from resume_cases import SPECS, tiny
 from rl_training.config.params import read_params
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.models.mlp_q_network import NoisyLinear

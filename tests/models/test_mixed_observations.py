@@ -17,9 +17,9 @@ from rl_training.config.networks import make_encoder, make_input
 from rl_training.config.params import Params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.data import TransitionDataset
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.inputs import encode_for_prediction
 from rl_training.envs.probe import probe, probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.models.blocks import MixedEncoder

@@ -20,7 +20,7 @@ from registry_contract import OBSERVATIONS, check_actions, first_kind, kind_conf
 from resume_cases import SPECS, StopAt, assert_same_run, stop_and_resume, tiny
 from rl_training import PPO, SAC
 from rl_training.cli.main import app
-from rl_training.config.own_network import OwnEncoder, UserNetwork, resolve_network
+from rl_training.config.networks import OwnEncoder, UserNetwork, resolve_network
 from rl_training.config.params import read_params
 from rl_training.config.train_config import dump_yaml
 from rl_training.envs.spaces import EnvSpaces

@@ -21,8 +21,8 @@ import torch
 import typer
 import yaml
 
-from rl_training.cli.exits import WRONG_INPUT
 from rl_training.cli.main import app
+from rl_training.cli.screen import WRONG_INPUT
 from rl_training.config import spec
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import list_presets, load_config, read_reached

@@ -20,8 +20,8 @@ from rl_training.config.params import read_params
 from rl_training.config.train_config import load_config, parse_yaml
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.loading import read_minari
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 from rl_training.run.learner import SizeLimit, build_algorithm, load_policy

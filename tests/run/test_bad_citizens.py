@@ -25,8 +25,8 @@ from rl_training import play as play_module
 from rl_training.config.train_config import TrainConfig
 from rl_training.envs import workers
 from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.run.learner import read_checkpoint

@@ -13,12 +13,11 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from env_zoo import Constant
 from resume_cases import assert_same_run, stop_and_resume, tiny
-from rl_training.envs.factory import episode_limit, make_env
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.factory import episode_limit, make_env, read_recipe
 from rl_training.record import logger as logging
-from rl_training.run import cadence as clock_module
 from rl_training.run import evaluation
-from rl_training.run.cadence import RecentSpeeds
+from rl_training.run import loop as clock_module
+from rl_training.run.loop import RecentSpeeds
 from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
 

@@ -21,7 +21,7 @@ import pytest
 
 from env_zoo import Constant
 from resume_cases import tiny
-from rl_training.cli.exits import describe
+from rl_training.cli.screen import describe
 from rl_training.config.train_config import TrainConfig
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint

@@ -25,7 +25,7 @@ from rl_training.api import ManagedAlgorithm
 from rl_training.config.train_config import TrainConfig
 from rl_training.data.rings import EnvRings
 from rl_training.envs.engines import SyncEngine
-from rl_training.envs.recipe import read_recipe
+from rl_training.envs.factory import read_recipe
 from rl_training.errors import EnvironmentFailure, Terminated, TrainingFailure, UserError
 from rl_training.experiment.default_manager import DefaultExperimentManager
 from rl_training.record import checkpoints as checkpointing

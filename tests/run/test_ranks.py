@@ -265,7 +265,7 @@ def test_one_process_settles_with_nobody() -> None:
 SCRIPT = """
 import atexit, os, sys
 import torch.distributed as dist
-from rl_training.cli.exits import exit_after_signal, run_to_exit_code
+from rl_training.cli.screen import exit_after_signal, run_to_exit_code
 from rl_training.errors import EnvironmentFailure
 from rl_training.run.run import Callback
 from rl_training.run.workflows import resume_training, train

@@ -19,7 +19,7 @@ from rl_training.config.train_config import load_config
 from rl_training.data import PrioritizedReplayBuffer
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.record.checkpoints import load_checkpoint
-from rl_training.run import cadence as cadence_module
+from rl_training.run import loop as cadence_module
 from rl_training.run.evaluation import Evaluator
 from rl_training.run.run import Callback, Run
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train

@@ -22,8 +22,7 @@ import rl_training
 from resume_cases import tiny
 from rl_training.cli.main import app
 from rl_training.config.train_config import TrainConfig, load_config
-from rl_training.envs.factory import make_env
-from rl_training.envs.recipe import is_provided, read_recipe
+from rl_training.envs.factory import is_provided, make_env, read_recipe
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
 from rl_training.run.workflows import evaluate_checkpoint, resume_training, train

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from recorded_steps import Recorded, RecordedOnHost, Replayed
 from resume_cases import SPECS, assert_same, rows_of, stop_and_resume, take_steps, tiny
-from rl_training.algorithms.base import Algorithm, Numbers
+from rl_training.algorithms.base import Algorithm, Numbers, TargetNetwork
 from rl_training.algorithms.dreamer import Dreamer
-from rl_training.algorithms.target import TargetNetwork
 from rl_training.collect import local
 from rl_training.collect.local import Behaviour
 from rl_training.config import choices

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from resume_cases import SPECS, TINY, env_of, take_steps, tiny
 from rl_training.run.build import open_session
-from rl_training.run.cadence import Cadence, first_state
+from rl_training.run.loop import Cadence, first_state
 from rl_training.run.run import Run
 
 UPDATES, MOST_STEPS = 6, 120

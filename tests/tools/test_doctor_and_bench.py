@@ -20,12 +20,12 @@ from rl_training.cli.main import app
 from rl_training.config.choices import torch_settings_restored
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import load_config
+from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe, probe_spaces
-from rl_training.envs.recipe import read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.run.learner import build_algorithm
-from rl_training.tools import bench, doctor, timing
-from rl_training.tools.timing import Floor
+from rl_training.tools import bench, doctor
+from rl_training.tools.bench import Floor
 
 PPO = {"algo": "ppo", "env_id": "CartPole-v1", "total_timesteps": 256, "num_envs": 2, "eval_episodes": 0,
        "algo_kwargs": {"num_steps": 32, "minibatch_size": 32}}  # fmt: skip
@@ -66,8 +66,8 @@ class Walk(gym.Env[Any, Any]):
 @pytest.fixture(autouse=True)
 def _short_timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(doctor, "SECONDS", 0.01)
-    monkeypatch.setattr(timing, "CALL_SECONDS", 1e-6)
-    for tool, name in ((bench, "PACE_SECONDS"), (bench, "LONG_START"), (timing, "MOST_SECONDS")):
+    monkeypatch.setattr(bench, "CALL_SECONDS", 1e-6)
+    for tool, name in ((bench, "PACE_SECONDS"), (bench, "LONG_START"), (bench, "MOST_SECONDS")):
         monkeypatch.setattr(tool, name, 0.0)
     monkeypatch.chdir(tmp_path)
     yield
@@ -317,7 +317,7 @@ def test_bench_accounts_for_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_products_are_counted_by_shape_forwards_and_backwards() -> None:
     network, rows = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)), torch.ones(5, 3)
-    with timing.Products() as products:
+    with bench.Products() as products:
         for _ in range(4):
             network(rows).sum().backward()
     shapes = {tuple(tuple(x[0]) for x in key[1] if len(x[0]) == 2): count for key, count in products.counts.items()}
@@ -334,7 +334,7 @@ def test_the_kernel_of_a_whole_network_is_a_product_of_its_shapes() -> None:
     def mlp_forward(x: Any, parameters: Any) -> Any:
         return x + parameters[0].sum()
 
-    with timing.Products() as products:
+    with bench.Products() as products:
         for value in (1.0, 2.0):
             mlp_forward(torch.full((3, 2), value), [torch.full((2, 2), value), torch.ones(2)])
         mlp_forward(torch.ones(4, 2), [torch.ones(2, 2), torch.ones(2)])
@@ -351,11 +351,11 @@ def test_a_floor_has_the_parts_that_a_run_has(algo: str, vectorization: str, mon
         built.append(build_algorithm(*arguments, **options))
         return built[0]
 
-    monkeypatch.setattr(timing, "build_algorithm", build)
+    monkeypatch.setattr(bench, "build_algorithm", build)
     with closing(bench.open_measured(tiny(algo).model_copy(update={"vectorization": vectorization}))) as session:
         step = bench.warm_up(session)
         before = session.algorithm.num_updates
-        found = timing.measure_floor(session, step, 0.0)
+        found = bench.measure_floor(session, step, 0.0)
     (learner,) = built
     assert learner.device == session.algorithm.device
     assert learner.num_updates == session.algorithm.num_updates - before > 0

@@ -15,8 +15,8 @@ import yaml
 from typer.testing import CliRunner
 
 from limits import limited
-from rl_training.cli.exits import describe, describe_warning
 from rl_training.cli.main import app
+from rl_training.cli.screen import describe, describe_warning
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError
 from rl_training.record.logger import RunLogger
 from rl_training.safe_files import open_regular, read_regular

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from rl_training.cli.main import app
 from rl_training.tools import report
 from rl_training.tools.compare import group_runs
-from rl_training.tools.drawing import NARROW, Series, draw_svg, format_number
 from rl_training.tools.records import find_runs
+from rl_training.tools.report import NARROW, Series, draw_svg, format_number
 from run_records import HOSTILE, write_group, write_run
 
 TINY = ["--algo", "ppo", "--total-timesteps", "64", "--num-envs", "1", "--eval-episodes", "1", "--set", "num_steps=32",

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_training.tools import statistics
-from rl_training.tools.statistics import (
+from rl_training.tools import compare
+from rl_training.tools.compare import (
     Estimate,
     difference,
     estimate,
@@ -98,7 +98,7 @@ def test_the_same_seed_draws_the_same_resamples_and_rounds_only_save_memory(monk
     first, again = (estimate(interquartile_mean, sample, seed=3) for _ in range(2))
     assert all((one == two).all() for one, two in zip(first, again, strict=True))
     assert (estimate(interquartile_mean, sample, seed=4).low != first.low).any()
-    monkeypatch.setattr(statistics, "MOST_NUMBERS", 1_000)
+    monkeypatch.setattr(compare, "MOST_NUMBERS", 1_000)
     small = estimate(interquartile_mean, sample, seed=3)
     np.testing.assert_allclose(small.low, first.low, atol=0.15)
 

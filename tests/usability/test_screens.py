@@ -29,7 +29,7 @@ from rl_training.cli.main import app
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import memory
 from rl_training.tools import bench, doctor
-from rl_training.tools.timing import Floor
+from rl_training.tools.bench import Floor
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "screens").glob("*.txt"))

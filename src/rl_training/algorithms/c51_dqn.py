@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Array, Batch
+from rl_training.algorithms.base import Array, Batch, move_support
 from rl_training.algorithms.q_learning import QLearning, SampleTerms, choose
-from rl_training.algorithms.target import move_support
 from rl_training.errors import UserError
 from rl_training.ops.distributional import cross_entropy, outside_mass, project_categorical
 from rl_training.ops.losses import bellman_target

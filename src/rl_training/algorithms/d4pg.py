@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Batch, Number, Setting
+from rl_training.algorithms.base import Batch, Number, Setting, move_support
 from rl_training.algorithms.ddpg import DDPG, actor_loss
-from rl_training.algorithms.target import move_support
 from rl_training.errors import UserError
 from rl_training.ops.distributional import categorical_cross_entropy, outside_mass, project_categorical
 from rl_training.ops.losses import bellman_target, weighted_mean

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, NumpyPolicy, UpdateResult
-from rl_training.algorithms.target import TargetNetwork
+from rl_training.algorithms.base import (
+    ActOutput,
+    Algorithm,
+    Batch,
+    Carry,
+    Number,
+    NumpyPolicy,
+    TargetNetwork,
+    UpdateResult,
+)
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
@@ -35,7 +43,8 @@ def ddpg_loss(batch: Batch) -> dict[str, Tensor]:
 
 def clip_rows(gradients: Tensor, clip: float) -> Tensor:
     """Rows [B, A] shortened to the length `clip` where they are longer."""
-    return gradients * (clip / torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)).clamp(max=1.0)
+    norms: Tensor = torch.linalg.vector_norm(gradients, dim=-1, keepdim=True)
+    return gradients * (clip / norms).clamp(max=1.0)
 
 
 class GaussianExploration(Algorithm):
@@ -89,7 +98,8 @@ class DDPG(GaussianExploration):
 
     def acting(self) -> nn.Module:
         """The actor without noise."""
-        return self.model.actor
+        actor: nn.Module = self.model.actor
+        return actor
 
     def draw_noise(self, actions: Tensor) -> Tensor | None:
         """The noise that `target_values` needs; none for DDPG."""
@@ -97,7 +107,8 @@ class DDPG(GaussianExploration):
 
     def target_values(self, next_obs: Tensor, noise: Tensor | None) -> Tensor:
         """Q'(s', mu'(s')) [B]."""
-        return self.target_network.q_values(next_obs, self.target_network.actor(next_obs))
+        values: Tensor = self.target_network.q_values(next_obs, self.target_network.actor(next_obs))
+        return values
 
     def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """Take one gradient step on the Bellman error; return metrics and priorities [B]."""

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult
-from rl_training.algorithms.target import TargetNetwork
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, TargetNetwork, UpdateResult
 from rl_training.ops.distributional import categorical_cross_entropy
 from rl_training.ops.policy import categorical_kl
 from rl_training.ops.returns import lambda_returns

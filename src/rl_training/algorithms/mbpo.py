@@ -121,7 +121,7 @@ class MBPO(SAC):
         """
         prediction = self.dynamics_model(batch["obs"], batch["actions"])
         self.last_disagreement.copy_(disagreement(prediction.means))
-        scaled = (prediction.means - dynamics_targets(batch)) / self.dynamics_model.target_std
+        scaled: Tensor = (prediction.means - dynamics_targets(batch)) / self.dynamics_model.target_std
         return scaled.square().mean((1, 2)) + termination_loss(prediction.termination_logits, batch)
 
     def fit(

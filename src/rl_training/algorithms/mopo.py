@@ -30,5 +30,6 @@ class MOPO(MBPO):
 
     def uncertainty(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Largest norm of the predicted deviations over all members, elites or not: [B]."""
-        deviations = (0.5 * self.dynamics_model(obs, actions).logvars).exp()
-        return deviations.norm(dim=-1).amax(0)
+        deviations: Tensor = (0.5 * self.dynamics_model(obs, actions).logvars).exp()
+        largest: Tensor = deviations.norm(dim=-1).amax(0)
+        return largest

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import Batch, Number, UpdateResult
+from rl_training.algorithms.base import Batch, Number, TargetNetwork, UpdateResult
 from rl_training.algorithms.ddpg import GaussianExploration
-from rl_training.algorithms.target import TargetNetwork
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
@@ -45,7 +44,8 @@ class NAF(GaussianExploration):
 
     def acting(self) -> nn.Module:
         """The whole network, because mu shares its torso with V and L."""
-        return self.model
+        model: nn.Module = self.model
+        return model
 
     def critic_step(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
         """Take one gradient step on the Bellman error; return metrics and priorities [B]."""

@@ -13,8 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Number, NumpyPolicy, Setting, UpdateResult
-from rl_training.algorithms.target import TargetNetwork
+from rl_training.algorithms.base import (
+    ActOutput,
+    Algorithm,
+    Array,
+    Batch,
+    Number,
+    NumpyPolicy,
+    Setting,
+    TargetNetwork,
+    UpdateResult,
+)
 from rl_training.ops.losses import chosen_slopes, index_actions, mask_actions, transition_columns, weighted_mean
 from rl_training.play import random_actions
 from rl_training.speed.optimizer import Backward

@@ -13,8 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult, check_bound
-from rl_training.algorithms.target import TargetNetwork
+from rl_training.algorithms.base import (
+    ActOutput,
+    Algorithm,
+    Batch,
+    Carry,
+    Number,
+    Setting,
+    TargetNetwork,
+    UpdateResult,
+    check_bound,
+)
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 
 
@@ -95,7 +104,8 @@ class SAC(Algorithm):
 
     def acting(self) -> nn.Module:
         """The actor."""
-        return self.model.actor
+        actor: nn.Module = self.model.actor
+        return actor
 
     @torch.no_grad()
     def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:

@@ -35,4 +35,5 @@ class TD3(DDPG):
     def target_values(self, next_obs: Tensor, noise: Tensor | None) -> Tensor:
         """min_i Q'_i(s', clip(mu'(s') + noise)) [B] (section 4.2 and 5.3)."""
         actions = (self.target_network.actor(next_obs) + noise).clamp_(-1.0, 1.0)
-        return self.target_network.ensemble_values(next_obs, actions).amin(0)
+        values: Tensor = self.target_network.ensemble_values(next_obs, actions).amin(0)
+        return values

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -13,13 +17,13 @@ from rl_training.config.params import dump_params, read_params
 from rl_training.config.settings import UNSAID, AnyConfig, fill_defaults, read_config
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, names_config
+from rl_training.envs.factory import NAMELESS, UserEnv, name_env, read_env, read_recipe
 from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import NAMELESS, UserEnv, name_env, read_env, read_recipe
-from rl_training.errors import UserError, did_you_mean
+from rl_training.errors import UserError, did_you_mean, sb3_hints
 from rl_training.record.checkpoints import save_checkpoint
-from rl_training.run.cadence import RunState
 from rl_training.run.learner import (
+    ACTION_ALONE,
     ActingSession,
     TrainedPolicy,
     check_same_spaces,
@@ -27,16 +31,17 @@ from rl_training.run.learner import (
     plain_action,
     read_checkpoint,
 )
+from rl_training.run.loop import RunState
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
 from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
-from rl_training.stable_baselines3 import REMARKS, warn_if_unpacked
 from rl_training.validation import validate, whole_number
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
 Given = AnyConfig | UserEnv | None
 ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset", "raise_on_signal")
+_seen: dict[tuple[int, int], CodeType] = {}  # by call; the code is kept, so that no other one gets its id
 
 
 class Actor:
@@ -81,8 +86,9 @@ class ManagedAlgorithm:
         config: Any = config_or_env
         name = type(self).__name__
         if isinstance(config, str) and config.endswith("Policy"):
+            remarks = sb3_hints()["remarks"]
             given = repr(others[0]) if others and isinstance(others[0], str) else "env"
-            raise UserError(f"{name} takes no policy such as {config!r}; write {name}({given}): {REMARKS['policy']}")
+            raise UserError(f"{name} takes no policy such as {config!r}; write {name}({given}): {remarks['policy']}")
         if others:
             raise UserError(f"{name} takes one environment or config; give everything else by name, as in seed=1.")
         known = isinstance(config, Mapping | TrainConfig | Path | None)
@@ -171,7 +177,8 @@ class ManagedAlgorithm:
         return network if not isinstance(network, str) or network in self._asked.named else None
 
     def __getattr__(self, name: str) -> NoReturn:
-        hint = f"; {REMARKS[name]}" if name in REMARKS else ""
+        remarks = sb3_hints()["remarks"]
+        hint = f"; {remarks[name]}" if name in remarks else ""
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}", name=name, obj=self)
 
     @property
@@ -247,3 +254,24 @@ class ManagedAlgorithm:
         if self._policy is None:
             raise UserError("there is no policy yet; call learn() or load() first.")
         return self._policy
+
+
+def warn_if_unpacked(caller: FrameType) -> None:
+    """Warn once for each call whose result the caller unpacks into two names, the second one `_...` or `state...`.
+
+    `throttle, steering = model.predict(obs)` is fine, so the names decide.
+    """
+    call = id(caller.f_code), caller.f_lasti
+    if call in _seen:
+        return
+    _seen[call] = caller.f_code
+    after = (one for one in dis.get_instructions(caller.f_code) if one.offset > caller.f_lasti)
+    first = next(after, None)
+    if first is None or (first.opname, first.argval) != ("UNPACK_SEQUENCE", 2):
+        return
+    names: list[str] = []
+    for one in islice(after, 4):
+        if one.opname.startswith("STORE"):
+            names += one.argval if isinstance(one.argval, tuple) else [one.argval]  # Python 3.13 stores two at once
+    if len(names) > 1 and names[1].startswith(("_", "state")):
+        warnings.warn(ACTION_ALONE, stacklevel=3)

@@ -13,8 +13,8 @@ import typer
 from rich.markup import escape
 
 from rl_training.cli import options, screen
-from rl_training.cli.exits import exit_after_signal
 from rl_training.cli.options import Text, option
+from rl_training.cli.screen import exit_after_signal
 from rl_training.errors import UserError
 from rl_training.safe_files import write_text
 

@@ -15,9 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 import rl_training
-from rl_training.cli import bench, catalog, checkpoint, dataset, report, train, tune
-from rl_training.cli.exits import describe_warning, run_to_exit_code
+from rl_training.cli import catalog, checkpoint, dataset, report, train
 from rl_training.cli.options import option
+from rl_training.cli.screen import describe_warning, run_to_exit_code
 from rl_training.errors import UserError, did_you_mean
 
 NAME = "rl-training"
@@ -85,12 +85,12 @@ app.command("runs")(report.list_runs)
 app.command("compare")(report.compare)
 app.command("report")(report.report)
 app.command("plot")(report.plot)
-app.command("tune")(tune.tune)
+app.command("tune")(train.tune)
 app.command("export")(checkpoint.export)
 app.command("list")(catalog.list_algorithms)
 app.command("config")(catalog.show_config)
 app.command("doctor")(catalog.doctor)
-app.command("bench")(bench.bench)
+app.command("bench")(catalog.bench)
 app.add_typer(dataset.app, name="dataset", cls=CommandGroup)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rl_training.cli.exits import is_first_rank
+from rl_training.cli.screen import is_first_rank
 from rl_training.errors import UserError, printable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from rl_training.algorithms.base import Numbers
 from rl_training.collect.local import Behaviour, LocalCollector
-from rl_training.data.experience import Experience, ExperienceLayout, Request
+from rl_training.data.store import Experience, ExperienceLayout, Request
 from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
 from rl_training.envs.simulator import SimulatorEngine
 from rl_training.envs.stepper import Stepper
@@ -132,6 +132,7 @@ class DeviceCollector(LocalCollector):
         count, returns, lengths, finite = (self.sums + self.experience.totals).tolist()
         if math.isnan(finite):
             raise EnvironmentFailure.not_finite(self.stepper.spaces.env_id, "a reward or an observation")
+        self.engine.check()
         means = self.means
         if count:
             means = {"episode_return_mean": returns / count, "episode_length_mean": lengths / count}

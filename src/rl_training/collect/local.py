@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Carry, NumpyPolicy
-from rl_training.data.experience import Experience, ExperienceLayout, Request, Timed, untimed
+from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper
 from rl_training.errors import UserError

@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from rl_training.algorithms.base import Array
 from rl_training.collect.worker import MEMORIES, CollectingWorker, SharedMemory, WorkerPlan
-from rl_training.data.experience import Experience, Request
+from rl_training.data.store import Experience, Request
 from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool
 from rl_training.errors import UserError, first_line

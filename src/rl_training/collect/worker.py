@@ -15,9 +15,9 @@ import torch
 
 from rl_training.algorithms.base import Algorithm, Array
 from rl_training.collect.local import Behaviour, LocalCollector
-from rl_training.data.experience import Experience, ExperienceLayout, Request
+from rl_training.data.store import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import make_engine
-from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerPool, Workers, register_missing, share_arrays

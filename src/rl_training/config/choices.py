@@ -19,7 +19,7 @@ from rl_training.config.params import Params, dump_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
 from rl_training.envs.engines import choose_vectorization
-from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 
@@ -38,7 +38,6 @@ SMALL = "DQN of 128 x 128 units: 708 steps/s on the GPU, 925 on a core"
 COMPILERS = {"darwin": "clang++", "win32": "cl"}
 THREADS = ((128, 1), (512, 2))  # for layers of at most so many units; wider ones and images take MOST_THREADS
 MOST_THREADS = 8
-
 
 
 def gpu_rules(config: TrainConfig, params: Params, spaces: EnvSpaces) -> list[tuple[str, bool, str]]:

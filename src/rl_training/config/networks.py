@@ -1,29 +1,149 @@
-"""Networks for the spaces of an environment, and learners that use them, with the arguments common to all."""
+"""Networks for the spaces of an environment, the user's own among them, and learners that use them."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.mbpo import MBPO
-from rl_training.config.own_network import OwnEncoder
-from rl_training.config.params import Params, Reason
+from rl_training.envs.factory import check_module, import_entry_point
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.models.blocks import ImageEncoder, MixedEncoder, MixedInput, ObservationInput
-from rl_training.models.ensemble import ActorAndCritics
+from rl_training.errors import UserError
+from rl_training.models.blocks import ActorAndCritics, ImageEncoder, MixedEncoder, MixedInput, ObservationInput
 from rl_training.models.mlp_actor_critic import MLPActorCritic
 from rl_training.models.mlp_mopo import MLPMOPOEnsembleModel
 from rl_training.models.mlp_sac import MLPSACModel
 
-LINEAR_HEADS = Reason(  # of `make_policy`
-    ("hidden_sizes", "activation"), "actor and critic are linear heads on the convolutions of an image",
-    lambda p: p.network is None, lambda spaces: spaces.obs_kind == "image",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from rl_training.config.params import Params
+
+AnyParams = TypeVar("AnyParams", bound=Any)
+UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 Network = TypeVar("Network", bound=nn.Module)
 Learner = TypeVar("Learner", bound=Algorithm)
 ModelLearner = TypeVar("ModelLearner", bound=MBPO)
+
+
+@dataclass(frozen=True)
+class UserNetwork:
+    """A module, or a class or function that makes one for an `EnvSpaces`.
+
+    A file stores only its `name`: `module:name` can be imported again, anything else must be passed again.
+    """
+
+    name: str
+    given: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def read(cls, value: Any) -> UserNetwork | None:
+        """Read the setting `network`."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(value)
+        if isinstance(value, nn.Module):
+            return cls(type(value).__name__, value)
+        if not callable(value):
+            known = "a torch.nn.Module, a class or function of the spaces that makes one, or module:name"
+            raise ValueError(f"a {type(value).__name__} is not a network; give {known}")
+        module, name = (getattr(value, key, "") for key in ("__module__", "__qualname__"))
+        importable = module not in ("", "__main__") and name.isidentifier()
+        return cls(f"{module}:{name}" if importable else name.rpartition(".")[2] or type(value).__name__, value)
+
+    def resolve(self, named: Sequence[str]) -> UserNetwork:
+        """Import the module or its maker if only its name is known; a function only if the user named it."""
+        if self.given is not None:
+            return self
+        module, _, name = self.name.partition(":")
+        if not name:
+            again = "give the module, class or function itself, as in load(path, network=...)"
+            raise UserError(f"network is {self.name!r}, which cannot be imported by that name; {again}.")
+        trusted = self.name in named or module in named
+        if not trusted:
+            check_module("network", self.name)
+        return replace(self, given=import_entry_point("network", self.name, nn.Module, trusted, "--set network="))
+
+    def make(self, spaces: EnvSpaces) -> nn.Module:
+        """Make a module: a new one, or a copy of the one that was given."""
+        if isinstance(self.given, nn.Module):
+            return copy.deepcopy(self.given)
+        try:
+            made = self.given(spaces)
+        except Exception as error:
+            raise UserError(f"network {self.name} cannot be made for {spaces.env_id}: {_in_words(error)}.") from error
+        if not isinstance(made, nn.Module):
+            raise UserError(f"network {self.name} made a {type(made).__name__}; it must make a torch.nn.Module.")
+        return made
+
+    def __deepcopy__(self, memo: Any) -> UserNetwork:
+        """Return the same object: it never changes, and a given module may be large."""
+        return self
+
+
+class OwnEncoder(nn.Module):
+    """The user's module instead of the package's encoders: observations as floats [B, ...] -> features [B, out_dim].
+
+    It is tested on two rows of zeros, so that errors are reported before a run starts.
+    """
+
+    def __init__(self, source: UserNetwork, spaces: EnvSpaces) -> None:
+        super().__init__()
+        self.source = source
+        rows = torch.zeros(2, *((spaces.obs_dim,) if spaces.obs_kind == "mixed" else spaces.obs_shape))
+        self.network = source.make(spaces).to(rows.device)
+        for part in self.network.modules():
+            if isinstance(part, UNSTEADY):
+                kind = type(part).__name__
+                why = "a policy must act as it was trained, and a resume must be exact"
+                raise UserError(f"network {source.name} has a {kind}; {why}, so leave it out (LayerNorm is fine).")
+        try:
+            with torch.no_grad():
+                features = self.network(rows)
+        except Exception as error:
+            shape = f"{list(rows.shape)} of {spaces.env_id}"
+            raise UserError(f"network {source.name} fails on observations {shape}: {_in_words(error)}.") from error
+        if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != 2 or not features.shape[1]:
+            found = list(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"
+            raise UserError(f"network {source.name} returned {found} for 2 observations; it must be features [2, F].")
+        self.out_dim = features.shape[1]
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[B, ...] -> [B, out_dim]."""
+        features: Tensor = self.network(obs)
+        return features
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+
+
+def resolve_network(params: AnyParams, named: Sequence[str]) -> AnyParams:
+    """The hyper-parameters with the user's network imported, if they have one."""
+    if params.network is None:
+        return params
+    return params.model_copy(update={"network": params.network.resolve(named)})  # type: ignore[no-any-return]
+
+
+def give_network(params: AnyParams, network: Any, where: Any) -> AnyParams:
+    """The hyper-parameters from a file, with the network that the user passed again, or names that may be called."""
+    if network is None or isinstance(network, tuple):
+        return resolve_network(params, network or ())
+    if params.network is None:
+        raise UserError(f"network is given, but {where} was trained without one of your own; leave it out.")
+    given = UserNetwork.read(network)
+    assert given is not None
+    return resolve_network(params.model_copy(update={"network": given}), (given.name,))  # type: ignore[no-any-return]
+
+
+def network_of(algorithm: nn.Module) -> Any:
+    """The network that the user gave for a learner, or None."""
+    return next((part.source.given for part in algorithm.modules() if isinstance(part, OwnEncoder)), None)
 
 
 def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationInput:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_a
 
 from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
 
-from rl_training.config.own_network import UserNetwork
+from rl_training.config.networks import UserNetwork
 from rl_training.errors import UserError, did_you_mean
 from rl_training.validation import StrictModel, validate
 
@@ -107,6 +107,12 @@ class Reason(NamedTuple):
     why: str
     when: Callable[[Any], bool] = lambda params: True
     where: Callable[[Any], bool] | None = None  # of the spaces
+
+
+LINEAR_HEADS = Reason(  # of `make_policy` in config/networks.py
+    ("hidden_sizes", "activation"), "actor and critic are linear heads on the convolutions of an image",
+    lambda p: p.network is None, lambda spaces: spaces.obs_kind == "image",
+)  # fmt: skip  # fmt: skip
 
 
 Reasons = tuple[Reason, ...]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.config.networks import LINEAR_HEADS, build_on_policy
-from rl_training.config.params import Facts, Params, Reasons
+from rl_training.config.networks import build_on_policy
+from rl_training.config.params import LINEAR_HEADS, Facts, Params, Reasons
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import RolloutStore
 

@@ -10,11 +10,10 @@ from typing import Any
 from rl_training.config.params import SCHEDULE, Params, change_params, parameter_names
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
-from rl_training.envs.recipe import MadeEnvironment, SimulatorSettings, UserEnv, name_env
+from rl_training.envs.factory import MadeEnvironment, SimulatorSettings, UserEnv, name_env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.wrappers import AtariOptions, PixelOptions, WrapperOptions
-from rl_training.errors import ALSO_CALLED, UnknownKey, UserError, did_you_mean, near_name
-from rl_training.stable_baselines3 import translate
+from rl_training.errors import ALSO_CALLED, UnknownKey, UserError, did_you_mean, near_name, translate
 from rl_training.validation import validate
 
 # For the config of a checkpoint, which must not use defaults that its algorithm got later.

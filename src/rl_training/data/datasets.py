@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array, available_memory, format_bytes
+from rl_training.data.memory import Array, as_tensors, available_memory, format_bytes
 from rl_training.data.replay import ReplayBuffer
-from rl_training.data.transfer import as_tensors
 from rl_training.errors import UserError
 from rl_training.safe_files import open_regular, replacing
 

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult, read_metrics
 from rl_training.algorithms.mbpo import MBPO
-from rl_training.data.experience import Experience
-from rl_training.data.memory import ArraySpec, allocate, check_same_layout, format_bytes
+from rl_training.data.memory import ArraySpec, allocate, check_same_layout, fits_on_gpu, format_bytes
 from rl_training.data.recorded_store import describe_origin, find_data_of
 from rl_training.data.replay_store import ReplayStore
-from rl_training.data.store import Store, StoreContext
-from rl_training.data.transfer import fits_on_gpu
-from rl_training.envs.recipe import known_termination, never
+from rl_training.data.store import Experience, Store, StoreContext
+from rl_training.envs.factory import known_termination, never
 from rl_training.errors import UserError
 
 CHUNK = 2_048  # states rolled out together, so that the activations of one step stay in the cache

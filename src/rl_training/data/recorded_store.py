@@ -13,14 +13,11 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch
 from rl_training.data import TransitionDataset, load_transition_dataset
-from rl_training.data.experience import Request
 from rl_training.data.loading import find_npz
 from rl_training.data.replay_store import ReplayStore
-from rl_training.data.store import Store, StoreContext
-from rl_training.envs.factory import make_env
-from rl_training.envs.gym_spaces import in_words
-from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.data.store import Request, Store, StoreContext
+from rl_training.envs.factory import EnvRecipe, make_env
+from rl_training.envs.spaces import EnvSpaces, in_words
 from rl_training.errors import UserError
 from rl_training.validation import StrictModel
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.data.memory import Array, replay_specs
+from rl_training.data.memory import Array, Sender, as_tensors, replay_specs
 from rl_training.data.rings import EnvRings, FinalObservations
-from rl_training.data.transfer import Sender, as_tensors
 from rl_training.errors import UserError
 
 CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)

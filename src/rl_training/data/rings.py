@@ -13,14 +13,15 @@ from torch import Tensor
 from rl_training.data.memory import (
     Array,
     ArraySpec,
+    DeviceCopy,
     MappedFolder,
     allocate,
+    as_tensors,
     check_same_layout,
     format_bytes,
     rows_per_env,
     step_specs,
 )  # fmt: skip
-from rl_training.data.transfer import DeviceCopy, as_tensors
 from rl_training.errors import UserError
 
 CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)

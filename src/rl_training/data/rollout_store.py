@@ -13,11 +13,10 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import TransitionDataset
-from rl_training.data.experience import Experience, Request, Timed
 from rl_training.data.recorded_store import describe_origin, find_dataset, fit_dataset, refuse_missing, refuse_unread
-from rl_training.data.store import Store, StoreContext
-from rl_training.envs.random_play import play_at_random
-from rl_training.envs.recipe import EnvRecipe
+from rl_training.data.store import Experience, Request, Store, StoreContext, Timed
+from rl_training.envs.factory import EnvRecipe
+from rl_training.envs.probe import play_at_random
 from rl_training.errors import UserError, counted
 
 COLUMNS = ("actions", "rewards", "terminated", "truncated", "logprobs")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, Step
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 
 State = Any  # a tensor [N, ...], or a tuple, list or dict of them
 NO_LIMIT = 2**31 - 1
@@ -49,6 +49,14 @@ class DeviceEnvironment:
     def observe(self, state: State) -> Tensor:
         """Return the observations [N, ...] of a state."""
         raise NotImplementedError
+
+    def fault(self, state: State) -> str:
+        """Return what makes a state wrong, in words, or nothing; this may read the state on the host."""
+        return ""
+
+    def why_inexact(self, device: torch.device) -> str:
+        """Return why the same seed can give other numbers on this device, in words, or nothing."""
+        return ""
 
 
 class OneEnvironment(gym.Env[Any, Any]):
@@ -122,6 +130,7 @@ class DeviceEngine(Engine):
         self.env, self.spaces, self.num_envs, self.limit = env, spaces, num_envs, limit or NO_LIMIT
         self.device = torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.inexact = env.why_inexact(self.device)
         self.state: State = None
         self.ages = torch.zeros(num_envs, dtype=torch.int32, device=self.device)
 
@@ -146,6 +155,11 @@ class DeviceEngine(Engine):
         self.place(self.env.reset(self.draw(1)[0][0]), torch.zeros_like(self.ages))
         return self.look(), None
 
+    def check(self) -> None:
+        """Raise an EnvironmentFailure if the current state is wrong."""
+        if fault := self.env.fault(self.state):
+            raise EnvironmentFailure(f"{self.spaces.env_id}: {fault}.")
+
     def look(self) -> Array:
         """The current observations."""
         obs: Array = self._encode(self.env.observe(self.state)).copy()
@@ -157,6 +171,7 @@ class DeviceEngine(Engine):
         given, begun = torch.from_numpy(actions).to(self.device), self.env.reset(for_reset[0])
         after = advance(self.env, self.limit, self.state, self.ages, given, for_step[0], begun)
         self.place(after.state, after.ages)
+        self.check()
         rewards, terminated, truncated = (part.cpu().numpy() for part in after[4:])
         final_obs = self._encode(after.final_obs) if (terminated | truncated).any() else None
         return Step(self._encode(after.obs), rewards.astype(np.float32), terminated, truncated, final_obs)

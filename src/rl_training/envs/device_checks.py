@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map
 
 from rl_training.envs.device import DeviceEnvironment, OneEnvironment, State
-from rl_training.envs.factory import episode_limit, make_env
-from rl_training.envs.gym_spaces import image_layout
+from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.probe import check_spaces
-from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import EnvSpaces, image_layout
 from rl_training.errors import UserError, user_line
 
 ROWS = 17  # of a test; a number that is unlikely to be another dimension
@@ -34,6 +32,7 @@ PLAIN_WRAPPERS = (  # the engine handles the time limit and the flattening itsel
 def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int | None]:
     """The environment of a recipe as functions of tensors, and its time limit; a UserError if it has none."""
     from rl_training.envs.classic_control import KNOWN
+    from rl_training.envs.mujoco_tasks import TASKS
 
     where = "vectorization is 'device', but"
     options = recipe.wrappers.model_dump(exclude_defaults=True)
@@ -49,7 +48,7 @@ def find_device_environment(recipe: EnvRecipe) -> tuple[DeviceEnvironment, int |
         name = type(layer).__name__
         raise UserError(f"{where} {recipe.env_id} is wrapped in {name}, which is not a function of tensors; use auto.")
     found = getattr(plain, "device_environment", None)
-    if found is None and (make := KNOWN.get(f"{type(plain).__module__}:{type(plain).__name__}")) is not None:
+    if found is None and (make := (KNOWN | TASKS).get(f"{type(plain).__module__}:{type(plain).__name__}")) is not None:
         found = make(plain)
     if found is None:
         raise UserError(f"{where} {recipe.env_id} is not a DeviceEnvironment (docs/device_environments.md); use auto.")

@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from rl_training.envs.episodes import ReplayableEpisodes, episode_seed
-from rl_training.envs.factory import make_env
+from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.inputs import read_masks
 from rl_training.envs.native import find_obstacle, is_cartpole, make_native_engine
-from rl_training.envs.probe import definition
-from rl_training.envs.recipe import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
-from rl_training.envs.stepper import Engine, Step
+from rl_training.envs.stepper import Engine, ReplayableEpisodes, Step, episode_seed
 from rl_training.envs.workers import Workers, pickle_registrations, register_missing
-from rl_training.errors import EnvironmentFailure, UserError
+from rl_training.errors import EnvironmentFailure, UserError, definition
 from rl_training.play import close_all
 
 REPLAY_SECONDS = 1.0  # allowed per step of an episode that a worker replays, in addition to worker_timeout

@@ -1,4 +1,4 @@
-"""Make one environment with its wrappers, from an id, `module:Class` or a callable; import what a name stands for.
+"""`EnvRecipe`: what an environment is made from, an id, `module:Class` or a callable; and how one is made.
 
 A name such as `module:Class` may come from a file, and a file must not run code. Importing a module runs it, so a
 module that only a file names is not imported (`check_module`), and what it holds is used only if it is a class of the
@@ -10,14 +10,231 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import gymnasium as gym
+from pydantic import Field
 
-from rl_training.envs.recipe import EnvRecipe, device_kinds, is_provided, looks_like_entry_point, simulator_kinds
-from rl_training.envs.wrappers import Env, layers, wrap
+from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
+from rl_training.validation import StrictModel, validate
+
+# What the user may give as the environment: an id instead of the config's, a callable that makes it, an instance, or
+# names (`module`, `module:name`) whose functions a config may call.
+UserEnv = str | Callable[..., Env] | Env | tuple[str, ...]
+
+NAMELESS = "custom"  # the name of an environment that a lambda makes
+GIVE_ONE = "give a function that makes environments, such as env=lambda: make_mine()"
+Ends = Callable[[Any], Any]  # next observations [B, O], an array or a tensor -> whether the episode ends there [B]
+
+
+class SimulatorSettings(StrictModel):
+    """`env_kwargs.simulator`: settings of a `Simulator`."""
+
+    action_limit: float | None = Field(
+        None, gt=0, le=1e6, description="Actions are from minus this to this, for a simulator without limits."
+    )
+    random_ages: bool = Field(
+        False, description="Begin the first episodes at random step counts, so that time-outs do not come together."
+    )
+    eval_rows: int | None = Field(
+        None, ge=1, description="Rows held out for evaluation; null: at most one per episode and one of 32."
+    )
+
+
+class MadeEnvironment:
+    """An environment instance from the user: training uses it and leaves it open; everything else gets a copy."""
+
+    def __init__(self, env: Env) -> None:
+        spec = env.unwrapped.spec
+        self.env, self.__name__ = env, type(env.unwrapped).__name__ if spec is None else spec.id
+        try:
+            self._unused = copy.deepcopy(env)
+        except Exception as error:
+            what = f"env is an environment that cannot be copied ({first_line(error)})"
+            raise UserError(f"{what}, and evaluation needs one of its own; {GIVE_ONE}.") from None
+
+    def __call__(self, **kwargs: Any) -> Env:
+        """A copy of the instance in its initial state."""
+        return copy.deepcopy(self._unused) if not kwargs else self._refuse(kwargs)
+
+    def lend(self, **kwargs: Any) -> Env:
+        """The instance itself."""
+        return _Lent(self.env) if not kwargs else self._refuse(kwargs)
+
+    def _refuse(self, kwargs: dict[str, Any]) -> Env:
+        raise UserError(f"env is an environment instance and cannot take {', '.join(kwargs)}; {GIVE_ONE}.")
+
+
+class _Lent(gym.Wrapper[Any, Any, Any, Any]):
+    """A lent environment, which only the user closes."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def read_env(env: Any) -> UserEnv | None:
+    """Check what the user gave as an environment; an instance becomes a `MadeEnvironment`."""
+    if isinstance(env, gym.vector.VectorEnv):
+        raise UserError(f"env is a vector environment; {GIVE_ONE}, and num_envs.")
+    if isinstance(env, gym.Env):
+        return MadeEnvironment(env)
+    if isinstance(env, (*device_kinds(), *simulator_kinds())):  # everything shares it: it has no state, or is but one
+        maker: Any = lambda: env  # noqa: E731
+        maker.__name__, maker.is_lent = type(env).__name__, True
+        return cast(UserEnv, maker)
+    if not (env is None or callable(env) or isinstance(env, str | tuple)):
+        kind = type(env).__name__
+        raise UserError(f"env is of type {kind}; it must be a Gymnasium id, a function, a class or a gymnasium.Env.")
+    return cast("UserEnv | None", env)
+
+
+def device_kinds() -> tuple[Any, ...]:
+    """`DeviceEnvironment` if its module has been imported; otherwise no instance can exist."""
+    device = sys.modules.get("rl_training.envs.device")
+    return () if device is None else (device.DeviceEnvironment,)
+
+
+def simulator_kinds() -> tuple[Any, ...]:
+    """`Simulator` if its module has been imported; otherwise no instance can exist."""
+    module = sys.modules.get("rl_training.envs.simulator")
+    return () if module is None else (module.Simulator,)
+
+
+def name_env(env: UserEnv) -> str:
+    """The name of an environment for a config."""
+    name = env if isinstance(env, str) else getattr(env, "__name__", "")
+    return name if isinstance(env, str | MadeEnvironment) or name.isidentifier() else NAMELESS
+
+
+def looks_like_entry_point(env_id: str) -> bool:
+    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0`."""
+    module, _, name = env_id.partition(":")
+    return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+
+
+def is_provided(module: str) -> bool:
+    """Whether a file may name this module: it is loaded, ours, or in Gymnasium's registry, and no `__main__`."""
+    if module.rpartition(".")[2] == "__main__":
+        return False
+    entries = (str(spec.entry_point) for spec in gym.registry.values())
+    registered = any(entry.startswith((f"{module}:", f"{module}.")) for entry in entries)
+    return registered or module in sys.modules or module.startswith("rl_training.")
+
+
+@dataclass(frozen=True)
+class EnvRecipe:
+    """Everything needed to make the environment again, here or in another process."""
+
+    env_id: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    max_episode_steps: int | None = None
+    wrappers: WrapperOptions = field(default_factory=WrapperOptions)
+    maker: Callable[..., Env] | None = None
+    named_by_user: bool = False  # if not, `env_id` may come from a file
+    may_import: bool = False  # its module was known where the recipe was read; a worker has to import it
+    simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
+    made: list[Any] = field(default_factory=list, compare=False, repr=False)  # the view of a simulator, once it is made
+
+    @property
+    def user_env(self) -> UserEnv:
+        """The user's `env=` for this environment, to make another recipe from it."""
+        return self.maker or ((self.env_id,) if self.named_by_user else ())
+
+    @property
+    def for_training(self) -> EnvRecipe:
+        """The recipe for training, which uses the user's own instance if there is one."""
+        return replace(self, maker=self.maker.lend) if isinstance(self.maker, MadeEnvironment) else self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the registered environment is used unchanged, except for its time limit."""
+        options = self.wrappers
+        wrapped = options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward
+        return self.maker is None and not wrapped and not looks_like_entry_point(self.env_id)
+
+    @property
+    def image_frame_stack(self) -> int:
+        """How many frames the wrappers stack into one image observation."""
+        options = self.wrappers.atari or self.wrappers.pixels
+        return options.frame_stack if options is not None else 1
+
+
+def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None = None) -> EnvRecipe:
+    """Make the recipe from a config's `env_id` and `env_kwargs`, and from the user's `env=`."""
+    env = read_env(env)
+    maker = env if callable(env) else None
+    env_id, names = (env, (env,)) if isinstance(env, str) else (env_id, env if isinstance(env, tuple) else ())
+    named = env_id in names or env_id.partition(":")[0] in names
+    kwargs = dict(env_kwargs)
+    limit = kwargs.pop("max_episode_steps", None)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise UserError(f"env_kwargs.max_episode_steps is {limit!r}; it must be a whole number of at least 1.")
+    # any other value is an argument of the environment
+    own = kwargs.pop("simulator") if isinstance(kwargs.get("simulator"), Mapping) else {}
+    settings = validate(SimulatorSettings, own, "env_kwargs.simulator")
+    wrappers = kwargs.pop("wrappers", None)
+    options = validate(WrapperOptions, {} if wrappers is None else wrappers, "env_kwargs.wrappers")
+    env_id = env_id if maker is not None else _with_version(env_id)
+    known = named or is_provided(env_id.partition(":")[0])
+    return EnvRecipe(env_id, kwargs, limit, options, maker, named, known, settings)
+
+
+def _with_version(env_id: str) -> str:
+    """Replace `CartPole` with the newest `CartPole-v<n>`, as Gymnasium does, but without its warning."""
+    if env_id in gym.registry:
+        return env_id
+    versions = [name.rpartition("-v") for name in gym.registry]
+    known = [int(version) for name, _, version in versions if name == env_id and version.isdigit()]
+    return f"{env_id}-v{max(known)}" if known else env_id
+
+
+# Environments whose termination is a known function of the next observation, for rollouts through a learned model
+
+
+def never(obs: Any) -> Any:
+    """No step ends the episode."""
+    return obs[:, 0] != obs[:, 0]
+
+
+def inverted_pendulum(obs: Any) -> Any:
+    """The pole leans more than 0.2 rad."""
+    return ~(abs(obs[:, 1]) <= 0.2)
+
+
+def hopper(obs: Any) -> Any:
+    """The torso is low or leans, or a part of the state has left its range or is NaN."""
+    return ~((obs[:, 0] > 0.7) & (abs(obs[:, 1]) < 0.2) & (abs(obs[:, 1:]) < 100.0).all(-1))
+
+
+def walker2d(obs: Any) -> Any:
+    """The torso is low, high or leans."""
+    return ~((obs[:, 0] > 0.8) & (obs[:, 0] < 2.0) & (abs(obs[:, 1]) < 1.0))
+
+
+def ant(obs: Any) -> Any:
+    """The torso is low or high, or the state is not finite."""
+    return ~((obs[:, 0] >= 0.2) & (obs[:, 0] <= 1.0) & (abs(obs) < float("inf")).all(-1))
+
+
+def mountain_car(obs: Any) -> Any:
+    """The car has reached the flag and does not roll back."""
+    return (obs[:, 0] >= 0.45) & (obs[:, 1] >= 0.0)
+
+
+TERMINATIONS: dict[str, Ends] = {
+    "Pendulum-v1": never, "HalfCheetah-v5": never, "Swimmer-v5": never, "Reacher-v5": never, "Pusher-v5": never,
+    "InvertedPendulum-v5": inverted_pendulum, "Hopper-v5": hopper, "Walker2d-v5": walker2d, "Ant-v5": ant,
+    "MountainCarContinuous-v0": mountain_car,
+}  # fmt: skip
+
+
+def known_termination(recipe: EnvRecipe) -> Ends | None:
+    """The termination function, if it is known and no option or wrapper of the recipe may change it."""
+    return TERMINATIONS.get(recipe.env_id) if recipe.is_plain and not recipe.kwargs else None
 
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:

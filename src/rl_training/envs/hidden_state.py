@@ -164,8 +164,9 @@ class _Reader:
     def open_tensor(self, value: Any) -> list[Any]:
         """Type, shape and numbers."""
         torch = sys.modules["torch"]
-        plain = torch.Tensor.detach(value).cpu().contiguous()
-        return [f"{plain.dtype}{plain.shape}", *self.open_array(plain.reshape(-1).view(torch.uint8).numpy())]
+        plain = torch.Tensor.detach(value).cpu()
+        flat = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))  # without the gaps of a view
+        return [f"{plain.dtype}{plain.shape}", *self.open_array(flat.view(torch.uint8).numpy())]
 
     def open_copied(self, value: Any) -> list[Any]:
         """What Python would make a copy of an object in C from, such as the list and the position of its iterator."""

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces as gs
 
-from rl_training.envs.gym_spaces import in_words
-from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.spaces import Array, EnvSpaces, in_words
 from rl_training.errors import UserError
 
 FEW = 8  # numbers that a sentence shows

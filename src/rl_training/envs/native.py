@@ -9,11 +9,9 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces as gs
 
-from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import register_on_demand
-from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.factory import EnvRecipe, register_on_demand
 from rl_training.envs.spaces import Array, EnvSpaces
-from rl_training.envs.stepper import Engine, Step
+from rl_training.envs.stepper import Engine, Step, episode_seed
 from rl_training.envs.wrappers import lost
 from rl_training.errors import UserError
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from rl_training.envs.device import encode, map_actions
-from rl_training.envs.recipe import EnvRecipe
+from rl_training.envs.factory import EnvRecipe
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, Step
 from rl_training.errors import EnvironmentFailure, UserError, counted

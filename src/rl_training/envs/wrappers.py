@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces as gs
 from pydantic import Field
 
-from rl_training.envs.gym_spaces import image_layout, leaf_spaces
+from rl_training.envs.spaces import image_layout, leaf_spaces
 from rl_training.errors import UserError
 from rl_training.validation import StrictModel
 

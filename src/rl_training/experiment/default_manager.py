@@ -10,7 +10,7 @@ from typing import Any
 from rl_training.config.params import read_params
 from rl_training.config.settings import AnyConfig, read_config
 from rl_training.config.train_config import TrainConfig
-from rl_training.envs.recipe import UserEnv, read_env
+from rl_training.envs.factory import UserEnv, read_env
 from rl_training.experiment.registry import get_algorithm_spec
 from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult, resume_training, train

@@ -1,17 +1,32 @@
-"""Building blocks of networks: MLPs, CNN encoders, observation input and running normalization."""
+"""Building blocks of networks: MLPs, encoders, observation input and normalization, ensembles, action distributions.
+
+`MLPEnsemble` is E networks of one shape as one batched network, so that twin critics cost one call. The distributions
+are lighter than `torch.distributions`, whose argument checks cost more than a small network's forward pass.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
+from rl_training.ops.losses import mask_actions
+from rl_training.ops.policy import (
+    categorical_entropy,
+    categorical_kl,
+    categorical_log_prob,
+    gaussian_entropy,
+    gaussian_kl,
+    gaussian_log_prob,
+)
 from rl_training.speed.passes import Array, NumpyStep, numpy_chain, numpy_step
 
 # obs [N, ...], masks [N, A] or None, generator, deterministic -> actions [N, ...]: acting without torch
@@ -20,6 +35,8 @@ NumpyPolicy = Callable[[Array, "Array | None", np.random.Generator, bool], Array
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU,
 }  # fmt: skip
+
+MASKED_LOGIT = -1e8  # finite, so that 0 probability times this is 0 and not NaN
 
 
 def activation_layer(name: str) -> nn.Module:
@@ -251,3 +268,246 @@ def noisy_policy(forward: NumpyStep | None, deviation: Callable[[], float]) -> N
         return actions
 
     return act
+
+
+class _Layer(NamedTuple):
+    """Parameters of E linear layers, [E, in, out] and [E, 1, out], and of the normalization after them."""
+
+    weight: Tensor
+    bias: Tensor
+    scale: Tensor | None
+    shift: Tensor | None
+
+    def select(self, subset: Tensor | slice) -> _Layer:
+        """The parameters of these members."""
+        is_slice = isinstance(subset, slice)
+        return _Layer(*(p if p is None else p[subset] if is_slice else p.index_select(0, subset) for p in self))  # type: ignore[arg-type]
+
+
+class MLPEnsemble(nn.Module):
+    """E independent MLPs: [B, inputs], the same rows for all, or [E, B, inputs] -> [E, B, outputs], or [E, B] for one.
+
+    `layer_norm` puts LayerNorm between each hidden linear layer and its activation (RLPD). Weights are orthogonal,
+    drawn for each member.
+    """
+
+    def __init__(
+        self, *, num_members: int, inputs: int, hidden_sizes: Sequence[int] = (256, 256), outputs: int = 1,
+        activation: str = "relu", layer_norm: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.num_members, self.outputs, self.layer_norm = num_members, outputs, layer_norm
+        self.activation = activation_layer(activation)
+        if isinstance(self.activation, nn.ReLU):
+            self.activation.inplace = True  # no backward pass needs the values that the ReLU overwrites
+        self._layers: list[_Layer] = []  # plain references to the parameters: reading a ParameterList is slow
+        sizes = [inputs, *hidden_sizes, outputs]
+        for i, (before, after) in enumerate(pairwise(sizes)):
+            hidden = i < len(sizes) - 2
+            weight = torch.empty(num_members, before, after)
+            for member in weight:
+                nn.init.orthogonal_(member, math.sqrt(2.0) if hidden else 1.0)
+            parts = {"weight": weight, "bias": torch.zeros(num_members, 1, after)}
+            if layer_norm and hidden:
+                parts |= {"scale": torch.ones(num_members, 1, after), "shift": torch.zeros(num_members, 1, after)}
+            for name, value in parts.items():
+                self.register_parameter(f"{name}{i}", nn.Parameter(value))
+            self._layers.append(_Layer(*(getattr(self, f"{name}{i}", None) for name in _Layer._fields)))  # type: ignore[arg-type]
+
+    def run(self, x: Tensor, subset: Tensor | slice | None = None) -> Tensor:
+        """Outputs of every member, or only of those in `subset` (indices [M] or a slice); others are not computed."""
+        layers = self._layers if subset is None else [layer.select(subset) for layer in self._layers]
+        if x.dim() == 2:
+            x = x.expand(layers[0].weight.shape[0], *x.shape)
+        for layer in layers[:-1]:
+            x = torch.baddbmm(layer.bias, x, layer.weight)
+            if layer.scale is not None and layer.shift is not None:
+                x = torch.addcmul(layer.shift, F.layer_norm(x, x.shape[-1:]), layer.scale)
+            x = self.activation(x)
+        head = layers[-1]
+        if self.outputs > 1:
+            return torch.baddbmm(head.bias, x, head.weight)
+        # A batched product with one column is 5 times slower than this.
+        return (x * head.weight.mT).sum(-1) + head.bias.squeeze(-1)
+
+    @torch.no_grad()
+    def combine_outputs(self, weights: Tensor, offsets: Tensor) -> None:
+        """Change the last layer so that the outputs [K] become `weights` [K, K] @ outputs + `offsets`."""
+        head = self._layers[-1]
+        head.weight.copy_(head.weight @ weights.T)
+        head.bias.copy_(head.bias @ weights.T + offsets)
+
+
+class CriticEnsemble(MLPEnsemble):
+    """E critics on (features, actions): [B, F], [B, A] -> [E, B], or [E, B, outputs] for several outputs.
+
+    All of them read the features through one `encoder`, if there is one.
+    """
+
+    def __init__(self, *, num_critics: int, encoder: nn.Module | None = None, **shape: Any) -> None:
+        super().__init__(num_members=num_critics, **shape)
+        self.encoder = encoder
+
+    def forward(self, features: Tensor, actions: Tensor, subset: Tensor | slice | None = None) -> Tensor:
+        """Values of every critic, or only of those in `subset`."""
+        return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset)
+
+
+class ActorAndCritics(nn.Module):
+    """An `actor` of the given kind and `critics`, which share nothing but the observation's input layer.
+
+    With an `encoder`, the actor has one and the critics share another, initially a copy, each trained by its own loss.
+    With a shared encoder, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
+    arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
+    have their own optimizers and targets. `critic_options` are those of `CriticEnsemble`.
+    """
+
+    bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
+
+    def __init__(
+        self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
+        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        **critic_options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.action_dim = action_dim
+        shape: dict[str, Any] = {"hidden_sizes": hidden_sizes, "activation": activation}
+        self.actor: Any = actor(
+            obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, encoder=encoder, **shape
+        )
+        inputs = encoded_dim(obs_dim, encoder) + action_dim
+        self.critics = CriticEnsemble(inputs=inputs, encoder=copy.deepcopy(encoder), **shape, **critic_options)
+
+    def features(self, obs: Tensor) -> Tensor:
+        """The input of the critics, before their encoder."""
+        return self.actor.observation_input(obs)
+
+    def ensemble_values(self, obs: Tensor, actions: Tensor) -> Tensor:
+        """Values of every critic [E, B]."""
+        return self.critics(self.features(obs), actions)
+
+
+class Distribution(Protocol):
+    """A batch of B action distributions."""
+
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
+        """Draw actions; `noise` drawn earlier (Gumbel [B, A] or Gaussian [B, D]) replaces the generator."""
+
+    def mode(self) -> Tensor: ...
+
+    def log_prob(self, actions: Tensor) -> Tensor: ...
+
+    def entropy(self) -> Tensor: ...
+
+    def kl(self, other: Any) -> Tensor:
+        """KL(self || other) [B]."""
+
+    def detach(self) -> Any:
+        """The same numbers without a gradient."""
+        copied = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(copied, name, [part.detach() for part in value] if isinstance(value, list) else value.detach())
+        return copied
+
+
+class Categorical(Distribution):
+    """One choice out of A: logits [B, A], actions [B]."""
+
+    _entropy: Tensor | None = None  # cached, because a loss and its gradient both need it
+
+    def __init__(self, logits: Tensor, masks: Tensor | None = None) -> None:
+        scores = logits if masks is None else mask_actions(logits, masks, MASKED_LOGIT)
+        self.log_probs = scores.log_softmax(-1)
+
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
+        """Draw by the Gumbel trick: argmax of log-probabilities plus noise (minus the log of exponential draws)."""
+        if noise is None:
+            noise = torch.empty_like(self.log_probs).exponential_(generator=generator).log_().neg_()
+        return (self.log_probs + noise).argmax(-1)
+
+    def mode(self) -> Tensor:
+        """The most likely choice."""
+        return self.log_probs.argmax(-1)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B]."""
+        return categorical_log_prob(self.log_probs, actions)
+
+    def entropy(self) -> Tensor:
+        """[B]."""
+        if self._entropy is None:
+            self._entropy = categorical_entropy(self.log_probs)
+        return self._entropy
+
+    def gradient(self, actions: Tensor, on_logprobs: Tensor, on_entropy: Tensor | None) -> Tensor:
+        """Gradient [B, A] with respect to the logits, from those with respect to `log_prob` and `entropy` [B]."""
+        with torch.no_grad():  # not a decorator, which would split a compiled step in two
+            probs = self.log_probs.exp()
+            weights = -on_logprobs.unsqueeze(-1)
+            if on_entropy is not None:  # dH/dlogit = -p (log p + H)
+                weights = weights - on_entropy.unsqueeze(-1) * (self.log_probs + self.entropy().unsqueeze(-1))
+            return (probs * weights).scatter_add_(-1, actions.long().unsqueeze(-1), on_logprobs.unsqueeze(-1))
+
+    def kl(self, other: Categorical) -> Tensor:
+        """KL(self || other) [B]."""
+        return categorical_kl(self.log_probs, other.log_probs)
+
+
+class MultiCategorical(Distribution):
+    """K independent choices: logits [B, sum(sizes)], actions [B, K]."""
+
+    def __init__(self, logits: Tensor, sizes: Sequence[int], masks: Tensor | None = None) -> None:
+        pieces = logits.split(list(sizes), -1)
+        allowed = [None] * len(pieces) if masks is None else masks.split(list(sizes), -1)
+        self.parts = [Categorical(piece, mask) for piece, mask in zip(pieces, allowed, strict=True)]
+
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
+        """Draw every choice."""
+        sizes = [part.log_probs.shape[-1] for part in self.parts]
+        pieces = [None] * len(sizes) if noise is None else noise.split(sizes, -1)
+        return torch.stack([part.sample(generator, piece) for part, piece in zip(self.parts, pieces, strict=True)], -1)
+
+    def mode(self) -> Tensor:
+        """The most likely choices."""
+        return torch.stack([part.mode() for part in self.parts], -1)
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B], summed over the choices."""
+        return torch.stack([p.log_prob(a) for p, a in zip(self.parts, actions.unbind(-1), strict=True)]).sum(0)
+
+    def entropy(self) -> Tensor:
+        """[B], summed over the choices."""
+        return torch.stack([part.entropy() for part in self.parts]).sum(0)
+
+    def kl(self, other: MultiCategorical) -> Tensor:
+        """KL(self || other) [B], summed over the choices."""
+        return torch.stack([p.kl(q) for p, q in zip(self.parts, other.parts, strict=True)]).sum(0)
+
+
+class DiagonalGaussian(Distribution):
+    """Independent Gaussians: mean [B, D], log deviation [D] or [B, D]; the environment clips, the density does not."""
+
+    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+        self.mean, self.log_std = mean, log_std
+
+    def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
+        """Draw [B, D]."""
+        if noise is None:
+            noise = torch.empty_like(self.mean).normal_(generator=generator)
+        return self.mean + self.log_std.exp() * noise
+
+    def mode(self) -> Tensor:
+        """The mean."""
+        return self.mean
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """[B], summed over dimensions."""
+        return gaussian_log_prob(actions, self.mean, self.log_std)
+
+    def entropy(self) -> Tensor:
+        """[B], summed over dimensions."""
+        return gaussian_entropy(self.log_std).expand(self.mean.shape[:-1])
+
+    def kl(self, other: DiagonalGaussian) -> Tensor:
+        """KL(self || other) [B]."""
+        return gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.errors import UserError
-from rl_training.models.ensemble import ActorAndCritics
+from rl_training.models.blocks import ActorAndCritics
 from rl_training.models.mlp_ddpg import DeterministicActor
 from rl_training.models.mlp_sac import SampledActions
 from rl_training.ops.policy import gaussian_log_prob

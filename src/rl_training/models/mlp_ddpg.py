@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp, noisy_policy
-from rl_training.models.ensemble import ActorAndCritics
+from rl_training.models.blocks import ActorAndCritics, NumpyPolicy, ObservationNetwork, mlp, noisy_policy
 
 FIRST = slice(0, 1)  # of the critics: the one that the actor maximizes
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_training.models.ensemble import MLPEnsemble
+from rl_training.models.blocks import MLPEnsemble
 
 LAYER_DECAYS = (2.5e-5, 5e-5, 7.5e-5, 7.5e-5, 1e-4)  # L2 from the first layer to the last, in the published code
 BOUNDS_WEIGHT = 0.01  # how hard the loss pulls the two bounds of the log-variance together

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.models.blocks import NumpyPolicy, ObservationNetwork, mlp
-from rl_training.models.ensemble import ActorAndCritics
+from rl_training.models.blocks import ActorAndCritics, NumpyPolicy, ObservationNetwork, mlp
 from rl_training.ops.policy import tanh_log_det
 from rl_training.speed.passes import Array
 

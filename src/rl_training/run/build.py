@@ -21,17 +21,16 @@ from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
 from rl_training.collect.workers import FirstComers, WorkerCollector
 from rl_training.config.choices import ACCELERATED, choose_device, resolve
-from rl_training.config.own_network import resolve_network
+from rl_training.config.networks import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
 from rl_training.config.settings import find_unused
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
-from rl_training.data.experience import Experience, ExperienceLayout, Request
-from rl_training.data.store import Store, StoreContext
+from rl_training.data.store import Experience, ExperienceLayout, Request, Store, StoreContext
 from rl_training.envs.engines import make_engine
+from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
 from rl_training.envs.native import is_cartpole
 from rl_training.envs.probe import HIDDEN, probe
-from rl_training.envs.recipe import GIVE_ONE, EnvRecipe, MadeEnvironment, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Engine, Stepper
 from rl_training.envs.workers import pickle_registrations
@@ -201,6 +200,8 @@ def build(plan: Plan) -> Session:
         check_schedules(plan.spec.name, params, algorithm)
         collector = open_collector(plan, behaviour, store, stepper)
     notes = [] if stepper is None else stepper.engine.notes()
+    if stepper is not None and stepper.engine.inexact:
+        notes.append(f"warning: {config.env_id}: {stepper.engine.inexact}")
     if stepper is not None and not stepper.engine.state_format:
         why = stepper.engine.unsaved or f"{config.env_id} is stepped by EnvPool, whose state cannot be saved"
         notes.append(f"warning: {UNSAVED.format(why)}")

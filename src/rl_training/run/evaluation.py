@@ -28,12 +28,10 @@ from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.memory import ArraySpec, available_memory, explain_bytes, format_bytes
 from rl_training.data.replay_store import make_buffer
-from rl_training.envs.episodes import episode_seed
-from rl_training.envs.factory import episode_limit, make_env
+from rl_training.envs.factory import EnvRecipe, UserEnv, episode_limit, make_env, read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import EnvRecipe, UserEnv, read_recipe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import Engine
+from rl_training.envs.stepper import Engine, episode_seed
 from rl_training.envs.wrappers import Env
 from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import closed_after, play

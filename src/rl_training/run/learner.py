@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm, Array, Carry
 from rl_training.config.choices import choose_threads
-from rl_training.config.own_network import give_network, network_of
+from rl_training.config.networks import give_network, network_of
 from rl_training.config.params import Params, read_params
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
@@ -26,7 +26,6 @@ from rl_training.errors import UserError
 from rl_training.play import Act
 from rl_training.record.checkpoints import load_checkpoint, pack_tree, unpack_tree
 from rl_training.speed.capture import HostStep
-from rl_training.stable_baselines3 import ACTION_ALONE
 from rl_training.validation import check_plain, validate
 
 CAN_BE_LEFT = False  # a signal may not interrupt this code (run/interruption.py)
@@ -34,6 +33,7 @@ CAN_BE_LEFT = False  # a signal may not interrupt this code (run/interruption.py
 PathLike = str | Path
 SCHEMA = 1
 PARTS = ("config", "spaces", "algorithm", "source", "run")  # of a training checkpoint
+ACTION_ALONE = "predict returns the action alone, not (action, state); write action = model.predict(obs)"
 DEVICES = ("cpu", "cuda")  # kinds of device for a learner
 BUILDING = threading.RLock()  # held while torch's global generator is ours
 _LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm
-from rl_training.data.experience import Experience, Request
+from rl_training.data.store import Experience, Request
 from rl_training.errors import EnvironmentFailure
 from rl_training.record.checkpoints import pack_tree, unpack_tree
 

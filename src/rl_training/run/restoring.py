@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from rl_training.config.params import change_params, dump_params, read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, dump_yaml, load_config, settings_in
-from rl_training.envs.random_play import compare_restored
-from rl_training.envs.recipe import UserEnv
+from rl_training.envs.factory import UserEnv
+from rl_training.envs.probe import compare_restored
 from rl_training.errors import UserError, counted
 from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, describe_machine, open_session
-from rl_training.run.cadence import RunState
 from rl_training.run.folder import END_FILE, find_status, run_dir_of
+from rl_training.run.loop import RunState
 from rl_training.run.ranks import Ranks, resume_command
 from rl_training.safe_files import write_text
 from rl_training.validation import validate

@@ -18,12 +18,11 @@ from rl_training.envs.stepper import Episode
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean
 from rl_training.record.checkpoints import CheckpointFolder
 from rl_training.run.build import Session, describe_machine
-from rl_training.run.cadence import Cadence, RunState, first_state
 from rl_training.run.evaluation import EvaluationResult, Evaluator
 from rl_training.run.folder import keep_lock, write_run_files
 from rl_training.run.interruption import Interruption, StopRequest, can_save_after
 from rl_training.run.learner import SCHEMA
-from rl_training.run.recorder import Recorder
+from rl_training.run.loop import Cadence, Recorder, RunState, first_state
 
 FEW = 5  # maximum episodes of evaluations that were not asked for, except the last
 LAST_EPISODES = 100  # of which the log has the mean

@@ -15,16 +15,15 @@ from rl_training.config.choices import torch_settings_restored
 from rl_training.config.settings import AnyConfig, keys_located, read_config
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.train_config import TrainConfig, load_config
+from rl_training.envs.factory import UserEnv, read_env, read_recipe
 from rl_training.envs.probe import probe_spaces
-from rl_training.envs.recipe import UserEnv, read_env, read_recipe
 from rl_training.errors import UserError, counted
 from rl_training.run import learner
 from rl_training.run.build import Session, closed_on_error, open_session
-from rl_training.run.cadence import RunState, summarize_episodes
 from rl_training.run.evaluation import Evaluator
 from rl_training.run.folder import branch_run_dir, end_written, is_newest, locked, make_run_dir, read_end, run_dir_of
 from rl_training.run.interruption import abandon_turn_on_signal, save_on_failure, stop_error, stop_on_signals
-from rl_training.run.loop import run_loop
+from rl_training.run.loop import RunState, run_loop, summarize_episodes
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import find_run, restore_session, write_asked
 from rl_training.run.run import Callback, Run, read_callbacks

@@ -8,8 +8,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from rl_training.algorithms.bc import BC
-from rl_training.config.networks import LINEAR_HEADS, build_on_policy
-from rl_training.config.params import Facts, Params, Reason, Reasons
+from rl_training.config.networks import build_on_policy
+from rl_training.config.params import LINEAR_HEADS, Facts, Params, Reason, Reasons
 from rl_training.config.replay import DatasetParams
 from rl_training.config.rollout import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec

@@ -17,9 +17,8 @@ from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.config.networks import make_network
 from rl_training.config.params import Reason, Reasons, Schedule, Widths
-from rl_training.config.replay import ReplayParams
+from rl_training.config.replay import ReplayParams, SupportParams
 from rl_training.config.spec import AlgorithmSpec
-from rl_training.config.support import SupportParams
 from rl_training.data.replay_store import ReplayStore
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.models.blocks import ImageEncoder

@@ -18,13 +18,10 @@ from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.train_config import TrainConfig
 from rl_training.data.memory import format_bytes
 from rl_training.envs.engines import choose_vectorization, make_engine
-from rl_training.envs.factory import episode_limit, make_env
-from rl_training.envs.gym_spaces import in_words
+from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
-from rl_training.envs.probe import Probe, probe
-from rl_training.envs.random_play import Player, compare_restored, make_stepper, play_at_random, reuses_arrays
-from rl_training.envs.recipe import EnvRecipe
-from rl_training.envs.spaces import Array, EnvSpaces
+from rl_training.envs.probe import Player, Probe, compare_restored, make_stepper, play_at_random, probe, reuses_arrays
+from rl_training.envs.spaces import Array, EnvSpaces, in_words
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure, Workers, pickle_registrations
 from rl_training.errors import EnvironmentFailure, UserError, counted

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from rl_training.algorithms.base import Array
 from rl_training.envs.device import map_actions
-from rl_training.envs.gym_spaces import image_layout, leaf_spaces
 from rl_training.envs.inputs import encode_for_prediction
-from rl_training.envs.spaces import EnvSpaces
+from rl_training.envs.spaces import EnvSpaces, image_layout, leaf_spaces
 from rl_training.errors import TrainingFailure, UserError
 from rl_training.run.learner import PathLike, TrainedPolicy, load_algorithm, read_checkpoint
 from rl_training.safe_files import output_written, refuse_link, write_text

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array
 from rl_training.data import TransitionDataset
-from rl_training.envs.recipe import UserEnv
+from rl_training.envs.factory import UserEnv
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError
 from rl_training.run.evaluation import play_policy
 from rl_training.run.learner import PathLike, load_algorithm, read_checkpoint
 from rl_training.safe_files import output_written, refuse_link, replacing
-from rl_training.tools.drawing import own_style
+from rl_training.tools.report import own_style
 
 PLAYED = 11  # windows' worth of steps that are played to find one window
 COLUMNS = 15  # frames of a strip

@@ -7,21 +7,32 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_training.config.train_config import read_yaml
 from rl_training.errors import UserError
 from rl_training.record.metrics_file import is_number, read_metrics
 from rl_training.run.folder import find_run_folders, find_status, read_json
-from rl_training.tools.statistics import Array
 
+Array = NDArray[np.float64]
 EVALUATED, TRAINED = "eval_return_mean", "episode_return_mean"
 FEW_EVALUATIONS = 3  # with fewer, there is no curve
 MOST_NAMES = 5  # of runs in a sentence
 
 Groups = dict[str, list["RunRecord"]]
+
+
+class Series(NamedTuple):
+    """One line of a chart, with a band where its lower and upper ends are numbers."""
+
+    name: str
+    x: Array
+    y: Array
+    low: Array | None = None
+    high: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,18 +1,21 @@
-"""A report on runs, as one HTML file that loads nothing and runs no script, and the model card of an exported policy.
+"""A report on runs, as one HTML file that loads nothing and runs no script, its charts, and a policy's model card.
 
-Their templates are `assets/report.html`, which escapes everything from the files of runs, and `assets/card.md`.
+Charts are drawn by matplotlib, readable on light and on dark pages. The templates are `assets/report.html`, which
+escapes everything from the files of runs, and `assets/card.md`.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 import sys
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from html import escape
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +24,7 @@ import numpy as np
 
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, dump_yaml
-from rl_training.errors import UserError, counted, first_line
+from rl_training.errors import UserError, counted, first_line, printable
 from rl_training.record.logger import format_duration
 from rl_training.record.metrics_file import is_number
 from rl_training.tools.compare import (
@@ -33,19 +36,92 @@ from rl_training.tools.compare import (
     learning_curves,
     metric_name,
 )
-from rl_training.tools.drawing import NARROW, WIDE, Series, draw_chart, draw_svg
-from rl_training.tools.records import EVALUATED, TRAINED, Groups, RunRecord, as_mapping, select_runs
+from rl_training.tools.records import EVALUATED, TRAINED, Groups, RunRecord, Series, as_mapping, select_runs
 
 if TYPE_CHECKING:
     from rl_training.tools.export import Export
 
+WIDE, NARROW = (7.5, 3.6), (3.7, 3.0)  # inches of a chart for a screen and for a phone
+LETTER, ROW = 0.085, 0.2  # inches of a letter and of a line of the legend
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#c05c95", "#8c7a00", "#7f7f7f")  # contrast 3 on white and on the dark page
+DASHES = ("-", (0, (3.5, 2)), (0, (1, 1.5)), (0, (4.5, 1.5, 1, 1.5)), (0, (6, 2)), (0, (2, 1)))
+INK = "#1c1e22"  # of text and axes; a color that is nowhere else, so that an SVG can take that of its page instead
+STYLE: Any = {
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 10, "legend.frameon": False, "axes.titlesize": 11,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": INK, "grid.alpha": 0.12,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}  # fmt: skip
+THEME = (
+    "<style>svg{color:#1c1e21;background:#fff}"
+    "@media(prefers-color-scheme:dark){svg{color:#e4e6e9;background:#15181c}}</style>"
+)
 MOST_STEPS, MOST_FRAMES, FRAME_WIDTH = 1_000, 120, 320  # of an episode
 MOST_EPISODES = 4
 VERSIONS = ("rl_training", "python", "torch", "gymnasium", "numpy", "platform")
 OWN_TO_A_RUN = ("algo", "env_id", "seed", "output_dir", "name")
-
 Episode = tuple[str, str]  # a sentence, and a GIF in base64 or nothing
 Rows = list[Sequence[Any]]
+
+
+@contextmanager
+def own_style(settings: Any = None) -> Iterator[None]:
+    """Draw with our style, these settings and matplotlib's defaults: a stranger's folder may hold a `matplotlibrc`."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(STYLE | (settings or {}))
+        yield
+
+
+def draw_chart(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, kind: str, size: tuple[float, float] = WIDE
+) -> bytes:
+    """The chart as a file of that kind: svg, png or pdf. The same lines give the same SVG."""
+    from matplotlib.figure import Figure
+
+    most = int(size[0] / LETTER) - 8  # letters of a name
+    names = [name if len(name) <= most else f"{name[: most - 1]}…" for name in (printable(s.name) for s in series)]
+    columns = max(1, int(size[0] / LETTER / (8 + max(map(len, names), default=0))))
+    rows = -(-len(names) // columns) if len(names) > 1 else 0
+    with own_style({"svg.hashsalt": f"{title}, {y_label}, {size}"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that matplotlib's font lacks; a browser has other fonts
+        figure = Figure(figsize=(size[0], size[1] + ROW * rows), layout="constrained")
+        axes = figure.subplots()
+        lines = []
+        for i, one in enumerate(series):
+            color, dash = COLORS[i % len(COLORS)], DASHES[(i + i // len(COLORS)) % len(DASHES)]
+            lines += axes.plot(one.x, one.y, color=color, linestyle=dash)
+            if one.low is not None and one.high is not None:
+                axes.fill_between(one.x, one.low, one.high, color=color, alpha=0.18, linewidth=0)
+        axes.set(title=printable(title), xlabel=x_label, ylabel=y_label)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: format_number(value))
+        if rows:
+            figure.legend(lines, names, loc="outside lower left", ncols=columns)
+        undated: Any = {"Date": None, "Creator": None} if kind == "svg" else None
+        figure.savefig(file := io.BytesIO(), format=kind, dpi=150, transparent=kind == "svg", metadata=undated)
+    return file.getvalue()
+
+
+def draw_svg(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, size: tuple[float, float] = WIDE
+) -> str:
+    """The chart as an `<svg>` element in the colors of a light or dark page; its description gives each line's ends."""
+    text = draw_chart(series, title, x_label, y_label, kind="svg", size=size).decode()
+    told = "; ".join(f"{line.name} goes from {line.y[0]:.4g} to {line.y[-1]:.4g}" for line in series)
+    about = f"<title>{escape(title)}</title><desc>{escape(f'{y_label} over {x_label}: {told}.')}</desc>"
+    head, _, body = text[text.index("<svg") :].partition(">")
+    body = re.sub('<g id="[^"]*"', "<g", body)  # a page has several charts, whose groups have the same names
+    return f'{head} role="img">{about}{THEME}{body}'.replace(INK, "currentColor")
+
+
+def format_number(value: float) -> str:
+    """A short number: 250, 1.5k, 20M, 0.25."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{round(value, 10):.4g}"
 
 
 def build_report(groups: Groups, episodes: Sequence[Episode] = (), *, shared_steps: bool = False) -> str:
@@ -283,10 +359,9 @@ def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
     """The first evaluation episode of a checkpoint's policy as a GIF, and a few words about it."""
     from PIL import Image
 
-    from rl_training.envs.episodes import episode_seed
-    from rl_training.envs.factory import make_env
+    from rl_training.envs.factory import make_env, read_recipe
     from rl_training.envs.probe import probe_spaces
-    from rl_training.envs.recipe import read_recipe
+    from rl_training.envs.stepper import episode_seed
     from rl_training.play import closed_after, play
     from rl_training.run.evaluation import EVALUATION_STREAM
     from rl_training.run.learner import ActingSession, check_same_spaces, load_algorithm, read_checkpoint

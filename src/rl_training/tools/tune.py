@@ -25,7 +25,7 @@ from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, dump_yaml, parse_yaml
 from rl_training.errors import UserError, did_you_mean, first_line
 from rl_training.record.metrics_file import is_number
-from rl_training.run.cadence import EVALUATIONS
+from rl_training.run.loop import EVALUATIONS
 from rl_training.safe_files import output_written, refuse_link, write_text
 from rl_training.tools.processes import Job
 
