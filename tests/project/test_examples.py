@@ -14,6 +14,7 @@ SMALL: dict[str, dict[str, int]] = {
     "callback": {"total_timesteps": 4_000},
     "device_environment": {"total_timesteps": 2_048, "num_envs": 16},
     "own_robot": {"total_timesteps": 2_048, "num_envs": 16},
+    "simulator": {"total_timesteps": 2_048, "num_envs": 32},
     "custom_network": {"total_timesteps": 120, "learning_starts": 100},
     "offline_to_online": {"first_timesteps": 300, "more_timesteps": 260},
     "deployment": {"total_timesteps": 1_000},
@@ -39,7 +40,8 @@ def test_an_example_runs(example: Any, budget: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "example"), [("device_environments", "device_environment"), ("physics", "own_robot")]
+    ("page", "example"),
+    [("device_environments", "device_environment"), ("physics", "own_robot"), ("simulators", "simulator")],
 )
 def test_the_page_shows_the_example_as_it_is(page: str, example: str) -> None:
     text = (EXAMPLES.parent / "docs" / f"{page}.md").read_text()

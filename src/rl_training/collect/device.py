@@ -16,6 +16,7 @@ from rl_training.algorithms.base import Numbers
 from rl_training.collect.local import Behaviour, LocalCollector
 from rl_training.data.store import Experience, ExperienceLayout, Request
 from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
+from rl_training.envs.simulator import SimulatorEngine
 from rl_training.envs.stepper import Stepper
 from rl_training.errors import EnvironmentFailure
 from rl_training.speed.capture import CapturedStep
@@ -31,6 +32,7 @@ class DeviceCollector(LocalCollector):
     """
 
     part = "rollout on the device"
+    can_capture = True
 
     def __init__(
         self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None,
@@ -46,7 +48,7 @@ class DeviceCollector(LocalCollector):
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.means: dict[str, float] = {}
         self._map = map_actions(stepper.spaces, device)
-        captures = device.type == "cuda" and accelerate != "none"
+        captures = self.can_capture and device.type == "cuda" and accelerate != "none"
         self._roll = CapturedStep(self._roll_out, Numbers()) if captures else self._roll_out
         self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
@@ -66,15 +68,19 @@ class DeviceCollector(LocalCollector):
     def _take_rows(self, request: Request) -> Tensor:
         """Draw the noise of a rollout and fill the experience; return its `totals`."""
         layout, actor = self.experience.layout, self.actor
-        resets, steps = self.engine.draw(layout.max_steps)
+        noise = self._draw(layout.max_steps)
         generator, spaces = actor.algorithm.generator, actor.spaces
-        choices = torch.empty(layout.max_steps, layout.num_envs, spaces.action_dim, device=resets.device)
+        choices = torch.empty(layout.max_steps, layout.num_envs, spaces.action_dim, device=self.engine.device)
         if spaces.action_kind == "continuous":
             choices.normal_(generator=generator)
         else:
             choices.exponential_(generator=generator).log_().neg_()
-        sums: Tensor = self._roll({"choices": choices, "resets": resets, "steps": steps})
+        sums: Tensor = self._roll({"choices": choices, **noise})
         return sums
+
+    def _draw(self, steps: int) -> dict[str, Tensor]:
+        """The environments' noise for so many steps."""
+        return dict(zip(("resets", "steps"), self.engine.draw(steps), strict=True))
 
     def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
         """Fill the experience and return its `totals`."""
@@ -111,8 +117,11 @@ class DeviceCollector(LocalCollector):
         }  # fmt: skip
         return after.state, after.ages, row
 
-    def _sum_episodes(self, ages: Tensor) -> Tensor:
-        """Sums over the episodes that ended: the running sums before plus the new terms, minus the running sums now."""
+    def _sum_episodes(self, ages: Tensor, begun: Tensor | None = None) -> Tensor:
+        """Sums over the episodes that ended: the running sums before plus the new terms, minus the running sums now.
+
+        `ages` [N] are the steps of the current episodes after the rollout, `begun` those before (the engine's if None).
+        """
         rows: Any = self.experience
         rewards, done = rows.rewards.double(), rows.terminated | rows.truncated
         seen = rows.obs.sum(dtype=torch.float64) + rows.final_obs.sum(dtype=torch.float64) + rewards.sum()
@@ -120,7 +129,7 @@ class DeviceCollector(LocalCollector):
         goes_on = done.flip(0).cumsum(0).flip(0) == 0  # no end in this row or a later one
         under_way = (rewards * goes_on).sum(0) + self.returns * goes_on[0]
         returns = self.returns.sum() + rewards.sum() - under_way.sum()
-        lengths = self.engine.ages.sum() + rewards.numel() - ages.sum()
+        lengths = (self.engine.ages if begun is None else begun).sum() + rewards.numel() - ages.sum()
         self.returns.copy_(under_way)
         return torch.stack([done.sum().double(), returns, lengths.double(), torch.where(acts, seen, 0.0) * 0.0])
 
@@ -136,7 +145,7 @@ class DeviceCollector(LocalCollector):
         if not last:
             self.means = means
             self._forget_episodes()
-        return dict(means)
+        return dict(means) | super().metrics(last=last)
 
     def _forget_episodes(self) -> None:
         self.sums.zero_()
@@ -163,6 +172,7 @@ class DeviceCollector(LocalCollector):
         sentences = super().load_state_dict(state)
         if self.stepper.started:
             self.returns.copy_(torch.from_numpy(self.stepper.returns))
+        if self.stepper.started or not self.engine.state_format:
             self._forget_episodes()
             self.sums.copy_(state["finished"]["sums"])
             self.means = dict(state["finished"]["means"])
@@ -224,3 +234,30 @@ class DeviceStepCollector(DeviceCollector):
         self.held = None if held is None else torch.as_tensor(held, device=self.engine.device)
         nothing = {"sums": torch.zeros(4), "means": {}}  # a state of another collector, which the store refuses
         return super().load_state_dict({"finished": nothing, **state, "held": None})
+
+
+class SimulatorCollector(DeviceCollector):
+    """A `DeviceCollector` of a `Simulator`, which keeps its own state: nothing of it is captured or compiled."""
+
+    can_capture = False
+
+    def _draw(self, steps: int) -> dict[str, Tensor]:
+        return {}
+
+    def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
+        """Fill the experience, whose arrays are copies: the simulator may write to its tensors again."""
+        simulator, policy = cast(SimulatorEngine, self.engine), cast(Any, self.actor.algorithm.acting())
+        arrays: Mapping[str, Tensor] = self.experience.arrays
+        begun = simulator.ages.clone()
+        arrays["obs"][0].copy_(simulator.obs[: simulator.num_envs])
+        for t, choices in enumerate(noise["choices"]):
+            if self.stepper.interruption is not None:
+                raise self.stepper.interruption
+            chosen = policy.distribution(arrays["obs"][t])
+            actions = chosen.sample(noise=choices)
+            obs, *rest = simulator.advance(self._map(actions))
+            row = dict(zip(("final_obs", "rewards", "terminated", "truncated"), rest, strict=True))
+            for name, column in (row | {"actions": actions, "logprobs": chosen.log_prob(actions)}).items():
+                arrays[name][t].copy_(column)
+            arrays["obs"][t + 1].copy_(obs)
+        return self._sum_episodes(simulator.ages, begun)

@@ -255,6 +255,10 @@ class LocalCollector(Collector):
             if result.final_masks is not None and experience.final_masks is not None:
                 experience.final_masks[t, rows] = result.final_masks[rows]
 
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
+        """What the environments have logged."""
+        return self.stepper.engine.metrics(last=last)
+
     def watch(self, timed: Timed) -> None:
         """Let `timed` replace the calls of the policy and the environments."""
         self._timed = timed

@@ -92,6 +92,9 @@ def derive_support(recipe: EnvRecipe, spaces: EnvSpaces, gamma: float, seed: int
     They leave room for `ROOM_ABOVE` times the range of random returns above those, and `ROOM_BELOW` times below, but
     not for more than the largest reward at every step of the longest episode. One reward of any known size always fits.
     """
+    if recipe.made:
+        what = f"v_min or v_max is not given, and random play to measure it needs one environment, but {recipe.env_id}"
+        raise UserError(f"{what} is a Simulator; give both in algo_kwargs.")
     env = make_env(recipe)
     declared, limit = getattr(env.unwrapped, "reward_range", None), getattr(env.spec, "max_episode_steps", None)
     with suppress(Exception, SystemExit):  # the environment was made only for this

@@ -10,7 +10,7 @@ from typing import Any
 from rl_training.config.params import SCHEDULE, Params, change_params, parameter_names
 from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig, read_yaml, settings_in
-from rl_training.envs.factory import MadeEnvironment, UserEnv, name_env
+from rl_training.envs.factory import MadeEnvironment, SimulatorSettings, UserEnv, name_env
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.wrappers import AtariOptions, PixelOptions, WrapperOptions
 from rl_training.errors import ALSO_CALLED, UnknownKey, UserError, did_you_mean, near_name, translate
@@ -24,7 +24,8 @@ UNSAID: dict[str, Any] = {
 # Fields of TrainConfig; a hyper-parameter is declared where its model is (`Params.unused`).
 OF_WORKERS = ("num_workers", "worker_order", "max_policy_lag", "max_worker_restarts")
 ENVIRONMENT = {
-    "env_kwargs": ("max_episode_steps", "wrappers"),
+    "env_kwargs": ("max_episode_steps", "wrappers", "simulator"),
+    "env_kwargs.simulator": tuple(SimulatorSettings.model_fields),
     "env_kwargs.wrappers": tuple(WrapperOptions.model_fields),
     "env_kwargs.wrappers.pixels": tuple(PixelOptions.model_fields),
     "env_kwargs.wrappers.atari": tuple(AtariOptions.model_fields),

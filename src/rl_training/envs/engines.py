@@ -167,6 +167,9 @@ def make_engine(
     first: int = 0, device: str = "cpu",
 ) -> Engine:  # fmt: skip
     """Make the engine of that kind for `num_envs` environments of a run, starting with number `first`."""
+    if recipe.made:
+        engine: Engine = recipe.made[0].open_engine(spaces, num_envs, episode_seed(seed, first, 0))
+        return engine
     if vectorization == "device":
         from rl_training.envs.device import DeviceEngine  # needs torch, which async workers lack
         from rl_training.envs.device_checks import check_functions, find_device_environment

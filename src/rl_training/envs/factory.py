@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import gymnasium as gym
+from pydantic import Field
 
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
-from rl_training.validation import validate
+from rl_training.validation import StrictModel, validate
 
 # What the user may give as the environment: an id instead of the config's, a callable that makes it, an instance, or
 # names (`module`, `module:name`) whose functions a config may call.
@@ -28,6 +29,20 @@ UserEnv = str | Callable[..., Env] | Env | tuple[str, ...]
 NAMELESS = "custom"  # the name of an environment that a lambda makes
 GIVE_ONE = "give a function that makes environments, such as env=lambda: make_mine()"
 Ends = Callable[[Any], Any]  # next observations [B, O], an array or a tensor -> whether the episode ends there [B]
+
+
+class SimulatorSettings(StrictModel):
+    """`env_kwargs.simulator`: settings of a `Simulator`."""
+
+    action_limit: float | None = Field(
+        None, gt=0, le=1e6, description="Actions are from minus this to this, for a simulator without limits."
+    )
+    random_ages: bool = Field(
+        False, description="Begin the first episodes at random step counts, so that time-outs do not come together."
+    )
+    eval_rows: int | None = Field(
+        None, ge=1, description="Rows held out for evaluation; null: at most one per episode and one of 32."
+    )
 
 
 class MadeEnvironment:
@@ -67,9 +82,9 @@ def read_env(env: Any) -> UserEnv | None:
         raise UserError(f"env is a vector environment; {GIVE_ONE}, and num_envs.")
     if isinstance(env, gym.Env):
         return MadeEnvironment(env)
-    if isinstance(env, device_kinds()):  # it has no state, so everything can share it
+    if isinstance(env, (*device_kinds(), *simulator_kinds())):  # everything shares it: it has no state, or is but one
         maker: Any = lambda: env  # noqa: E731
-        maker.__name__ = type(env).__name__
+        maker.__name__, maker.is_lent = type(env).__name__, True
         return cast(UserEnv, maker)
     if not (env is None or callable(env) or isinstance(env, str | tuple)):
         kind = type(env).__name__
@@ -81,6 +96,12 @@ def device_kinds() -> tuple[Any, ...]:
     """`DeviceEnvironment` if its module has been imported; otherwise no instance can exist."""
     device = sys.modules.get("rl_training.envs.device")
     return () if device is None else (device.DeviceEnvironment,)
+
+
+def simulator_kinds() -> tuple[Any, ...]:
+    """`Simulator` if its module has been imported; otherwise no instance can exist."""
+    module = sys.modules.get("rl_training.envs.simulator")
+    return () if module is None else (module.Simulator,)
 
 
 def name_env(env: UserEnv) -> str:
@@ -115,6 +136,8 @@ class EnvRecipe:
     maker: Callable[..., Env] | None = None
     named_by_user: bool = False  # if not, `env_id` may come from a file
     may_import: bool = False  # its module was known where the recipe was read; a worker has to import it
+    simulator: SimulatorSettings = field(default_factory=SimulatorSettings)
+    made: list[Any] = field(default_factory=list, compare=False, repr=False)  # the view of a simulator, once it is made
 
     @property
     def user_env(self) -> UserEnv:
@@ -150,11 +173,14 @@ def read_recipe(env_id: str, env_kwargs: Mapping[str, Any], env: UserEnv | None 
     limit = kwargs.pop("max_episode_steps", None)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"env_kwargs.max_episode_steps is {limit!r}; it must be a whole number of at least 1.")
+    # any other value is an argument of the environment
+    own = kwargs.pop("simulator") if isinstance(kwargs.get("simulator"), Mapping) else {}
+    settings = validate(SimulatorSettings, own, "env_kwargs.simulator")
     wrappers = kwargs.pop("wrappers", None)
     options = validate(WrapperOptions, {} if wrappers is None else wrappers, "env_kwargs.wrappers")
     env_id = env_id if maker is not None else _with_version(env_id)
     known = named or is_provided(env_id.partition(":")[0])
-    return EnvRecipe(env_id, kwargs, limit, options, maker, named, known)
+    return EnvRecipe(env_id, kwargs, limit, options, maker, named, known, settings)
 
 
 def _with_version(env_id: str) -> str:
@@ -222,6 +248,8 @@ def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | 
 
 def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     """Make one environment without the wrappers of the config, except for its time limit."""
+    if recipe.made:
+        return cast(Env, recipe.made[0])  # there is but one simulator
     kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
     maker = recipe.maker
     if maker is None and ":" in recipe.env_id and not recipe.may_import:
@@ -247,6 +275,12 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         ) from None
     except (Exception, SystemExit) as error:
         raise explain(error, recipe) from error
+    if isinstance(env, simulator_kinds()):
+        from rl_training.envs.simulator import SimulatorView  # torch
+
+        view = SimulatorView(env, recipe)
+        recipe.made.append(view)
+        return view
     limit = recipe.max_episode_steps
     if isinstance(env, device_kinds()):
         from rl_training.envs.device import OneEnvironment  # torch
@@ -310,7 +344,7 @@ def import_entry_point(
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(f"{field} {value!r}: the module {module_name!r} cannot be imported ({error}){hint}.") from None
-    kinds = (kind, *device_kinds()) if kind is gym.Env else (kind,)
+    kinds = (kind, *device_kinds(), *simulator_kinds()) if kind is gym.Env else (kind,)
     maker: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(maker):
         own = [one for one, held in vars(module).items() if isinstance(held, type) and issubclass(held, kinds)]

@@ -197,6 +197,7 @@ class Engine:
     resets_next_step = False  # if true, the row after an end holds the final observation, and its step only resets
     inexact = ""  # why the same seed can give other numbers here, in words
     state_format = ""  # engines with the same format read each other's states; empty: it cannot be saved
+    unsaved = ""  # why it cannot be saved, as the beginning of a sentence
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations and masks."""
@@ -217,6 +218,17 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array | None]:
         """Restore the environments; return their current observations and masks."""
         return self.reset()
+
+    def check(self) -> None:
+        """Raise an EnvironmentFailure if the current state is wrong."""
+
+    def metrics(self, *, last: bool = False) -> dict[str, float]:
+        """What the environments have logged, as `Collector.metrics`."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Sentences for the start of a run."""
+        return []
 
     def close(self) -> None:
         """Close the environments."""

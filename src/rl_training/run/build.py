@@ -16,7 +16,7 @@ import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm
-from rl_training.collect.device import DeviceCollector, DeviceStepCollector
+from rl_training.collect.device import DeviceCollector, DeviceStepCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
 from rl_training.collect.workers import FirstComers, WorkerCollector
@@ -33,7 +33,7 @@ from rl_training.envs.factory import GIVE_ONE, EnvRecipe, MadeEnvironment, UserE
 from rl_training.envs.native import is_cartpole
 from rl_training.envs.probe import HIDDEN, probe
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import Stepper
+from rl_training.envs.stepper import Engine, Stepper
 from rl_training.envs.workers import pickle_registrations
 from rl_training.errors import UserError
 from rl_training.run import evaluation
@@ -45,7 +45,7 @@ ANY_ORDER = (
     "worker_order is first: learning depends on the speed of the workers, so this run is not reproducible from its "
     "seed, and a resume is not exact"
 )
-UNSAVED = "{} is stepped by EnvPool, whose state cannot be saved: a resume starts new episodes and is not exact"
+UNSAVED = "{}: a resume starts new episodes and is not exact"
 
 
 @dataclass
@@ -96,6 +96,16 @@ class Session(Plan):
             self.forget_returns()
         return sentences + self.store.load_state_dict(state)
 
+    @property
+    def engine(self) -> Engine | None:
+        """What steps the environments in this process."""
+        return self.collector.stepper.engine if isinstance(self.collector, LocalCollector) else None
+
+    def start_over(self) -> None:
+        """Begin new episodes: something else has stepped the environments."""
+        self.collector.abandon()
+        self.forget_returns()
+
     def forget_returns(self) -> None:
         """Drop the learner's running return of each environment."""
         for part in self.algorithm.modules():
@@ -131,6 +141,8 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
     spaces, problems, _ = probe(recipe, config.vectorization)
     spec.check_support(spaces)
     spaces = spaces.with_critic_obs(params.facts.critic_obs)
+    if recipe.made:
+        config = fit_simulator(config, spec, recipe.made[0], ranks, is_new=restored is None)
     if restored is None:
         if params.early_stopping is not None and not config.eval_episodes:
             raise UserError("eval_episodes is 0; early_stopping looks at evaluations, so it must be at least 1.")
@@ -153,7 +165,7 @@ def resolve_plan(plan: Plan) -> Plan:
     local_rank = ranks.local_rank if ranks.count > 1 else None
     config = resolve(asked.model_copy(update={"device": device}), params, plan.recipe, plan.spaces, local_rank)
     notes = [why] if why else []
-    if copied := stays_on_host(config, plan.spec, params):
+    if copied := stays_on_host(config, plan.spec, params, plan.recipe):
         notes.append(f"every transition is copied from the device to the host: {copied}")
     if config.accelerate != "none":
         eager = plan.spec.learner.eager_part
@@ -191,25 +203,26 @@ def build(plan: Plan) -> Session:
         )
         check_schedules(plan.spec.name, params, algorithm)
         collector = open_collector(plan, behaviour, store, stepper)
-    notes = []
+    notes = [] if stepper is None else stepper.engine.notes()
     if stepper is not None and stepper.engine.inexact:
         notes.append(f"warning: {config.env_id}: {stepper.engine.inexact}")
     if stepper is not None and not stepper.engine.state_format:
-        notes.append(f"warning: {UNSAVED.format(config.env_id)}")
+        why = stepper.engine.unsaved or f"{config.env_id} is stepped by EnvPool, whose state cannot be saved"
+        notes.append(f"warning: {UNSAVED.format(why)}")
     if config.has_workers and config.worker_order == FIRST:
         notes.append(f"warning: {ANY_ORDER}")
     known = vars(replace(plan, stored=None, notes=(*plan.notes, *notes)))
     return Session(**known, algorithm=algorithm, behaviour=behaviour, collector=collector, store=store)
 
 
-def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any) -> str:
+def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any, recipe: EnvRecipe) -> str:
     """Why transitions of environments on the device are kept on the host; empty if they are not."""
     if config.vectorization != "device" or spec.lane == "rollout":
         return ""
     if spec.store is not ReplayStore:
         return f"{spec.name} keeps what it learns from there"
     reasons = {
-        "prioritized is true": params.prioritized, "replay_memory is 'host'": params.replay_memory == "host",
+        "a simulator keeps its own state": bool(recipe.made), "prioritized is true": params.prioritized, "replay_memory is 'host'": params.replay_memory == "host",
         "replay_folder is given": params.replay_folder is not None,
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), "")
@@ -218,7 +231,7 @@ def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any) -> str:
 def find_store(plan: Plan) -> Callable[[StoreContext], Store]:
     """What makes the store: that of the algorithm, or the one on the device."""
     spec, on_device = plan.spec, plan.config.vectorization == "device"
-    is_kept = spec.store is ReplayStore and on_device and not stays_on_host(plan.config, spec, plan.params)
+    is_kept = spec.store is ReplayStore and on_device and not stays_on_host(plan.config, spec, plan.params, plan.recipe)
     return DeviceReplayStore if is_kept else spec.store
 
 
@@ -233,7 +246,8 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
     if params.lag:  # a lagging policy acts with a second learner
         actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)
     if config.vectorization == "device" and plan.spec.lane == "rollout":
-        return DeviceCollector(actor, stepper, store.layout, params.lag, config.accelerate)
+        kind = SimulatorCollector if plan.recipe.made else DeviceCollector
+        return kind(actor, stepper, store.layout, params.lag, config.accelerate)
     if isinstance(store, ReplayStore) and store.on_device:
         return DeviceStepCollector(actor, stepper, store.layout, params.lag)
     return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
@@ -263,6 +277,31 @@ def open_workers(plan: Plan, behaviour: Behaviour, layout: ExperienceLayout) -> 
         workers, plan.spaces, transport, lag=params.lag, timeout=config.worker_timeout,
         max_restarts=config.max_worker_restarts, max_lag=config.max_policy_lag,
     )  # fmt: skip
+
+
+def fit_simulator(config: TrainConfig, spec: AlgorithmSpec, view: Any, ranks: Ranks, *, is_new: bool) -> TrainConfig:
+    """The config for a `Simulator`, which decides the number of rows and the device; refuse what it cannot do."""
+    simulator = view.simulator
+    if ranks.count > 1:
+        raise UserError(f"env is the Simulator {config.env_id}; with several learners (torchrun) it must be another.")
+    for name, known in {"execution_backend": ("local_sync",), "vectorization": ("device", "auto")}.items():
+        if (value := getattr(config, name)) not in known:
+            raise UserError(f"{name} is {value!r}; with the Simulator {config.env_id} it must be {' or '.join(known)}.")
+    if not simulator.has_final_obs and spec.lane not in LANES_OF_RANKS:
+        what = f"algo is {config.algo!r}, which learns from final observations, but {config.env_id} gives none"
+        raise UserError(f"{what}; take an algorithm of the {' or '.join(LANES_OF_RANKS)} lane.")
+    held, count = view.held_out(config.eval_episodes), simulator.num_envs
+    if not is_new and 0 < config.num_envs <= count:
+        held = count - config.num_envs
+    if config.num_envs not in (count, count - held) and (not is_new or "num_envs" in config.given):
+        what = f"num_envs is {config.num_envs}, but the Simulator {config.env_id}"
+        raise UserError(f"{what} has {count} rows; leave it out.")
+    device = torch.device(simulator.device)
+    asked = device if config.device == "auto" else torch.device(config.device)
+    if (asked.type, asked.index or 0) != (device.type, device.index or 0):
+        what = f"device is {config.device!r}, but the Simulator {config.env_id}"
+        raise UserError(f"{what} is on {str(device)!r}; use that or auto.")
+    return config.model_copy(update={"num_envs": count - held, "device": str(device), "vectorization": "device"})
 
 
 def check_settings(config: TrainConfig, spec: AlgorithmSpec, params: Params, recipe: EnvRecipe) -> None:

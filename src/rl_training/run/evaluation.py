@@ -5,6 +5,7 @@ Every episode has its own seed, so results do not depend on how many environment
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,9 +31,9 @@ from rl_training.data.replay_store import make_buffer
 from rl_training.envs.factory import EnvRecipe, UserEnv, episode_limit, make_env, read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import episode_seed
+from rl_training.envs.stepper import Engine, episode_seed
 from rl_training.envs.wrappers import Env
-from rl_training.errors import UserError
+from rl_training.errors import EnvironmentFailure, UserError
 from rl_training.play import closed_after, play
 from rl_training.run import learner
 from rl_training.safe_files import output_written, refuse_link
@@ -70,12 +71,17 @@ class Evaluator:
     Some environments carry state over between episodes, so reusing them would change a resumed run. `check` runs before
     every step and may raise. `warn` receives an exception of an environment's `close`; without `warn` it is raised.
     An episode is cut, with a warning, after `max_steps` (default: the environment's limit, or 10,000).
+
+    A `Simulator` cannot be made anew: its held-out rows are played, in `engine` if training has one. `has_moved` says
+    whether that has left the training rows in other states, because the simulator cannot restore them.
     """
 
     def __init__(
         self, recipe: EnvRecipe, spaces: EnvSpaces, seed: int, *, max_steps: int | None = None,
         check: Callable[[], None] | None = None, warn: Callable[[str], None] | None = None,
+        engine: Engine | None = None,
     ) -> None:  # fmt: skip
+        self.engine, self.has_moved = engine, False
         self.recipe, self.spaces, self.seed, self.max_steps = recipe, spaces, seed, max_steps
         self.check, self.warn, self._has_warned = check, warn, False
 
@@ -87,6 +93,10 @@ class Evaluator:
 
         They can be shown in a window or recorded as videos; then they run one after the other.
         """
+        if self.recipe.made:
+            if videos is not None or window:
+                raise UserError(f"{self.recipe.env_id} is a Simulator, of which no video or window is made.")
+            return self._play_simulator(algorithm, episodes, deterministic)
         if videos is not None:
             with output_written(videos, "the folder of videos"):
                 for path in videos.glob("*"):
@@ -107,11 +117,34 @@ class Evaluator:
                 if shown is None:
                     raise
                 raise UserError(f"a {'window' if videos is None else 'video'} {NEEDS}: {error}.") from None
+        return self._warn_of_cuts(result, episodes, limit)
+
+    def _warn_of_cuts(self, result: EvaluationResult, episodes: int, limit: int) -> EvaluationResult:
         if result.cut and not self._has_warned:
             self._has_warned = True
             self._tell(f"evaluation episodes that did not end within {limit:,} steps and were cut there: {result.cut} "
                        f"of {episodes} (eval_max_steps sets that limit)")  # fmt: skip
         return result
+
+    def _play_simulator(self, algorithm: Algorithm, episodes: int, deterministic: bool) -> EvaluationResult:
+        """Play the held-out rows of the engine in training, or an engine of its own, all of whose rows are free."""
+        view = self.recipe.made[0]
+        limit = self.max_steps or view.simulator.max_episode_steps or MOST_STEPS
+        engine: Any = self.engine
+        if engine is None:
+            engine = view.open_engine(self.spaces, max(0, view.simulator.num_envs - episodes), self.seed)
+        actor = learner.ActingSession(algorithm, engine.rows, self.seed, deterministic=deterministic)
+        before = engine.state_dict() if engine.state_format and len(engine.obs) else None
+        logged = dict(engine.logged)
+        try:
+            result = play_held_out(engine, actor, self.check, episodes, limit)
+        finally:
+            if before is not None:
+                engine.load_state_dict(before)
+            engine.logged, self.has_moved = logged, before is None
+            if self.engine is None:
+                engine.close()
+        return self._warn_of_cuts(result, episodes, limit)
 
     def _tell(self, text: str) -> None:
         if self.warn is None:
@@ -131,6 +164,38 @@ class Evaluator:
             lengths[step.episode] += 1
             cut += lengths[step.episode] == limit and not (step.terminated or step.truncated)
         return EvaluationResult(returns, lengths, cut)
+
+
+def play_held_out(
+    engine: Any, actor: learner.ActingSession, check: Callable[[], None] | None, episodes: int, limit: int
+) -> EvaluationResult:
+    """Play a simulator's held-out rows, each its share of the episodes, all of which begin now.
+
+    The policy acts in the other rows too, but they are not counted. A row in which an episode is cut plays no more.
+    """
+    held = engine.rows - engine.num_envs
+    left = np.array([episodes // held + (row < episodes % held) for row in range(held)])
+    returns, lengths, cut = np.zeros(held), np.zeros(held, dtype=np.int64), 0
+    found: list[tuple[int, int, float, int]] = []  # number of the row's episodes before, row, return, length
+    is_first, numbers = np.ones(engine.rows, dtype=bool), np.zeros(held, dtype=np.int64)
+    engine.reset()
+    while left.any():
+        if check is not None:
+            check()
+        actions = engine.spaces.map_actions(actor.act(engine.obs.cpu().numpy(), None, is_first))
+        moved = engine.advance(torch.from_numpy(np.ascontiguousarray(actions)).to(engine.device), engine.rows)
+        rewards, terminated, truncated = (part.cpu().numpy() for part in moved[2:])
+        is_first = terminated | truncated
+        returns, lengths, ended = returns + rewards[-held:], lengths + 1, is_first[-held:]
+        is_cut = ~ended & (lengths >= limit) & (left > 0)
+        for row in np.flatnonzero((ended & (left > 0)) | is_cut):
+            found.append((int(numbers[row]), int(row), float(returns[row]), int(lengths[row])))
+        cut, left = cut + int(is_cut.sum()), np.where(is_cut, 0, np.maximum(left - ended, 0))
+        numbers += ended
+        returns[ended], lengths[ended] = 0.0, 0
+    if not all(math.isfinite(episode[2]) for episode in found):
+        raise EnvironmentFailure.not_finite(engine.spaces.env_id, "a reward")
+    return EvaluationResult([episode[2] for episode in sorted(found)], [episode[3] for episode in sorted(found)], cut)
 
 
 # recorded data -------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Run:
         self.clock, self.logger, self.shows_progress = self.cadence.clock, self.recorder.logger, console
         self.evaluator = Evaluator(
             session.recipe, session.spaces, self.config.seed, max_steps=self.config.eval_max_steps,
-            check=self._look_up, warn=self.logger.message,
+            check=self._look_up, warn=self.logger.message, engine=session.engine,
         )  # fmt: skip
         self.machine = describe_machine(self.config)
         self.stop = StopRequest()
@@ -232,7 +232,12 @@ class Run:
         self._look_up()
         unasked = self.params.eval_interval is None and not last and self.step < self.config.total_timesteps
         episodes = min(self.config.eval_episodes, FEW) if unasked else self.config.eval_episodes
-        return self.evaluator.evaluate(self.session.algorithm, episodes, deterministic=self.config.eval_deterministic)
+        is_best = self.config.eval_deterministic
+        try:
+            return self.evaluator.evaluate(self.session.algorithm, episodes, deterministic=is_best)
+        finally:
+            if self.evaluator.has_moved:
+                self.session.start_over()
 
     def _look_up(self) -> None:
         """Called between the steps of an evaluation: end it after a signal, and update the progress line."""

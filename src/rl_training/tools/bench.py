@@ -191,7 +191,12 @@ def measure_floor(session: Session, step: int, seconds: float) -> Floor:
         learner.act(obs, learner.initial_carry(num_envs), is_first=first, action_masks=masks)
     collector: Any = session.collector
     engine = collector.stepper.engine
-    environment = time_functions(engine) if isinstance(engine, DeviceEngine) else time_environment(session, seconds)
+    if session.recipe.made:  # a simulator, of which there is but one
+        actions = torch.from_numpy(spaces.map_actions(draw(spaces, np.random.default_rng(0), num_envs, None)))
+        environment = time_call(partial(engine.advance, actions.to(engine.device)), engine.device) / num_envs
+    else:
+        is_device = isinstance(engine, DeviceEngine)
+        environment = time_functions(engine) if is_device else time_environment(session, seconds)
     return Floor(environment, acting.time(device) / num_envs, learn)
 
 
@@ -296,7 +301,7 @@ def benchmark(config: TrainConfig) -> Breakdown:
     session = open_measured(config)
     with closed_on_error(session):
         first = warm_up(session)
-        tries = time.perf_counter() - begun < LONG_START and not session.config.has_workers
+        tries = time.perf_counter() - begun < LONG_START and not (session.config.has_workers or session.recipe.made)
         floor = None if session.config.has_workers else measure_floor(session, first, PACE_SECONDS)
         pace = measure_pace(session, first)
     with tempfile.TemporaryDirectory(prefix="rl-training-bench-") as folder:

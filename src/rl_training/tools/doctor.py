@@ -17,11 +17,12 @@ from gymnasium import spaces as gs
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.train_config import TrainConfig
 from rl_training.data.memory import format_bytes
-from rl_training.envs.engines import choose_vectorization
+from rl_training.envs.engines import choose_vectorization, make_engine
 from rl_training.envs.factory import EnvRecipe, episode_limit, make_env
 from rl_training.envs.hidden_state import checksum
 from rl_training.envs.probe import Player, Probe, compare_restored, make_stepper, play_at_random, probe, reuses_arrays
 from rl_training.envs.spaces import Array, EnvSpaces, in_words
+from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import WorkerFailure, Workers, pickle_registrations
 from rl_training.errors import EnvironmentFailure, UserError, counted
 from rl_training.play import closed_after
@@ -65,6 +66,9 @@ def run_checks(recipe: EnvRecipe, spec: AlgorithmSpec | None, config: TrainConfi
     """
     lives = check_process(recipe, timeout=PROCESS_SECONDS if spec is None else config.worker_timeout)
     found = probe(recipe) if lives.status != FAIL else None  # it might never return
+    if found is not None and recipe.made:
+        yield from _guarded("simulator", partial(check_simulator, recipe, found.spaces), recipe.env_id)
+        return
     yield lives
     if found is None:
         return
@@ -76,6 +80,17 @@ def run_checks(recipe: EnvRecipe, spec: AlgorithmSpec | None, config: TrainConfi
             yield check
         if fails:
             return
+
+
+def check_simulator(recipe: EnvRecipe, spaces: EnvSpaces) -> Check:
+    """Whether a `Simulator` takes a few steps with random actions; its rows cannot be checked one at a time."""
+    rows = recipe.made[0].simulator.num_envs
+    with closing(Stepper(make_engine(recipe, spaces, rows, 0, "device"), spaces, rows)) as stepper:
+        stepper.start()
+        for _ in range(STEPS):
+            stepper.step(spaces.random_actions(np.random.default_rng(0), rows))
+        saved = "can be saved" if stepper.engine.state_format else "cannot be saved, so a resume is not exact"
+    return Check("simulator", OK, f"{STEPS} steps of {counted(rows, 'row')} with random actions; its state {saved}")
 
 
 def check_environment(
