@@ -13,7 +13,7 @@ import torch
 from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training.algorithms.ppo import PPO
 from rl_training.errors import UserError
-from rl_training.models.blocks import DiagonalGaussian
+from rl_training.models.distributions import DiagonalGaussian
 from rl_training.ops.losses import approx_kl
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run.build import open_session

@@ -18,8 +18,8 @@ import env_zoo
 from resume_cases import SPECS, StopAt, assert_same, assert_same_run, tiny
 from rl_training.algorithms.c51_dqn import C51DQN
 from rl_training.collect.local import Behaviour
-from rl_training.config import replay
-from rl_training.config.replay import derive_support, random_returns
+from rl_training.config import replay_params
+from rl_training.config.replay_params import derive_support, random_returns
 from rl_training.data.replay_store import SupportWatch
 from rl_training.data.store import Experience, ExperienceLayout
 from rl_training.envs.factory import read_recipe
@@ -87,7 +87,7 @@ def test_a_declared_range_is_of_one_reward_and_no_reward_gives_the_papers_suppor
 
 def test_returns_are_discounted_sums_from_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = read_recipe("Rewarded", {"rewards": (1.0, 2.0, 4.0), "max_episode_steps": 3}, Rewarded)
-    monkeypatch.setattr(replay, "EPISODES", 2)
+    monkeypatch.setattr(replay_params, "EPISODES", 2)
     rewards, returns = random_returns(recipe, probe_spaces(recipe), 0.5, 0)
     assert rewards == [1.0, 2.0, 4.0] * 2
     assert returns == [4.0, 4.0, 3.0] * 2
@@ -137,7 +137,7 @@ def test_a_support_is_stored_as_numbers_and_a_resume_does_not_measure_again(
     def measure(*args: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(replay, "derive_support", measure)
+    monkeypatch.setattr(replay_params, "derive_support", measure)
     assert_same_run(whole, resume_training(halfway.checkpoint_path, console=False))
     assert_same_run(whole, train(tiny(algo, tmp_path, eval_episodes=0, kwargs=given), console=False))
 

@@ -21,8 +21,8 @@ import torch
 import env_zoo
 from resume_cases import SPECS, StopAt, load_checkpoint, stop_and_resume, tiny
 from rl_training.collect.local import Behaviour
-from rl_training.collect.worker import CollectingWorker, WorkerPlan
-from rl_training.collect.workers import WorkerCollector, WorkerRecord
+from rl_training.collect.worker_collector import WorkerCollector, WorkerRecord
+from rl_training.collect.worker_process import CollectingWorker, WorkerPlan
 from rl_training.config.choices import choose_workers
 from rl_training.data.store import Experience, ExperienceLayout, Request
 from rl_training.envs.engines import make_engine

@@ -12,7 +12,7 @@ from gymnasium import spaces as gs
 from gymnasium.envs.classic_control.pendulum import PendulumEnv
 
 from resume_cases import StopAt, assert_same_run, edit_checkpoint, stop_and_resume, take_steps, tiny
-from rl_training.config.replay import DatasetKind, DatasetParams
+from rl_training.config.replay_params import DatasetKind, DatasetParams
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.loading import write_minari

@@ -24,7 +24,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from resume_cases import StopAt, assert_same_run, rows_of, tiny
 from rl_training.algorithms.a2c import A2C
 from rl_training.cli.screen import run_to_exit_code
-from rl_training.collect.workers import WorkerCollector
+from rl_training.collect.worker_collector import WorkerCollector
 from rl_training.config.train_config import load_config
 from rl_training.envs.stepper import Stepper
 from rl_training.envs.workers import Workers

@@ -15,7 +15,8 @@ from torch import Tensor
 from rl_training.algorithms.base import Array, Batch, Number, Setting
 from rl_training.algorithms.q_learning import NumpyValues, QLearning, SampleTerms, choose
 from rl_training.ops.distributional import quantile_huber
-from rl_training.ops.losses import bellman_target, mask_actions
+from rl_training.ops.losses import bellman_target
+from rl_training.ops.policy import mask_actions
 from rl_training.speed.optimizer import Backward
 
 

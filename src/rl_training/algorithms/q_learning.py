@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Array, Batch, Number, Setting, UpdateResult
-from rl_training.ops.losses import chosen_slopes, index_actions, mask_actions, transition_columns, weighted_mean
+from rl_training.ops.losses import chosen_slopes, index_actions, transition_columns, weighted_mean
+from rl_training.ops.policy import mask_actions
 from rl_training.play import random_actions
 from rl_training.speed.optimizer import Backward, TargetNetwork
 from rl_training.speed.passes import NumpyPolicy, mask_in_numpy

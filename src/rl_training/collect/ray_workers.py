@@ -1,4 +1,4 @@
-"""Collect in Ray actors: the workers of `collect/worker.py` on the nodes of a cluster."""
+"""Collect in Ray actors: the workers of `collect/worker_process.py` on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError
 
 from rl_training.algorithms.base import Array
-from rl_training.collect.worker import MEMORIES, CollectingWorker, SharedMemory, WorkerPlan
+from rl_training.collect.worker_process import MEMORIES, CollectingWorker, SharedMemory, WorkerPlan
 from rl_training.data.store import Experience, Request
 from rl_training.envs.worker_process import attempt
 from rl_training.envs.workers import CLOSE_SECONDS, LOOK_EVERY, WorkerFailure, WorkerPool

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rl_training.collect.worker import FIRST
+from rl_training.collect.worker_process import FIRST
 from rl_training.config.params import Params, dump_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig

@@ -9,14 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_training.models.blocks import (
-    Categorical,
-    DiagonalGaussian,
-    Distribution,
-    MultiCategorical,
-    ObservationNetwork,
-    mlp,
-)
+from rl_training.models.blocks import ObservationNetwork, mlp
+from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
 from rl_training.speed.passes import Array, Backward, NumpyPolicy, WrittenOut, mask_in_numpy, run_network
 from rl_training.speed.private_torch import differentiate
 

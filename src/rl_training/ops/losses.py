@@ -139,17 +139,6 @@ def chosen_slopes(slopes: Tensor, actions: Tensor, outputs: Tensor, weights: Ten
     return torch.zeros_like(outputs).scatter_(1, index_actions(actions, outputs), (slopes * share).unsqueeze(1))
 
 
-def mask_actions(scores: Tensor, legal: Tensor | None, fill: float = -torch.inf) -> Tensor:
-    """Set the scores [..., A] of illegal actions to `fill`; a row without legal actions (only at an end) is unchanged.
-
-    The same in numpy is `speed.passes.mask_in_numpy`.
-    """
-    if legal is None:
-        return scores
-    legal = legal.bool()
-    return scores.masked_fill(~legal & legal.any(-1, keepdim=True), fill)
-
-
 def index_actions(actions: Tensor, outputs: Tensor) -> Tensor:
     """Index of the taken actions [B] in outputs [B, A] or [B, A, K], for `gather` and `scatter`."""
     if outputs.dim() == 2:

@@ -16,6 +16,17 @@ from torch import Tensor
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
+def mask_actions(scores: Tensor, legal: Tensor | None, fill: float = -torch.inf) -> Tensor:
+    """Set the scores [..., A] of illegal actions to `fill`; a row without legal actions (only at an end) is unchanged.
+
+    The same in numpy is `speed.passes.mask_in_numpy`.
+    """
+    if legal is None:
+        return scores
+    legal = legal.bool()
+    return scores.masked_fill(~legal & legal.any(-1, keepdim=True), fill)
+
+
 def conjugate_gradient(
     matvec: Callable[[Tensor], Tensor], b: Tensor, iterations: int, tolerance: float = 1e-10
 ) -> Tensor:

@@ -18,8 +18,8 @@ from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm
 from rl_training.collect.device import DeviceCollector, DeviceStepCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
-from rl_training.collect.worker import FIRST, SharedMemory, WorkerPlan
-from rl_training.collect.workers import FirstComers, WorkerCollector
+from rl_training.collect.worker_collector import FirstComers, WorkerCollector
+from rl_training.collect.worker_process import FIRST, SharedMemory, WorkerPlan
 from rl_training.config.choices import ACCELERATED, choose_device, resolve
 from rl_training.config.networks import resolve_network
 from rl_training.config.params import Params, check_schedules, read_params
@@ -222,7 +222,8 @@ def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any, recipe:
     if spec.store is not ReplayStore:
         return f"{spec.name} keeps what it learns from there"
     reasons = {
-        "a simulator keeps its own state": bool(recipe.made), "prioritized is true": params.prioritized, "replay_memory is 'host'": params.replay_memory == "host",
+        "a simulator keeps its own state": bool(recipe.made), "prioritized is true": params.prioritized,
+        "replay_memory is 'host'": params.replay_memory == "host",
         "replay_folder is given": params.replay_folder is not None,
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -22,7 +22,7 @@ import torch
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.choices import torch_settings_restored
 from rl_training.config.params import read_params
-from rl_training.config.replay import ReplayParams
+from rl_training.config.replay_params import ReplayParams
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import TransitionDataset, load_transition_dataset

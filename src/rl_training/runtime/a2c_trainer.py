@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.a2c import A2C
-from rl_training.config.rollout import NORMALIZED, RolloutParams, rollout_spec
+from rl_training.config.rollout_params import NORMALIZED, RolloutParams, rollout_spec
 from rl_training.run.workflows import train_function
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rl_training.algorithms.appo import APPO
 from rl_training.config.params import Reason, Reasons
-from rl_training.config.rollout import NORMALIZED, ClippedParams, VTraceParams, rollout_spec
+from rl_training.config.rollout_params import NORMALIZED, ClippedParams, VTraceParams, rollout_spec
 from rl_training.run.workflows import train_function
 
 

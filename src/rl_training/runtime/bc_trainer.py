@@ -10,8 +10,8 @@ from pydantic import Field
 from rl_training.algorithms.bc import BC
 from rl_training.config.networks import build_on_policy
 from rl_training.config.params import LINEAR_HEADS, Facts, Params, Reason, Reasons
-from rl_training.config.replay import DatasetParams
-from rl_training.config.rollout import ACTION_KINDS
+from rl_training.config.replay_params import DatasetParams
+from rl_training.config.rollout_params import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.recorded_store import DatasetStore
 from rl_training.run.workflows import train_function

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.d4pg import D4PG
-from rl_training.config.replay import DeterministicActorParams, SupportParams, continuous_spec
+from rl_training.config.replay_params import DeterministicActorParams, SupportParams, continuous_spec
 from rl_training.models.mlp_d4pg import MLPD4PGModel
 from rl_training.run.workflows import train_function
 

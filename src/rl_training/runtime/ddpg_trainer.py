@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.ddpg import DDPG
-from rl_training.config.replay import DeterministicActorParams, continuous_spec
+from rl_training.config.replay_params import DeterministicActorParams, continuous_spec
 from rl_training.models.mlp_ddpg import MLPDDPGModel
 from rl_training.run.workflows import train_function
 

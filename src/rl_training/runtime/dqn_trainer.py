@@ -17,7 +17,7 @@ from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.config.networks import make_network
 from rl_training.config.params import Reason, Reasons, Schedule, Widths
-from rl_training.config.replay import ReplayParams, SupportParams
+from rl_training.config.replay_params import ReplayParams, SupportParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import ReplayStore
 from rl_training.envs.spaces import EnvSpaces

@@ -9,7 +9,7 @@ from pydantic import Field
 from rl_training.algorithms.dreamer import Dreamer
 from rl_training.config.networks import make_input
 from rl_training.config.params import Activation, Facts, Reason, Reasons, Widths
-from rl_training.config.replay import SequenceParams
+from rl_training.config.replay_params import SequenceParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import SequenceStore
 from rl_training.envs.spaces import EnvSpaces

@@ -10,8 +10,8 @@ from rl_training.algorithms.gail import GAIL
 from rl_training.algorithms.ppo import PPO
 from rl_training.config.networks import any_kind, build_on_policy, make_input, make_network
 from rl_training.config.params import Reason, Reasons, Widths
-from rl_training.config.replay import ExpertParams
-from rl_training.config.rollout import ACTION_KINDS
+from rl_training.config.replay_params import ExpertParams
+from rl_training.config.rollout_params import ACTION_KINDS
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import DemonstrationStore
 from rl_training.envs.spaces import EnvSpaces

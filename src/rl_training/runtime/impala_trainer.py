@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.impala import IMPALA
-from rl_training.config.rollout import NORMALIZED, VTraceParams, rollout_spec
+from rl_training.config.rollout_params import NORMALIZED, VTraceParams, rollout_spec
 from rl_training.run.workflows import train_function
 
 

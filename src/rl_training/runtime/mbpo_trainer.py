@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.params import Facts
-from rl_training.config.replay import ModelParams, ReplayParams, model_spec
+from rl_training.config.replay_params import ModelParams, ReplayParams, model_spec
 from rl_training.data.model_store import ModelReplayStore
 from rl_training.run.workflows import train_function
 

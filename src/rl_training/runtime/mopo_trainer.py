@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.mopo import MOPO
-from rl_training.config.replay import DatasetKind, DatasetParams, ModelParams, OffPolicyParams, model_spec
+from rl_training.config.replay_params import DatasetKind, DatasetParams, ModelParams, OffPolicyParams, model_spec
 from rl_training.data.model_store import ModelDatasetStore
 from rl_training.run.workflows import train_function
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.naf import NAF
-from rl_training.config.replay import ReplayParams, continuous_spec
+from rl_training.config.replay_params import ReplayParams, continuous_spec
 from rl_training.models.mlp_naf import MLPNAFModel
 from rl_training.run.workflows import train_function
 

@@ -8,7 +8,13 @@ from pydantic import Field
 
 from rl_training.algorithms.rlpd import RLPD
 from rl_training.config.params import Facts, Limits, Reason, Reasons
-from rl_training.config.replay import DIVIDED_ONCE, ActorCriticParams, DatasetParams, TemperatureParams, continuous_spec
+from rl_training.config.replay_params import (
+    DIVIDED_ONCE,
+    ActorCriticParams,
+    DatasetParams,
+    TemperatureParams,
+    continuous_spec,
+)
 from rl_training.data.recorded_store import PriorReplayStore
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.run.workflows import train_function

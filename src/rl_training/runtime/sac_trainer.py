@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_training.algorithms.sac import SAC
-from rl_training.config.replay import ActorCriticParams, TemperatureParams, continuous_spec
+from rl_training.config.replay_params import ActorCriticParams, TemperatureParams, continuous_spec
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.run.workflows import train_function
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.td3 import TD3
-from rl_training.config.replay import DeterministicActorParams, continuous_spec
+from rl_training.config.replay_params import DeterministicActorParams, continuous_spec
 from rl_training.models.mlp_td3 import MLPTD3Model
 from rl_training.run.workflows import train_function
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.trpo import TRPO
 from rl_training.config.params import Reason, Reasons
-from rl_training.config.rollout import NORMALIZED_OBSERVATIONS, RolloutParams, rollout_spec
+from rl_training.config.rollout_params import NORMALIZED_OBSERVATIONS, RolloutParams, rollout_spec
 from rl_training.run.workflows import train_function
 
 

@@ -284,7 +284,7 @@ def numpy_chain(steps: list[NumpyStep | None]) -> NumpyStep | None:
 
 
 def mask_in_numpy(scores: Array, legal: Array | None) -> Array:
-    """`ops.losses.mask_actions` in numpy."""
+    """`ops.policy.mask_actions` in numpy."""
     if legal is None:
         return scores
     return np.where(legal | ~legal.any(-1, keepdims=True), scores, -np.inf)

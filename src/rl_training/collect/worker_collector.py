@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_training.algorithms.base import Array
 from rl_training.collect.local import NOTHING, Behaviour, Collector, Lag
-from rl_training.collect.worker import MEMORIES, SharedMemory, WorkerPlan
+from rl_training.collect.worker_process import MEMORIES, SharedMemory, WorkerPlan
 from rl_training.data.store import Experience, Request
 from rl_training.envs.engines import REPLAY_SECONDS
 from rl_training.envs.spaces import EnvSpaces
