@@ -14,8 +14,6 @@ from torch import Tensor
 
 from rl_training.data.memory import Array
 
-CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
-
 SHARE_OF_GPU = 0.5  # of its free memory, for data that the user did not ask to keep there
 MOST_WAITING = 256  # written rows that wait for the next batch
 
