@@ -660,7 +660,7 @@ def test_a_schedule_of_the_common_rate_that_nobody_follows_is_refused(tmp_path: 
 def test_threads_are_chosen_by_the_widths_of_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     chosen = {size: choose_threads(DreamerParams(size=size), SPACES["vector"]) for size in SIZES}
-    assert chosen == {"xxs": 1, "xs": 1, "s": 4, "m": 4, "l": 4, "xl": 4}
+    assert chosen == {"xxs": 1, "xs": 1, "s": 2, "m": 4, "l": 4, "xl": 4}
     assert choose_threads(DreamerParams(size="xs", hidden_sizes=(512,)), SPACES["vector"]) == 4
 
 

@@ -356,6 +356,17 @@ def test_the_synthetic_buffer_forgets_the_oldest() -> None:
         SyntheticBuffer(6, obs_dim=1, action_dim=1).load_state_dict(buffer.state_dict())
 
 
+def test_rows_that_cannot_be_moved_change_nothing() -> None:
+    buffer = SyntheticBuffer(3, obs_dim=1, action_dim=1)
+    wide, column = torch.ones(3, 1), torch.ones(3)
+    rows = {"obs": wide, "actions": wide, "next_obs": wide, "rewards": column, "terminated": column > 1}
+    buffer.add(rows)
+    before = {name: array.copy() for name, array in buffer.state_dict()["arrays"].items()}
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        buffer.add({**rows, "obs": wide * 2, "terminated": torch.empty(3, device="meta")})
+    np.testing.assert_equal(buffer.state_dict()["arrays"], before)
+
+
 @pytest.mark.parametrize("sizes", [(3, 4, 12, 1), (5, 5), (2, 2, 2, 13)])
 def test_the_synthetic_buffer_keeps_the_newest_rows_in_place(sizes: tuple[int, ...]) -> None:
     buffer, added, expected = SyntheticBuffer(5, obs_dim=2, action_dim=1), 0, np.zeros(5, np.float32)

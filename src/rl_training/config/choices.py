@@ -36,7 +36,7 @@ SAC = "SAC of 256 x 256 units: 1,913 updates/s, 132 on a core"
 PPO = "PPO of 512 x 512 units with 8 CartPoles: 7,251 steps/s, 1,887 on a core"
 SMALL = "DQN of 128 x 128 units: 708 steps/s on the GPU, 925 on a core"
 COMPILERS = {"darwin": "clang++", "win32": "cl"}
-THREADS = ((128, 1), (512, 2))  # for layers of at most so many units; wider ones and images take MOST_THREADS
+THREADS = ((128, 1), (256, 2))  # for layers of at most so many units; wider ones and images take MOST_THREADS
 MOST_THREADS = 8
 
 

@@ -196,7 +196,8 @@ class DeviceRing:
         open_so_far = ~(columns["terminated"].take(window) | columns["truncated"].take(window))
         lengths = torch.minimum(1 + open_so_far[:, :-1].cumprod(1).sum(1), room)
         rewards = columns["rewards"].take(window) * self._powers[:-1]
-        rewards = torch.where(self._window < lengths.unsqueeze(1), rewards, 0.0).sum(1)
+        inside = self._window < lengths.unsqueeze(1)
+        rewards = torch.where(inside, rewards, 0.0).sum(1)
         return rewards, (rows + (lengths - 1) * n) % self._length, self._powers.take(lengths)
 
     def extremes(self) -> list[float]:

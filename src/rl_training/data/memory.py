@@ -33,7 +33,6 @@ except ImportError:  # Windows, where folders of killed runs stay
 
 Array = NDArray[Any]
 DType = Any  # "uint8", np.uint8, np.dtype("uint8") or torch.uint8
-CHANGES_BUFFERS = True  # an error in here may leave a buffer half changed (run/interruption.py)
 SHARE_OF_GPU = 0.5  # of its free memory, for data that the user did not ask to keep there
 MOST_WAITING = 256  # written rows that wait for the next batch
 

@@ -53,8 +53,11 @@ class SyntheticBuffer:
         count = len(rows["rewards"])
         skipped = max(0, count - self.capacity)
         places = torch.arange(self._head + skipped, self._head + count) % self.capacity
+        places = places.to(self._columns["rewards"].device)
+        # all of them before the first is written: after an error the ring is saved, so it must be whole
+        moved = {name: rows[name][skipped:].to(column) for name, column in self._columns.items()}
         for name, column in self._columns.items():
-            column.index_copy_(0, places.to(column.device), rows[name][skipped:].to(column))
+            column.index_copy_(0, places, moved[name])
         self._head = (self._head + count) % self.capacity
         self._size = min(self._size + count, self.capacity)
 
