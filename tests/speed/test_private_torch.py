@@ -98,6 +98,17 @@ def check_holder_counter(private: Any) -> None:
     assert count() == alone
 
 
+def check_record_graph(private: Any) -> None:
+    x = torch.ones(1, requires_grad=True)
+    before = torch.is_grad_enabled()
+    private.record_graph(False)
+    try:
+        assert not (2 * x).requires_grad
+    finally:
+        private.record_graph(before)
+    assert (2 * x).requires_grad
+
+
 def check_constant_in_graphs(private: Any) -> None:
     calls = []
 

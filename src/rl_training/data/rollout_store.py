@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_training.algorithms.base import Algorithm, Array, Batch, UpdateResult
 from rl_training.data import TransitionDataset
+from rl_training.data.memory import as_tensors
 from rl_training.data.recorded_store import describe_origin, find_dataset, fit_dataset, refuse_missing, refuse_unread
 from rl_training.data.store import Experience, Request, Store, StoreContext, Timed
 from rl_training.envs.factory import EnvRecipe
@@ -66,7 +67,8 @@ class RolloutStore(Store):
             batch["valid"] = experience.valid
         if not reads_values:
             batch["bootstrap_obs"] = experience.obs[-1]
-        batch = {name: torch.as_tensor(column).to(self.device) for name, column in batch.items()}
+        if not isinstance(experience.obs, Tensor):
+            batch = as_tensors(batch, torch.device(self.device))
         batch["behavior_logprobs"] = batch["logprobs"]
         if reads_values:
             batch |= self._evaluate(algorithm)
@@ -82,9 +84,11 @@ class RolloutStore(Store):
 
         def evaluate(obs: Any) -> Tensor:
             rows = torch.as_tensor(obs).to(self.device)
+            if self.spaces.obs_kind == "vector":
+                found: Tensor = policy.values(rows)
+                return found
             # features of many images may not fit into memory
-            parts = rows.split(len(rows) if self.spaces.obs_kind == "vector" else MOST_IMAGES)
-            return torch.cat([policy.values(part) for part in parts])
+            return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)])
 
         if experience.has_values:
             known = torch.as_tensor(experience.values).to(self.device)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rl_training.speed.private_torch import constant_in_graphs, holder_counter
+from rl_training.speed.private_torch import constant_in_graphs, holder_counter, record_graph
 
 Backward = Callable[..., "Sequence[Tensor | None]"]  # gradients of outputs -> gradients of parameters, in order
 Array = NDArray[Any]
@@ -164,6 +164,17 @@ def run_network(network: nn.Sequential, x: Tensor) -> Tensor:
     return trace_fused(x, (network,))[0][0] if fused else network(x)
 
 
+class no_graph:
+    """`torch.no_grad` without its cost (see `private_torch.record_graph`)."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        record_graph(False)
+
+    def __exit__(self, *_: object) -> None:
+        record_graph(self.before)
+
+
 class WrittenOut:
     """Networks that read the same rows, run with hand-written passes if all of them have one; not a module itself.
 
@@ -198,16 +209,16 @@ class WrittenOut:
         splits = self._write_out(x, networks)
         if splits is None:
             return None
-        with torch.no_grad():
+        with no_graph():
             passed = [split.forward(x) for split in splits]
 
-        @torch.no_grad()
         def backward(*grads: Tensor) -> Pieces:
             pieces, start = self._take_pieces(splits), 0
-            for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
-                end = start + len(split.parameters)
-                split.backward(inputs, grad, pieces[start:end])
-                start = end
+            with no_graph():
+                for split, (_, inputs), grad in zip(splits, passed, grads, strict=True):
+                    end = start + len(split.parameters)
+                    split.backward(inputs, grad, pieces[start:end])
+                    start = end
             return pieces
 
         return [outputs for outputs, _ in passed], backward

@@ -23,6 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 differentiate: Callable[..., tuple[Any, ...]] = partial(
     _engine_run_backward, keep_graph=False, create_graph=False, allow_unreachable=True, accumulate_grad=False
 )
+# record_graph(bool): whether autograd records what follows. `torch.no_grad` takes four times as long, and a small
+# network's update needs it several times.
+record_graph: Callable[[bool], None] = torch._C._set_grad_enabled
 # Copy tensors into one [P]; `torch.cat` would need a reshaped view of each.
 concatenate: Callable[..., Tensor] = _flatten_dense_tensors
 # copy_all(targets, sources): copy each source into its target, all of one dtype: one kernel on a GPU.
