@@ -1,7 +1,7 @@
 """Every `auto` of a config: device, acceleration, vectorization, workers, threads.
 
 Two more are hyper-parameters: `replay_memory` (`data.replay_store.goes_to_device` decides it with the buffer at hand)
-and the ends of a categorical distribution (`support.py`).
+and the ends of a categorical distribution (`derive_support` in `config/replay_params.py`).
 """
 
 from __future__ import annotations
