@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from resume_cases import SPECS, tiny
-from rl_training.config.params import Schedule, change_params, parameter_names
+from rl_training.config.params import Schedule, change_params, parameter_names, read_params
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.errors import UserError
 from rl_training.run.build import open_session
@@ -183,3 +183,8 @@ def test_a_changed_number_replaces_its_schedule(given: dict[str, Any], left: dic
 def test_a_cosine_falls_slowly_at_both_ends(progress: float, expected: float) -> None:
     """Half a period from 3 to 1 within four fifths of the budget: an eighth of the period is 45 degrees."""
     assert Schedule(type="cosine", start=3.0, end=1.0, fraction=0.8).value(progress) == pytest.approx(expected)
+
+
+def test_trpos_learning_rate_may_end_at_zero_under_its_other_name() -> None:
+    falls = {"learning_rate_schedule": {"type": "linear", "start": 0.01, "end": 0.0}}
+    assert read_params(get_algorithm_spec("trpo").params, falls).schedules["learning_rate"].end == 0.0

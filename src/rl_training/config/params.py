@@ -280,8 +280,9 @@ def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyPa
         raise UserError("algo_kwargs: unknown key 'schedules'; a schedule is given as <name>_schedule.")
     params = validate(model, plain, "algo_kwargs", also_known=[name + SCHEDULE for name in numeric])
     for name, schedule in schedules.items():
+        same = {other: getattr(params, other) for other in (model.synonyms.get(name),) if other}  # has its own bounds
         for end in {schedule.start, schedule.end} - {None}:
-            validate(model, {**plain, name: end}, f"algo_kwargs.{name}{SCHEDULE}")
+            validate(model, {**plain, **same, name: end}, f"algo_kwargs.{name}{SCHEDULE}")
     for other, name in model.synonyms.items():
         one, two = getattr(params, other), getattr(params, name)
         if one != two:
