@@ -164,7 +164,8 @@ def import_warp() -> tuple[Any, Any]:
     except ImportError:
         why = "physics for vectorization 'device' on a GPU is MuJoCo Warp, which is not installed"
         raise UserError(f"{why}: pip install 'rl-training[warp]'.") from None
-    warp.config.quiet = True
+    settings: Any = warp.config
+    settings.quiet = True
     return mujoco_warp, warp
 
 
