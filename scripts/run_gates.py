@@ -55,7 +55,7 @@ ADDED_LATER = {
     "clip_value_loss": False, "head_hidden_sizes": None, "actor_learning_rate": None, "critic_learning_rate": None,
     "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0, "random_action_hold": 1.0,
     "epsilon_ladder": 0.0, "network": None, "replay_memory": "auto", "widen_support": "auto",
-    "desired_kl": None, "initial_log_std": 0.0, "critic_obs": [],
+    "desired_kl": None, "initial_log_std": 0.0, "critic_obs": [], "synthetic_rounds": None,
 }  # fmt: skip
 ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
 ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms
@@ -178,6 +178,9 @@ def hash_config(config: TrainConfig, eval_episodes: int) -> str:
     always = ALWAYS_THERE.get(config.algo, ())
     later = [name for name, value in params.items() if name not in always and added.get(name, ...) == value]
     plain["algo_kwargs"] = {name: value for name, value in params.items() if name not in later}
+    for value in plain["algo_kwargs"].values():
+        if isinstance(value, dict) and value.get("begin") == 0.0:  # a schedule without a delay, as all were
+            del value["begin"]
     text = json.dumps([plain, eval_episodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

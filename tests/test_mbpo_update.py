@@ -356,6 +356,24 @@ def test_the_synthetic_buffer_forgets_the_oldest() -> None:
         SyntheticBuffer(6, obs_dim=1, action_dim=1).load_state_dict(buffer.state_dict())
 
 
+def test_batches_may_be_drawn_from_the_newest_imagined_rows_only() -> None:
+    buffer = SyntheticBuffer(5, obs_dim=1, action_dim=1)
+    zeros = torch.zeros(8, 1)
+    rows = {"obs": torch.arange(8.0).unsqueeze(-1), "actions": zeros, "rewards": zeros[:, 0], "next_obs": zeros}
+    buffer.add({**rows, "terminated": torch.zeros(8, dtype=torch.bool)})  # 3 to 7 are kept, and the ring has wrapped
+    drawn = buffer.sample(200, np.random.default_rng(0), newest=2)["obs"]
+    assert set(drawn.flatten().tolist()) == {6.0, 7.0}
+    assert set(buffer.sample(200, np.random.default_rng(0), newest=9)["obs"].flatten().tolist()) == {3, 4, 5, 6, 7}
+
+
+def test_the_pool_of_imagined_rows_grows_with_the_horizon(tmp_path: Path) -> None:
+    kwargs = {"synthetic_rounds": 2, "rollout_batch_size": 20, "rollout_horizon": 3.7}
+    store: Any = open_session(tiny("mbpo", tmp_path, kwargs=kwargs)).store
+    assert store.newest == 2 * 20 * 3
+    store.rollout_horizon = 1.0
+    assert store.newest == 2 * 20
+
+
 def test_rows_that_cannot_be_moved_change_nothing() -> None:
     buffer = SyntheticBuffer(3, obs_dim=1, action_dim=1)
     wide, column = torch.ones(3, 1), torch.ones(3)

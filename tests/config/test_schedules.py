@@ -185,6 +185,19 @@ def test_a_cosine_falls_slowly_at_both_ends(progress: float, expected: float) ->
     assert Schedule(type="cosine", start=3.0, end=1.0, fraction=0.8).value(progress) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("progress", "expected"), [(0.0, 1.0), (0.2, 1.0), (0.3, 2.0), (0.6, 5.0), (1.0, 5.0)])
+def test_a_schedule_may_begin_later(progress: float, expected: float) -> None:
+    assert Schedule(start=1.0, end=5.0, begin=0.2, fraction=0.6).value(progress) == pytest.approx(expected)
+
+
+def test_a_schedule_may_jump_but_not_begin_after_its_end() -> None:
+    jump = Schedule(start=1.0, end=5.0, begin=0.5, fraction=0.5)
+    assert (jump.value(0.49), jump.value(0.5)) == (1.0, 5.0)
+    late = {"gamma_schedule": {"start": 0, "end": 1, "begin": 0.7, "fraction": 0.5}}
+    with pytest.raises(UserError, match=r"begin is 0\.7; it must be at most fraction \(0\.5\)"):
+        read_params(get_algorithm_spec("ppo").params, late)
+
+
 def test_trpos_learning_rate_may_end_at_zero_under_its_other_name() -> None:
     falls = {"learning_rate_schedule": {"type": "linear", "start": 0.01, "end": 0.0}}
     assert read_params(get_algorithm_spec("trpo").params, falls).schedules["learning_rate"].end == 0.0

@@ -41,6 +41,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "policy_lag": {"learning_rate": 0.3}, "double_q": {"learning_rate": 0.3, "target_update_interval": 9},
     "epsilon_end": {"exploration_fraction": 0.1}, "rollout_batch_size": {"rollout_horizon": 1},
     "synthetic_buffer_capacity": {"rollout_horizon": 1, "rollout_refresh_interval": 1},
+    "synthetic_rounds": {"rollout_horizon": 1, "rollout_refresh_interval": 1},
     "widen_support": {"v_min": -1.0, "v_max": 1.0},
 }  # fmt: skip
 PRIORITIES = ("prioritized_alpha", "prioritized_beta_start", "prioritized_beta_end", "prioritized_eps")

@@ -29,9 +29,9 @@ OTHER: dict[str, Any] = {  # another value than the default, of a setting with t
     "noise_clip": 0.05, "n_step": 1, "random_action_hold": 1.0, "epsilon_end": 0.9, "heldout_fraction": 0.5,
     "buffer_capacity": 20, "value_minibatch_size": 8, "minibatch_size": 32, "line_search_steps": 1,
     "critic_subset_size": 1, "model_batch_size": 4, "rollout_batch_size": 30, "rollout_refresh_interval": 2,
-    "synthetic_buffer_capacity": 40, "model_train_frequency": 4, "policy_lag": 3, "num_elites": 1,
-    "dataset_kind": "npz", "dataset_path": "some.npz", "dataset_id": "some/data", "expert_dataset_kind": "npz",
-    "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data", "expert_checkpoint": "some.ckpt",
+    "synthetic_buffer_capacity": 40, "synthetic_rounds": 1, "model_train_frequency": 4, "policy_lag": 3,
+    "num_elites": 1, "dataset_kind": "npz", "dataset_path": "some.npz", "dataset_id": "some/data",
+    "expert_dataset_kind": "npz", "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data", "expert_checkpoint": "some.ckpt",
     "prioritized_eps": 0.5, "widen_support": "both",
 }  # fmt: skip
 

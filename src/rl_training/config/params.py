@@ -41,11 +41,14 @@ class Schedule(StrictModel):
     start: float = Field(description="Value at the first step.")
     end: float | None = Field(None, description="Value at the end of the budget; not needed for constant.")
     fraction: float = Field(1.0, ge=0, le=1, description="Share of the budget after which `end` is reached.")
+    begin: float = Field(0.0, ge=0, le=1, description="Share of the budget until which `start` holds.")
 
     @model_validator(mode="after")
     def _needs_end(self) -> Schedule:
         if self.type != "constant" and self.end is None:
             raise ValueError(f"end is missing; a {self.type} schedule must give it")
+        if self.begin > self.fraction:
+            raise ValueError(f"begin is {self.begin}; it must be at most fraction ({self.fraction})")
         return self
 
     def value(self, progress: float) -> float:
@@ -54,7 +57,9 @@ class Schedule(StrictModel):
             return self.start
         if progress >= self.fraction:
             return self.end
-        share = progress / self.fraction
+        if progress <= self.begin:
+            return self.start
+        share = (progress - self.begin) / (self.fraction - self.begin)
         if self.type == "cosine":
             share = 0.5 * (1.0 - math.cos(math.pi * share))
         return self.start + (self.end - self.start) * share

@@ -307,6 +307,10 @@ class ModelParams(TemperatureParams):
     synthetic_buffer_capacity: int = Field(
         100_000, ge=1, le=10**9, description="Imagined transitions kept, at least one round; the oldest are dropped."
     )
+    synthetic_rounds: int | None = Field(
+        None, ge=1, description="Draw imagined rows only from as many as this many rounds have at the current "
+        "rollout_horizon, the newest; null: from all that are kept.",
+    )  # fmt: skip
     synthetic_batch_ratio: float = Field(0.95, ge=0, le=1, description="Share of every policy batch that is imagined.")
 
     @property

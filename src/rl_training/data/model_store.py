@@ -61,9 +61,12 @@ class SyntheticBuffer:
         self._head = (self._head + count) % self.capacity
         self._size = min(self._size + count, self.capacity)
 
-    def sample(self, batch_size: int, rng: np.random.Generator) -> dict[str, Tensor]:
-        """Rows drawn uniformly with replacement, [batch_size, ...]."""
-        drawn = rng.integers(0, self._size, batch_size)
+    def sample(self, batch_size: int, rng: np.random.Generator, newest: int | None = None) -> dict[str, Tensor]:
+        """Rows drawn uniformly with replacement, [batch_size, ...]: from all rows, or the `newest` ones."""
+        if newest is None or newest >= self._size:
+            drawn = rng.integers(0, self._size, batch_size)
+        else:
+            drawn = (self._head - 1 - rng.integers(0, newest, batch_size)) % self.capacity
         rows = torch.from_numpy(drawn).to(self._columns["rewards"].device)
         return {name: column.index_select(0, rows) for name, column in self._columns.items()}
 
@@ -146,9 +149,15 @@ class ModelStore(Store):
         real = self.draw_real(self.params.batch_size - self.synthetic_batch_size)
         return self.mix(real) if self.synthetic_batch_size else real
 
+    @property
+    def newest(self) -> int | None:
+        """From how many of the newest imagined rows batches are drawn; None for all."""
+        rounds = self.params.synthetic_rounds
+        return None if rounds is None else rounds * self.params.rollout_batch_size * int(self.rollout_horizon)
+
     def mix(self, real: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Real rows first, then imagined ones."""
-        imagined = self.imagined.sample(self.synthetic_batch_size, self.rng)
+        imagined = self.imagined.sample(self.synthetic_batch_size, self.rng, self.newest)
         return {name: torch.cat([real[name], imagined[name].to(self.device)]) for name in KEYS}
 
     def state_dict(self) -> dict[str, Any]:
