@@ -31,8 +31,8 @@ OTHER: dict[str, Any] = {  # another value than the default, of a setting with t
     "critic_subset_size": 1, "model_batch_size": 4, "rollout_batch_size": 30, "rollout_refresh_interval": 2,
     "synthetic_buffer_capacity": 40, "synthetic_rounds": 1, "model_train_frequency": 4, "policy_lag": 3,
     "num_elites": 1, "dataset_kind": "npz", "dataset_path": "some.npz", "dataset_id": "some/data",
-    "expert_dataset_kind": "npz", "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data", "expert_checkpoint": "some.ckpt",
-    "prioritized_eps": 0.5, "widen_support": "both",
+    "expert_dataset_kind": "npz", "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data",
+    "expert_checkpoint": "some.ckpt", "prioritized_eps": 0.5, "widen_support": "both",
 }  # fmt: skip
 
 
