@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from math import inf
@@ -69,6 +69,12 @@ def play(
                 if current[i] < episodes:
                     with named:
                         rows[i], infos[i] = env.reset(seed=seed_of(current[i]))
+
+
+def read_success(info: Any) -> bool | None:
+    """Whether an episode that ended with this info succeeded; None if `info["is_success"]` does not say."""
+    value = info.get("is_success") if isinstance(info, Mapping) else None
+    return None if value is None else bool(value)
 
 
 class FailuresNamed:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import compare_defaults as defaults  # noqa: E402
 
 GUIDES = ("README.md", *(f"docs/{name}.md" for name in (
-    "index", "start", "your_environment", "continue", "offline", "dreamer", "from_sb3", "troubleshooting",
+    "index", "start", "your_environment", "continue", "offline", "dreamer", "from_sb3", "troubleshooting", "callbacks",
 )))  # fmt: skip
 FENCE = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```", re.M | re.S)
 OTHER_PROGRAMS = ("pip", "tensorboard", "make")

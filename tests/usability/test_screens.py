@@ -122,6 +122,7 @@ def run_python(code: str) -> str:
             for part in ast.parse(code).body:
                 exec(compile(ast.Interactive([part]), "script", "single"), names)
         except Exception as error:
+            vars(error).pop("__notes__", None)
             print(traceback.format_exception_only(error)[-1].strip())
     return screen.getvalue()
 

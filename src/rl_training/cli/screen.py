@@ -193,7 +193,8 @@ def describe_return(metrics: dict[str, Any]) -> str:
     """The return of the evaluation or, without one, of the training episodes."""
     if "eval_return_mean" in metrics:
         mean, std, count = (metrics[f"eval_{name}"] for name in ("return_mean", "return_std", "episodes"))
-        return f"[bold]{mean:.1f} ± {std:.1f}[/bold] over {counted(count, 'evaluation episode')}"
+        solved = f", success rate {metrics['eval_success_rate']:.0%}" if "eval_success_rate" in metrics else ""
+        return f"[bold]{mean:.1f} ± {std:.1f}[/bold] over {counted(count, 'evaluation episode')}{solved}"
     if "episode_return_mean" in metrics:
         return f"[bold]{metrics['episode_return_mean']:.1f}[/bold] over the last training episodes (not evaluated)"
     return "no episode ended yet"

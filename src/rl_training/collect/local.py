@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_training.algorithms.base import Algorithm, Array, Carry
 from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.envs.stepper import Step, Stepper
+from rl_training.envs.stepper import Step, Stepper, StepTold
 from rl_training.errors import UserError
 from rl_training.speed.capture import HostStep
 from rl_training.speed.passes import NumpyPolicy
@@ -124,6 +124,7 @@ class Collector:
 
     part = "store"  # of a turn, to which the time of `collect` belongs
     started = False  # whether episodes have started
+    envs: Sequence[Any] = ()  # the environments, where they are in this process
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
         """The requested experience, valid until the next call; here nothing."""
@@ -132,6 +133,10 @@ class Collector:
     def metrics(self, *, last: bool = False) -> dict[str, float]:
         """Metrics since the previous call; a call with `last` does not reset them: a resumed run does not repeat it."""
         return {}
+
+    def watch_steps(self, told: StepTold) -> None:
+        """Call `told` after every step; only a collector that has `envs` can."""
+        raise NotImplementedError
 
     def interrupt(self, error: BaseException) -> None:
         """Raise this instead of the next step; here the turn ends with its update."""
@@ -184,6 +189,15 @@ class LocalCollector(Collector):
     def started(self) -> bool:  # type: ignore[override]  # a read-only view
         """Whether episodes have started."""
         return self.stepper.started
+
+    @property
+    def envs(self) -> Sequence[Any]:  # type: ignore[override]  # a read-only view
+        """The environments, where they are in this process."""
+        return self.stepper.engine.envs
+
+    def watch_steps(self, told: StepTold) -> None:
+        """Call `told` after every step."""
+        self.stepper.engine.watch_steps(told)
 
     def collect(self, behaviour: Behaviour, request: Request) -> Experience:
         """Step every environment until there is enough."""

@@ -12,10 +12,10 @@ from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.inputs import read_masks
 from rl_training.envs.native import find_obstacle, is_cartpole, make_native_engine
 from rl_training.envs.spaces import Array, EnvSpaces
-from rl_training.envs.stepper import Engine, ReplayableEpisodes, Step, episode_seed
+from rl_training.envs.stepper import Engine, ReplayableEpisodes, Step, StepTold, episode_seed
 from rl_training.envs.workers import Workers, pickle_registrations, register_missing
 from rl_training.errors import EnvironmentFailure, UserError, definition
-from rl_training.play import close_all
+from rl_training.play import close_all, read_success
 
 REPLAY_SECONDS = 1.0  # allowed per step of an episode that a worker replays, in addition to worker_timeout
 
@@ -26,7 +26,9 @@ class SyncEngine(Engine):
     state_format = "episodes"
 
     def __init__(self, envs: list[ReplayableEpisodes], spaces: EnvSpaces) -> None:
-        self.envs, self.spaces = envs, spaces
+        self.envs: list[ReplayableEpisodes] = envs
+        self.spaces = spaces
+        self._told: StepTold | None = None
         self._as_list = spaces.action_kind == "discrete"
         self._broken = False
 
@@ -56,11 +58,27 @@ class SyncEngine(Engine):
         except (Exception, SystemExit) as error:
             raise self._failure(error) from error
         obs, masks = self._encode_all(now)
-        final_obs = final_masks = None
+        final_obs = final_masks = successes = None
         if finals:
             lasts = [finals.get(i, row) for i, row in enumerate(now)]
             final_obs, final_masks = self._encode_all(lasts, check=False)
-        return Step(obs, rewards, terminated, truncated, final_obs, masks, final_masks=final_masks)
+            successes = self._read_successes(finals)
+        taken = Step(obs, rewards, terminated, truncated, final_obs, masks, None, final_masks, successes)
+        if self._told is not None:
+            self._told(taken, [finals.get(i, row)[1] for i, row in enumerate(now)])
+        return taken
+
+    def watch_steps(self, told: StepTold) -> None:
+        """Call `told` after every step, with the infos of the last steps where episodes ended."""
+        self._told = told
+
+    def _read_successes(self, finals: Mapping[int, Any]) -> Array | None:
+        """`Step.successes` of these ended environments."""
+        found = np.full(len(self.envs), np.nan)
+        for i, (_, info) in finals.items():
+            if (success := read_success(info)) is not None:
+                found[i] = success
+        return None if np.isnan(found).all() else found
 
     def _failure(self, error: BaseException) -> EnvironmentFailure:
         self._broken = True
@@ -112,6 +130,9 @@ class AsyncEngine(Engine):
     def step(self, actions: Array) -> Step:
         """Step every environment; those that end are reset at once."""
         steps: list[Step] = self.workers.call_each("step", [(actions[i : i + 1],) for i in range(len(actions))])
+        if any(step.successes is not None for step in steps):
+            unknown = np.full(1, np.nan)
+            steps = [step._replace(successes=unknown) if step.successes is None else step for step in steps]
         if any(step.final_obs is not None for step in steps):  # the others' final rows are arbitrary
             steps = [
                 step._replace(final_obs=step.obs, final_masks=step.masks) if step.final_obs is None else step

@@ -6,7 +6,7 @@ A checkpoint stores an environment as the seed of its episode and the actions si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -178,7 +178,8 @@ class Step(NamedTuple):
 
     `final_obs` holds the true last observation in the rows that ended (same-step autoreset) and arbitrary values in the
     others; it is None if no row ended. `final_masks` are the legal actions there. `valid` is None, or false in the rows
-    in which an engine with next-step autoreset only reset.
+    in which an engine with next-step autoreset only reset. `successes` holds 1 or 0 in the rows that ended with an
+    `info["is_success"]`, otherwise NaN; it is None if there is none.
     """
 
     obs: Array
@@ -189,6 +190,10 @@ class Step(NamedTuple):
     masks: Array | None = None
     valid: Array | None = None
     final_masks: Array | None = None
+    successes: Array | None = None
+
+
+StepTold = Callable[[Step, list[Any]], None]  # called with a step and the infos of its N environments
 
 
 class Engine:
@@ -198,6 +203,7 @@ class Engine:
     inexact = ""  # why the same seed can give other numbers here, in words
     state_format = ""  # engines with the same format read each other's states; empty: it cannot be saved
     unsaved = ""  # why it cannot be saved, as the beginning of a sentence
+    envs: Sequence[gym.Env[Any, Any]] = ()  # the environments, where they are in this process
 
     def reset(self) -> tuple[Array, Array | None]:
         """The first observations and masks."""
@@ -219,6 +225,10 @@ class Engine:
         """Restore the environments; return their current observations and masks."""
         return self.reset()
 
+    def watch_steps(self, told: StepTold) -> None:
+        """Call `told` after every step; only an engine that has `envs` can."""
+        raise NotImplementedError
+
     def check(self) -> None:
         """Raise an EnvironmentFailure if the current state is wrong."""
 
@@ -239,6 +249,7 @@ class Episode(NamedTuple):
 
     episode_return: float
     length: int
+    success: bool | None = None  # its `info["is_success"]` at the end
 
 
 class Stepper:
@@ -287,6 +298,9 @@ class Stepper:
             return step, []
         ended = np.flatnonzero(done)
         episodes = [Episode(float(self.returns[i]), int(self.lengths[i])) for i in ended]
+        if step.successes is not None:
+            known = [None if math.isnan(value) else bool(value) for value in step.successes[ended]]
+            episodes = [one._replace(success=value) for one, value in zip(episodes, known, strict=True)]
         self.returns[ended] = 0.0
         self.lengths[ended] = 0
         return step, episodes

@@ -34,7 +34,7 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Engine, episode_seed
 from rl_training.envs.wrappers import Env
 from rl_training.errors import EnvironmentFailure, UserError
-from rl_training.play import closed_after, play
+from rl_training.play import closed_after, play, read_success
 from rl_training.run import learner
 from rl_training.safe_files import output_written, refuse_link
 from rl_training.validation import validate
@@ -54,14 +54,17 @@ class EvaluationResult:
     returns: list[float]
     lengths: list[int]
     cut: int = 0  # episodes that were cut because they took too long
+    successes: tuple[bool, ...] = ()  # of the episodes that ended with an `info["is_success"]`
 
     def metrics(self) -> dict[str, Any]:
-        """Mean, standard deviation and count as metrics."""
+        """Mean, standard deviation and count as metrics, and the share of successes if the environment tells."""
+        share = {"eval_success_rate": float(np.mean(self.successes))} if self.successes else {}
         return {
             "eval_return_mean": float(np.mean(self.returns)),
             "eval_return_std": float(np.std(self.returns)),
             "eval_length_mean": float(np.mean(self.lengths)),
             "eval_episodes": len(self.returns),
+            **share,
         }
 
 
@@ -159,11 +162,15 @@ class Evaluator:
         act = actor.in_environments(self.spaces, self.check)
         seed_of = partial(episode_seed, self.seed, EVALUATION_STREAM)
         returns, lengths, cut = [0.0] * episodes, [0] * episodes, 0
+        successes: list[bool] = []
         for step in play(envs, act, seed_of, self.spaces.env_id, episodes, limit):
             returns[step.episode] += step.reward
             lengths[step.episode] += 1
-            cut += lengths[step.episode] == limit and not (step.terminated or step.truncated)
-        return EvaluationResult(returns, lengths, cut)
+            ended = step.terminated or step.truncated
+            cut += lengths[step.episode] == limit and not ended
+            if (ended or lengths[step.episode] == limit) and (success := read_success(step.info)) is not None:
+                successes.append(success)
+        return EvaluationResult(returns, lengths, cut, tuple(successes))
 
 
 def play_held_out(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from rl_training.config.params import Params, Schedule
 from rl_training.config.train_config import TrainConfig
 from rl_training.data.store import Timed, untimed
 from rl_training.envs.stepper import Episode
+from rl_training.errors import UserError
 from rl_training.record.logger import RunLogger, SilentLogger
 from rl_training.validation import StrictModel
 
@@ -104,15 +105,18 @@ class RunState(StrictModel):
     latest: dict[str, AnyFloat]  # metrics of the last update; tensors until somebody reads them
     collected_metrics: dict[str, AnyFloat]
     last_evaluation: dict[str, int | AnyFloat]
+    successes: list[bool] = []  # of the last episodes that said so
+    logged: dict[str, AnyFloat] = {}  # what callbacks have logged
     abandoned: bool = False  # saved in the middle of a turn, so without the environments' episodes
 
 
-def summarize_episodes(episodes: Collection[tuple[float, int]]) -> dict[str, float]:
-    """Mean return and length of the last training episodes, if there are any."""
-    if not episodes:
-        return {}
-    returns, lengths = zip(*episodes, strict=True)
-    return {"episode_return_mean": sum(returns) / len(returns), "episode_length_mean": sum(lengths) / len(lengths)}
+def summarize_episodes(state: RunState) -> dict[str, float]:
+    """Mean return, length and success of the last training episodes, if there are any."""
+    found = {}
+    if state.episodes:
+        returns, lengths = zip(*state.episodes, strict=True)
+        found = {"episode_return_mean": sum(returns) / len(returns), "episode_length_mean": sum(lengths) / len(lengths)}
+    return found | ({"success_rate": sum(state.successes) / len(state.successes)} if state.successes else {})
 
 
 def evaluation_interval(config: TrainConfig, params: Params) -> int:
@@ -284,6 +288,11 @@ class TrainingClock:
             self.recent = RecentSpeeds(self.seconds, self._state.step, self._state.updates)
 
 
+def name_taken(name: str) -> UserError:
+    """The error about a metric of a user's own with the name of one of ours."""
+    return UserError(f"run.log({name!r}, ...): every run has that; call yours my/{name}, for example.")
+
+
 class Recorder:
     """Collects the metrics of a run from all its parts, and logs them."""
 
@@ -297,7 +306,7 @@ class Recorder:
 
     def progress_metrics(self) -> dict[str, float]:
         """Counters, episode statistics and scheduled values."""
-        episodes = summarize_episodes(self.state.episodes)
+        episodes = summarize_episodes(self.state)
         return {"updates": self.state.updates} | episodes | self.cadence.scheduled_values()
 
     def read_latest(self) -> dict[str, float]:
@@ -313,7 +322,10 @@ class Recorder:
         collected = self.state.collected_metrics | self.session.collector.metrics(last=last)
         latest = self.read_latest() if latest is None else latest
         # schedules go over what the last update says of one, such as SAC's alpha
-        return {**self.progress_metrics(), **collected, **latest, **self.cadence.scheduled_values()}
+        own = {**self.progress_metrics(), **collected, **latest, **self.cadence.scheduled_values()}
+        if taken := own.keys() & self.state.logged.keys():
+            raise name_taken(min(taken))
+        return own | self.state.logged
 
     def log_row(self, latest: Mapping[str, float], *, last: bool) -> None:
         """Log one row of metrics; `last` means that it is logged only because the run ends."""

@@ -11,33 +11,44 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rl_training.algorithms.base import UpdateResult, read_metrics
-from rl_training.envs.stepper import Episode
+from rl_training.envs.factory import read_recipe
+from rl_training.envs.probe import probe_spaces
+from rl_training.envs.stepper import Episode, Step
 from rl_training.errors import EnvironmentFailure, TrainingFailure, UserError, did_you_mean
 from rl_training.record.checkpoints import CheckpointFolder
 from rl_training.run.build import Session, describe_machine
 from rl_training.run.evaluation import EvaluationResult, Evaluator
 from rl_training.run.folder import keep_lock, write_run_files
 from rl_training.run.interruption import Interruption, StopRequest, can_save_after
-from rl_training.run.learner import SCHEMA
-from rl_training.run.loop import Cadence, Recorder, RunState, first_state
+from rl_training.run.learner import SCHEMA, TrainedPolicy, check_same_spaces
+from rl_training.run.loop import Cadence, Recorder, RunState, first_state, name_taken
 
 FEW = 5  # maximum episodes of evaluations that were not asked for, except the last
 LAST_EPISODES = 100  # of which the log has the mean
 # Why a run stops; if ranks differ, the last of these applies to all
+HEADS = {"step", "kind", "time", "last", "steps_per_second", "global_step", "train_seconds", "stop_reason"}
 REASONS = (None, "total_timesteps", "max_updates", "max_seconds", "early_stopping", "callback", "SIGINT", "SIGTERM")
 
 
 class Callback:
     """Base class of callbacks: override the methods you need; return False from any of them to stop the run.
 
-    `run` has `step`, `updates`, `config`, `run_dir` and `metrics`, the newest value of every logged metric.
+    `run` has `step`, `updates`, `config`, `run_dir`, `metrics`, the newest value of every logged metric, `envs`,
+    `predict`, and `log`, `save_checkpoint` and `evaluate_in` to call.
     """
 
     def on_start(self, run: Run) -> bool | None:
         """Called before the first step."""
+
+    def on_step(self, run: Run, step: Step, infos: list[Any]) -> bool | None:
+        """Called after each step of the N training environments, which must be in this process (see `Run.envs`).
+
+        `step` has `rewards`, `terminated` and `truncated` [N], and `obs` as the policy sees them; where an episode
+        ended, the info is its last one. `run.step` changes, and the run stops, at the end of the turn.
+        """
 
     def on_update(self, run: Run) -> bool | None:
         """Called after each turn of the loop."""
@@ -59,6 +70,15 @@ def read_callbacks(callbacks: Iterable[Callback] | None) -> list[Callback]:
         if not any(callable(getattr(callback, name, None)) for name in events):
             raise UserError(f"{callback!r} is not a callback; it needs one of the methods {', '.join(events)}.")
     return told
+
+
+class Metrics(dict[str, float]):
+    """Metrics to read; changing them would log nothing, so it is an error."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError("run.metrics is for reading; run.log(name, value) logs a metric of your own.")
+
+    __setitem__ = update = setdefault = __ior__ = _refuse
 
 
 class NotSaved(TrainingFailure):
@@ -83,6 +103,7 @@ class Run:
         self.session, self.run_dir, self.ranks = session, run_dir, session.ranks
         self.config, self.params = session.config, session.params
         self.callbacks, self.messages = list(callbacks), list(messages)
+        self._policy = TrainedPolicy(session.algorithm, session.spaces, self.config)
         self.state = first_state(self.config, self.params) if restored is None else restored
         self.cadence = Cadence(self.config, self.params, self.state)
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints", keep=self.config.checkpoint_keep)
@@ -109,10 +130,56 @@ class Run:
         """Updates since the start of the run."""
         return self.state.updates
 
+    # for callbacks -------------------------------------------------------------------------------------------------
+
     @property
     def metrics(self) -> dict[str, float]:
         """The newest value of every logged metric, as floats."""
-        return self.recorder.metrics()
+        return Metrics(self.recorder.metrics())
+
+    def log(self, name: str, value: Any) -> None:
+        """Log a number of your own; every row of metrics from now on has its newest value."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"run.log({name!r}, ...) got a {type(value).__name__}; it takes one number.") from None
+        if not isinstance(name, str) or name in HEADS or name.startswith("eval_"):
+            raise name_taken(name)
+        self.state.logged[name] = number
+
+    @property
+    def _watches_steps(self) -> bool:
+        """Whether a callback has an `on_step`."""
+        told = (getattr(callback, "on_step", Callback.on_step) for callback in self.callbacks)
+        return any(getattr(method, "__func__", method) is not Callback.on_step for method in told)
+
+    @property
+    def envs(self) -> list[Any]:
+        """The training environments, without wrappers; they must be in this process and steppable one by one."""
+        found = self.session.collector.envs
+        if not found:
+            where = f"execution_backend {self.config.execution_backend}, vectorization {self.config.vectorization}"
+            raise UserError(
+                f"on_step and run.envs need environments in this process, but they are elsewhere ({where}); set "
+                "execution_backend='local_sync' and vectorization='sync'."
+            )
+        return [env.unwrapped for env in found]
+
+    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
+        """The action of the present policy, as `predict` of a trained one."""
+        return self._policy.predict(obs, deterministic, action_mask=action_mask)
+
+    def evaluate_in(self, env: Any, episodes: int = 5, *, deterministic: bool = True) -> dict[str, Any]:
+        """Play whole episodes in another environment (an id, a class, a function or an instance) with the same spaces.
+
+        The seeds of the episodes are always the same. Nothing is logged: `log` what you need of the result.
+        """
+        wrappers = {name: value for name, value in self.config.env_kwargs.items() if name == "wrappers"}
+        recipe = read_recipe(self.config.env_id, wrappers, env)
+        with self.clock.pause("evaluate"):
+            check_same_spaces(self.session.spaces, probe_spaces(recipe))
+            evaluator = Evaluator(recipe, self.session.spaces, self.config.seed, max_steps=self.config.eval_max_steps)
+            return evaluator.evaluate(self.session.algorithm, episodes, deterministic=deterministic).metrics()
 
     # called by the loop ------------------------------------------------------------------------------------------
 
@@ -120,6 +187,8 @@ class Run:
         """Write the first checkpoint, so that one exists whenever the run is killed."""
         for message in self.messages:
             self.logger.message(message)
+        if self._watches_steps and self.envs:
+            self.session.collector.watch_steps(partial(self._tell, "on_step"))
         self.ranks.first(self._write_run_files)
         self.save_checkpoint()
         self._tell("on_start")
@@ -157,8 +226,10 @@ class Run:
         """Count real transitions (every rank has the same number) and finished episodes."""
         state = self.state
         state.step += steps * self.ranks.count
-        state.episodes.extend(episodes)
-        del state.episodes[:-LAST_EPISODES]
+        for episode_return, length, success in episodes:
+            state.episodes.append((episode_return, length))
+            state.successes += [] if success is None else [success]
+        del state.episodes[:-LAST_EPISODES], state.successes[:-LAST_EPISODES]
         state.collected_metrics = self.session.store.metrics
 
     def count_update(self, result: UpdateResult) -> None:
@@ -268,6 +339,8 @@ class Run:
 
     def save_checkpoint(self, *, keep_step: bool = False) -> None:
         """Write `latest` and, on request, `step_<n>`."""
+        if self.phase == "turn":
+            raise UserError("a checkpoint is written between turns; call run.save_checkpoint in on_update.")
         try:
             with self.cadence.saving():
                 self._check_parameters()
@@ -385,7 +458,10 @@ class Run:
         number = int(self.ranks.largest(self.stop.signal or 0))  # which another rank may have got
         if number and due and not evaluated:
             self.stop_reason = signal.Signals(number).name
+        logged = dict(self.state.logged)
         self._tell("on_end")
+        if self.state.logged != logged:
+            self.log_row(last=True)
         return {
             "global_step": self.step,
             **self.recorder.progress_metrics(),

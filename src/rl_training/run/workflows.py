@@ -155,9 +155,9 @@ def load_result(path: Path, names: tuple[str, ...]) -> TrainResult:
     tree = learner.read_checkpoint(path)
     state = validate(RunState, tree["run"], f"{path}, run")
     metrics = {
-        "global_step": state.step, "updates": state.updates, **summarize_episodes(state.episodes),
-        **state.last_evaluation, **state.collected_metrics, **state.latest, "train_seconds": state.train_seconds,
-        "stop_reason": read_end(path.parents[1]).get("stop_reason"),
+        "global_step": state.step, "updates": state.updates, **summarize_episodes(state),
+        **state.last_evaluation, **state.collected_metrics, **state.latest, **state.logged,
+        "train_seconds": state.train_seconds, "stop_reason": read_end(path.parents[1]).get("stop_reason"),
     }  # fmt: skip
     policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, names))
     return TrainResult(path.parents[1], path, metrics, policy)

@@ -128,3 +128,10 @@ class Sampling(Walk):
 
 
 gym.register("Walk-v0", entry_point=Walk)
+
+
+class Solved(Walk):
+    """Says of each episode that it succeeded."""
+
+    def step(self, action):
+        return *super().step(action)[:4], {"is_success": True}
