@@ -37,7 +37,7 @@ def image_config(algo: str, seed: int, folder: str | Path) -> TrainConfig:
 
 
 def format_table(recorded: dict[str, dict[str, list[float]]]) -> str:
-    """The table in docs/results.md: a row per algorithm, a column per label."""
+    """The table in docs/results/history.md: a row per algorithm, a column per label."""
     rows = [["", *recorded], ["---"] * (1 + len(recorded))]
     for algo in next(iter(recorded.values())):
         rows.append(

@@ -143,7 +143,7 @@ def test_without_images_an_actor_has_the_gradient_of_tanh() -> None:
 def test_the_results_page_has_the_recorded_numbers() -> None:
     recorded = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert set(recorded) == {"before", "after"}
-    assert format_table(recorded) in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert format_table(recorded) in (ROOT / "docs" / "results" / "history.md").read_text(encoding="utf-8")
     for algo in DETERMINISTIC:
         assert min(recorded["after"][algo]) > -3.0  # an actor that is stuck has about -7
     assert min(recorded["before"]["d4pg"]) < -7.0

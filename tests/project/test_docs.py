@@ -280,8 +280,8 @@ def replay_speed(side: str, algo: str) -> float:
 
 
 def worker_speed(peer: str, row: str) -> float:
-    """The median in the table of docs/results.md that compares with this library; raw numbers were not kept."""
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    """The median in the table of docs/results/workers.md that compares with this library; raw numbers were not kept."""
+    text = (ROOT / "docs" / "results" / "workers.md").read_text(encoding="utf-8")
     table = text.partition(f"| ratio to {peer} |")[2].partition("\n\n")[0]
     return float(next(line for line in table.splitlines() if row in line).split("|")[3].replace(",", ""))
 
@@ -382,4 +382,5 @@ def test_the_result_on_breakout_stands_where_the_readme_says() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "docs/performance.md#ppo-on-breakout" in text
     assert "### PPO on Breakout" in (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert "ppo/breakout_atari` with 64 environments, 399 per game" in (ROOT / "docs" / "results.md").read_text("utf-8")
+    gates = (ROOT / "docs" / "results" / "gates.md").read_text(encoding="utf-8")
+    assert "ppo/breakout_atari` with 64 environments, 399 per game" in gates

@@ -235,8 +235,10 @@ def test_a_bar_in_steps_is_shown_with_what_it_is_held_against(tmp_path: Path, li
 
 
 def test_the_page_counts_the_final_weights_that_its_own_table_shows() -> None:
-    text = render_results.PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"\| `(\w+)/cartpole` \| CartPole-v1 \|.*\(best, 4 of 5\).*\(final ([\d., ]+)\)", text)
+    gates, text = (
+        (ROOT / "docs" / "results" / name).read_text(encoding="utf-8") for name in ("gates.md", "history.md")
+    )
+    rows = re.findall(r"\| `(\w+)/cartpole` \| CartPole-v1 \|.*\(best, 4 of 5\).*\(final ([\d., ]+)\)", gates)
     finals = {algo: [float(value) for value in listed.split(", ")] for algo, listed in rows}
     good = {algo: sum(value >= 475 for value in values) for algo, values in finals.items()}
     told = dict(re.findall(r"`(\w+)` (\d+) of 5", text[text.index("<!-- final_weights:begin -->") :]))
@@ -245,9 +247,21 @@ def test_the_page_counts_the_final_weights_that_its_own_table_shows() -> None:
     assert f"That is {sum(good.values())} of {5 * len(good)}." in text
 
 
-def test_the_results_page_holds_its_markers() -> None:
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert render_results.fill(text, "") != ""
+def test_the_pages_hold_every_marker_once() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in render_results.PAGES)
+    for name in ("gates", "summary", "final_weights", "tune", "report", "mujoco", "benchmarks"):
+        assert render_results.fill(text, "", name) != ""
+
+
+def test_the_summary_counts_what_is_met_by_suite(tmp_path: Path) -> None:
+    gates = run_gates.load_gates()
+    verdicts = {name: run_gates.judge(gate, gates, run_gates.RESULTS) for name, gate in gates.items()}
+    missed = [name for name, verdict in verdicts.items() if verdict.status not in ("pass", "recorded")]
+    text = render_results.render_summary(gates, verdicts)
+    counts = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+)", text.partition("Not met")[0])]
+    assert sum(total for _, total in counts) == len(gates)
+    assert sum(met for met, _ in counts) == len(gates) - len(missed)
+    assert all(f"`{name}` (" in text for name in missed)
 
 
 def test_nothing_recorded_or_documented_names_a_folder_of_a_machine() -> None:

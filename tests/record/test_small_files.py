@@ -24,7 +24,7 @@ from rl_training.envs.factory import read_recipe
 from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint, save_checkpoint
-from rl_training.run.learner import SizeLimit, build_algorithm, load_policy
+from rl_training.run.learner import SizeLimit, build_algorithm, count_numbers, load_policy
 from rl_training.run.workflows import resume_training, train
 
 HUGE = 60_000_000
@@ -91,9 +91,9 @@ def test_every_algorithm_makes_no_more_numbers_than_it_stores(
     config, spec = tiny(algo, tmp_path, kwargs={"hidden_sizes": [128, 128]}), SPECS[algo]
     params, spaces = read_params(spec.params, config.algo_kwargs), probe_spaces(read_recipe(config.env_id, {}))
     state = build_algorithm(spec, params, spaces, seed=0, device="cpu").state_dict()
-    build_algorithm(spec, params, spaces, seed=0, device="cpu", stored=state)
+    build_algorithm(spec, params, spaces, seed=0, device="cpu", held=count_numbers(state))
     with pytest.raises(UserError, match="the networks that its config and spaces describe have more"):
-        build_algorithm(spec, params, spaces, seed=0, device="cpu", stored={})
+        build_algorithm(spec, params, spaces, seed=0, device="cpu", held=0)
 
 
 # ---- configs --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
 from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult, evaluate_checkpoint, resume_training, train
+from rl_training.run.zoo import find_policy
 from rl_training.validation import validate, whole_number
 
 Self = TypeVar("Self", bound="ManagedAlgorithm")
@@ -191,9 +192,16 @@ class ManagedAlgorithm:
         """Return an actor that remembers its episode."""
         return Actor(self._loaded(), deterministic)
 
-    def save(self, path: str | Path, include_replay: bool = False) -> Path:
-        """Write one file with the config, spaces, learner, normalizers and, on request, the replay buffer."""
+    def save(self, path: str | Path, include_replay: bool = False, *, policy_only: bool = False) -> Path:
+        """Write one file with the config, spaces, learner, normalizers and, on request, the replay buffer.
+
+        With `policy_only`, it is a small file to share: it acts and is evaluated, but cannot continue training.
+        """
         tree = learner.read_checkpoint(self._path("save"))
+        if policy_only and include_replay:
+            raise UserError("policy_only and include_replay are both True; a policy file holds no replay buffer.")
+        if policy_only and not learner.is_policy(tree):
+            tree = learner.policy_tree(tree, self._loaded().algorithm)
         if include_replay and not tree["config"]["replay_in_checkpoint"]:
             raise UserError("include_replay is True, but the run kept no replay buffer: replay_in_checkpoint is false.")
         if not include_replay:
@@ -229,6 +237,11 @@ class ManagedAlgorithm:
         managed._checkpoint, managed._policy, managed._moves_to = Path(path), policy, name if moves else None
         managed._step = validate(RunState, tree["run"], f"{path}, run").step
         return managed
+
+    @classmethod
+    def from_zoo(cls: type[Self], name: str) -> Self:
+        """Load a packaged policy, such as `ppo/walker2d`; `rl-training zoo list` shows all of them."""
+        return cls.load(find_policy(name if "/" in name else f"{cls.algo}/{name}"))
 
     def _adopt(self, result: TrainResult, raise_on_signal: bool) -> TrainResult:
         self._checkpoint, self._policy, self._moves_to = result.checkpoint_path, result.policy, None

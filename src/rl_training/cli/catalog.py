@@ -61,7 +61,7 @@ def list_algorithms() -> None:
     console.print(algorithms, width=width)
     console.print(f"any: {', '.join(every)}", style="dim")
     console.print(presets, width=width)
-    console.print("reached: median return over seeds in recorded runs (docs/results.md)", style="dim")
+    console.print("reached: median return over seeds in recorded runs (docs/results/gates.md)", style="dim")
 
 
 def describe_score(score: Mapping[str, float] | None) -> str:

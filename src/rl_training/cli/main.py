@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import rl_training
-from rl_training.cli import catalog, checkpoint, dataset, report, train
+from rl_training.cli import catalog, checkpoint, dataset, report, train, zoo
 from rl_training.cli.options import option
 from rl_training.cli.screen import describe_warning, run_to_exit_code
 from rl_training.errors import UserError, did_you_mean
@@ -91,7 +91,9 @@ app.command("list")(catalog.list_algorithms)
 app.command("config")(catalog.show_config)
 app.command("doctor")(catalog.doctor)
 app.command("bench")(catalog.bench)
+app.command("enjoy")(zoo.enjoy)
 app.add_typer(dataset.app, name="dataset", cls=CommandGroup)
+app.add_typer(zoo.app, name="zoo", cls=CommandGroup)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ from rl_training.envs.stepper import Engine, Stepper
 from rl_training.envs.workers import pickle_registrations
 from rl_training.errors import UserError
 from rl_training.run import evaluation
-from rl_training.run.learner import build_algorithm, check_same_spaces
+from rl_training.run.learner import build_algorithm, check_same_spaces, count_numbers
 from rl_training.run.ranks import Ranks
 
 LANES_OF_RANKS = ("rollout", "replay")
@@ -182,7 +182,7 @@ def build(plan: Plan) -> Session:
     if config.device.startswith("cuda"):
         torch.set_float32_matmul_precision(config.matmul_precision)
     keep_freed_memory()
-    algorithm = plan.make_algorithm(stored=plan.stored)
+    algorithm = plan.make_algorithm(held=None if plan.stored is None else count_numbers(plan.stored))
     ranks.join(algorithm)
     if config.accelerate != "none":
         algorithm.accelerate(config.accelerate)

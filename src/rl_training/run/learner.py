@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rl_training.algorithms.base import Algorithm, Array, Carry
@@ -35,6 +35,7 @@ SCHEMA = 1
 PARTS = ("config", "spaces", "algorithm", "source", "run")  # of a training checkpoint
 ACTION_ALONE = "predict returns the action alone, not (action, state); write action = model.predict(obs)"
 DEVICES = ("cpu", "cuda")  # kinds of device for a learner
+MOST_OF_POLICY = 2**26  # numbers of a learner that a policy file may describe; the file holds a part of them
 BUILDING = threading.RLock()  # held while torch's global generator is ours
 _LOCKS: WeakKeyDictionary[Algorithm, Any] = WeakKeyDictionary()
 
@@ -72,10 +73,29 @@ def load_algorithm(
     params = give_network(read_params(spec.params, config.algo_kwargs), network, path)
     spaces = read_spaces(path, tree["spaces"])
     spec.check_support(spaces, learns=False)
-    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device="cpu", stored=tree["algorithm"])
-    load_weights(path, algorithm, tree["algorithm"])
+    state, only_acts = tree["algorithm"], is_policy(tree)
+    held = MOST_OF_POLICY if only_acts else count_numbers(state)
+    algorithm = build_algorithm(spec, params, spaces, seed=config.seed, device="cpu", held=held)
+    load_weights(path, algorithm, state, only_acts=only_acts)
     threads = config.threads if config.threads != "auto" else choose_threads(params, spaces)
     return algorithm, spaces, config.model_copy(update={"threads": threads})
+
+
+def is_policy(tree: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is a policy file: it holds what acts, and nothing to continue training from."""
+    return tree.get("policy") is True
+
+
+def policy_tree(tree: Mapping[str, Any], algorithm: Algorithm, *, half: bool = False) -> dict[str, Any]:
+    """A policy file from a checkpoint and the learner loaded from it; with `half`, weights have 16 bits."""
+    state = algorithm.acting().state_dict()
+    if half:
+        state = {name: value.half() if _is(value, torch.float32) else value for name, value in state.items()}
+    return {**tree, "algorithm": dict(state), "source": {}, "policy": True}
+
+
+def _is(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dtype == dtype
 
 
 def read_spaces(path: PathLike, data: dict[str, Any]) -> EnvSpaces:
@@ -101,27 +121,30 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1].strip()[:160]}" if lines else type(error).__name__
 
 
-def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any]) -> None:
-    """Load a checkpoint's state into a learner, after checking every part of it."""
-    state = with_own_generator(state, algorithm)
-    if problem := first_difference(state, algorithm.state_dict(), "algorithm"):
+def load_weights(path: PathLike, algorithm: Algorithm, state: dict[str, Any], *, only_acts: bool = False) -> None:
+    """Load a checkpoint's state into a learner, or a policy file's into what acts, after checking every part of it."""
+    part, module = ("policy", algorithm.acting()) if only_acts else ("algorithm", algorithm)
+    if only_acts:
+        state = {name: value.float() if _is(value, torch.float16) else value for name, value in state.items()}
+    state = with_own_generator(state, module)
+    if problem := first_difference(state, module.state_dict(), part):
         cause = "it was edited, or written by a version of rl-training whose networks were different"
         raise UserError(f"{path} does not fit its own config: {problem}; {cause}.")
     for name, extra in state.items():  # the comparison accepts any string as a device
         if isinstance(extra, Mapping) and str(extra.get("device", "cpu")) not in DEVICES:
-            raise UserError(f"{path} does not fit its own config: algorithm.{name}.device is {extra['device']!r}.")
+            raise UserError(f"{path} does not fit its own config: {part}.{name}.device is {extra['device']!r}.")
     try:
-        algorithm.load_state_dict(state)
+        module.load_state_dict(state)
     except Exception as error:  # such as bytes of the right size that are not a generator's state
         raise UserError(f"{path} does not fit its own config: {describe_error(error)}.") from None
     if (bad := algorithm.first_bad_tensor()) is not None:
         raise UserError(f"{path} holds a NaN or an infinity in {bad}; use an earlier checkpoint of the run.")
 
 
-def with_own_generator(state: dict[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+def with_own_generator(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """The state, with this learner's own generators where the stored ones are from another kind of device."""
     changed = {}
-    for name, own in algorithm.state_dict().items():
+    for name, own in module.state_dict().items():
         extra = state.get(name)
         if not isinstance(own, Mapping) or "generator" not in own or not isinstance(extra, Mapping):
             continue
@@ -164,16 +187,16 @@ def check_same_spaces(stored: EnvSpaces, found: EnvSpaces) -> None:
 
 def build_algorithm(
     spec: AlgorithmSpec, params: Params, spaces: EnvSpaces, *, seed: int, device: str,
-    stored: Mapping[str, Any] | None = None,
+    held: int | None = None,
 ) -> Algorithm:  # fmt: skip
     """Build the algorithm with weights that depend only on the seed, without changing torch's global generators.
 
-    Networks draw their first weights from the global generator, so one thread builds at a time. `stored` is the state
-    that will be loaded into it: a learner that is much larger is refused before it is built.
+    Networks draw their first weights from the global generator, so one thread builds at a time. `held` is how many
+    numbers the file holds that will be loaded into it: a learner that is much larger is refused before it is built.
     """
     with BUILDING, torch.random.fork_rng(devices=[] if device == "cpu" else [device]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU's
-        with torch.device("cpu"), SizeLimit(stored):
+        with torch.device("cpu"), SizeLimit(held):
             algorithm = spec.build(params, spaces)
         if device != "cpu":  # weights are drawn on the CPU, so that they are the same everywhere
             # a generator belongs to a device; a learner inside another one has its own
@@ -186,16 +209,15 @@ def build_algorithm(
 
 
 class SizeLimit(TorchFunctionMode):
-    """Counts the numbers that torch allocates inside it; refuses more than a checkpoint's state has (None: any)."""
+    """Counts the numbers that torch allocates inside it; refuses more than a checkpoint holds (None: any)."""
 
     FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint,
                            torch.eye, torch.arange, torch.linspace))  # fmt: skip
     SPARE = 2**20  # numbers that are allocated but not stored
 
-    def __init__(self, stored: Mapping[str, Any] | None) -> None:
+    def __init__(self, held: int | None) -> None:
         super().__init__()
-        self.held = None if stored is None else count_numbers(stored)
-        self.made = 0
+        self.held, self.made = held, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The function's result, unless it exceeds the limit."""

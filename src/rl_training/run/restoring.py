@@ -37,6 +37,8 @@ def restore_session(
 ) -> tuple[Session, RunState, list[str]]:
     """The parts of a run from a checkpoint, and sentences about what changed or was not restored exactly."""
     tree = part_of_rank(path, learner.read_checkpoint(path), ranks)
+    if learner.is_policy(tree):
+        raise UserError(f"{path} is a policy file: it can act, but not continue training; give a run's checkpoint.")
     stored = validate(TrainConfig, tree["config"], str(path))
     state = validate(RunState, tree["run"], f"{path}, run")
     config, notes = change_config(stored, wanted, force=force)
