@@ -6,6 +6,7 @@ from rl_training.algorithms.c51_dqn import C51DQN as C51DQNAlgorithm
 from rl_training.algorithms.d4pg import D4PG as D4PGAlgorithm
 from rl_training.algorithms.ddpg import DDPG as DDPGAlgorithm
 from rl_training.algorithms.dqn import DQN as DQNAlgorithm
+from rl_training.algorithms.discrete_sac import DiscreteSAC as DiscreteSACAlgorithm
 from rl_training.algorithms.dqn import DQN as DoubleDQNAlgorithm
 from rl_training.algorithms.dreamer import Dreamer as DreamerAlgorithm
 from rl_training.algorithms.dqn import DQN as DuelingDQNAlgorithm
@@ -33,6 +34,7 @@ from rl_training.api.algorithms import C51DQN as C51DQN
 from rl_training.api.algorithms import D4PG as D4PG
 from rl_training.api.algorithms import DDPG as DDPG
 from rl_training.api.algorithms import DQN as DQN
+from rl_training.api.algorithms import DiscreteSAC as DiscreteSAC
 from rl_training.api.algorithms import DoubleDQN as DoubleDQN
 from rl_training.api.algorithms import Dreamer as Dreamer
 from rl_training.api.algorithms import DuelingDQN as DuelingDQN
@@ -78,6 +80,8 @@ __all__ = [
     "DDPGAlgorithm",
     "DQN",
     "DQNAlgorithm",
+    "DiscreteSAC",
+    "DiscreteSACAlgorithm",
     "DoubleDQN",
     "DoubleDQNAlgorithm",
     "Dreamer",

@@ -177,10 +177,13 @@ def test_time_outs_bootstrap_from_the_final_observation() -> None:
     assert (batch["truncated"] & ~batch["terminated"]).any()
 
 
-@pytest.mark.parametrize("algo", ["sac", "td3", "ddpg", "d4pg", "naf", "dqn", "noisy_dqn", "c51_dqn", "iqn", "fqf"])
+@pytest.mark.parametrize(
+    "algo", ["sac", "td3", "ddpg", "d4pg", "naf", "dqn", "noisy_dqn", "c51_dqn", "iqn", "fqf", "discrete_sac"]
+)
 def test_a_turn_reads_nothing_on_the_host(algo: str) -> None:
     ends = {"v_min": -1e3, "v_max": 1e3} if algo in ("d4pg", "c51_dqn") else {}
-    session = open_replay(algo, Walk if algo.endswith(("dqn", "iqn", "fqf")) else Slide, n_step=3, **ends)
+    is_discrete = algo.endswith(("dqn", "iqn", "fqf", "discrete_sac"))
+    session = open_replay(algo, Walk if is_discrete else Slide, n_step=3, **ends)
     for step in (0, 10**6):
         take_rows(session, step)
     with Reads() as reads:

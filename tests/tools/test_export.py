@@ -37,7 +37,8 @@ def trained(config: Any, env: Any = None) -> TrainResult:
     ("algo", "action", "observation"),
     [
         pytest.param("ppo", "multi_binary", "image", marks=SLOW), ("sac", "continuous", "vector"),
-        ("fqf", "discrete", "vector"), pytest.param("td3", "continuous", "image", marks=SLOW),
+        ("fqf", "discrete", "vector"), ("discrete_sac", "multi_discrete", "vector"),
+        pytest.param("td3", "continuous", "image", marks=SLOW),
     ],
 )  # fmt: skip
 def test_the_program_takes_any_number_of_rows(algo: str, action: str, observation: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dic
     return {"actor_loss": entropy_term - q_values.mean(), "entropy_term": entropy_term}
 
 
-def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
+def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float | Tensor) -> Tensor:
     """Eq. 18, in log alpha."""
     return -log_alpha * (logprobs.detach().mean() + target_entropy)
 

@@ -6,6 +6,7 @@ from rl_training.api.algorithms import C51DQN as C51DQN
 from rl_training.api.algorithms import D4PG as D4PG
 from rl_training.api.algorithms import DDPG as DDPG
 from rl_training.api.algorithms import DQN as DQN
+from rl_training.api.algorithms import DiscreteSAC as DiscreteSAC
 from rl_training.api.algorithms import DoubleDQN as DoubleDQN
 from rl_training.api.algorithms import Dreamer as Dreamer
 from rl_training.api.algorithms import DuelingDQN as DuelingDQN
@@ -42,6 +43,7 @@ __all__ = [
     "D4PG",
     "DDPG",
     "DQN",
+    "DiscreteSAC",
     "DoubleDQN",
     "Dreamer",
     "DuelingDQN",

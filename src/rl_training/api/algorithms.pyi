@@ -253,6 +253,43 @@ class DQN(ManagedAlgorithm):
         epsilon_ladder_schedule: AnySchedule | None = None,
     ) -> None: ...
 
+class DiscreteSAC(ManagedAlgorithm):
+    def __init__(
+        self, config_or_env: Given = None, *, env: UserEnv | None = None, env_id: str | None = None, seed: int = 0,
+        total_timesteps: int = 50000, output_dir: str | Path = 'runs',
+        execution_backend: Literal['local_sync', 'local_async', 'ray'] = 'local_sync',
+        num_workers: Literal['auto'] | int = 'auto', worker_order: Literal['fixed', 'first'] = 'fixed',
+        max_policy_lag: int | None = None, max_worker_restarts: int = 100, ray: Mapping[str, Any] = ...,
+        device: str = 'auto', num_envs: int = 1, eval_episodes: int = 5, eval_max_steps: int | None = None,
+        eval_deterministic: bool = True, log_interval: int = 100, checkpoint_interval: int = 0,
+        checkpoint_keep: int = 3, replay_in_checkpoint: bool = True, threads: Literal['auto'] | int = 'auto',
+        vectorization: Literal['auto', 'native', 'sync', 'async', 'device'] = 'auto', worker_timeout: float = 300.0,
+        accelerate: Literal['auto', 'none', 'graph', 'compile'] = 'auto',
+        matmul_precision: Literal['highest', 'high'] = 'highest', max_seconds: float | None = None,
+        loggers: Sequence[Literal['tensorboard', 'wandb', 'mlflow']] = ('tensorboard',), name: str | None = None,
+        tags: Sequence[str] = (), benchmark: Mapping[str, Any] = ..., algo_kwargs: Mapping[str, Any] = ...,
+        env_kwargs: Mapping[str, Any] = ..., learning_rate: float = 0.0003, gamma: float = 0.99,
+        hidden_sizes: Sequence[int] = (256, 256), activation: Literal['tanh', 'relu', 'elu', 'silu', 'gelu'] = 'relu',
+        network: Any | None = None, optimizer: Literal['adam', 'rmsprop', 'rmsprop_tf', 'sgd'] = 'adam',
+        optimizer_eps: float = 1e-08, max_grad_norm: float | None = None, eval_interval: int | None = None,
+        early_stopping: Mapping[str, Any] | None = None, max_updates: int | None = None, batch_size: int = 256,
+        buffer_capacity: int = 100000, learning_starts: int = 1000, replay_folder: str | Path | None = None,
+        replay_memory: Literal['auto', 'host', 'device'] = 'auto', random_action_hold: float = 8.0,
+        train_frequency: int = 1, gradient_updates_per_step: int = 1, n_step: int = 1, prioritized: bool = False,
+        prioritized_alpha: float = 0.6, prioritized_beta_start: float = 0.4, prioritized_beta_end: float = 1.0,
+        prioritized_eps: float = 1e-06, tau: float = 0.005, critic_learning_rate: float | None = None,
+        actor_learning_rate: float | None = None, critic_obs: Sequence[str] = (),
+        alpha: float | Literal['auto'] = 'auto', target_entropy_ratio: float = 0.5, target_update_interval: int = 1,
+        learning_rate_schedule: AnySchedule | None = None, gamma_schedule: AnySchedule | None = None,
+        optimizer_eps_schedule: AnySchedule | None = None, max_grad_norm_schedule: AnySchedule | None = None,
+        random_action_hold_schedule: AnySchedule | None = None, prioritized_alpha_schedule: AnySchedule | None = None,
+        prioritized_beta_start_schedule: AnySchedule | None = None,
+        prioritized_beta_end_schedule: AnySchedule | None = None, prioritized_eps_schedule: AnySchedule | None = None,
+        tau_schedule: AnySchedule | None = None, critic_learning_rate_schedule: AnySchedule | None = None,
+        actor_learning_rate_schedule: AnySchedule | None = None, alpha_schedule: AnySchedule | None = None,
+        target_entropy_ratio_schedule: AnySchedule | None = None,
+    ) -> None: ...
+
 class DoubleDQN(ManagedAlgorithm):
     def __init__(
         self, config_or_env: Given = None, *, env: UserEnv | None = None, env_id: str | None = None, seed: int = 0,
@@ -1011,6 +1048,7 @@ __all__ = [
     "D4PG",
     "DDPG",
     "DQN",
+    "DiscreteSAC",
     "DoubleDQN",
     "Dreamer",
     "DuelingDQN",

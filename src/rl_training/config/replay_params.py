@@ -253,13 +253,13 @@ class DeterministicActorParams(ActorCriticParams):
     action_gradient_clip: float | None = Field(None, gt=0, description="Maximum norm of dQ/da; null: no clipping.")
 
 
-class TemperatureParams(StrictModel):
-    """SAC's temperature, for every algorithm based on SAC; a part of `Params`."""
+class AlphaParams(StrictModel):
+    """The temperature of every algorithm based on SAC; a part of `Params`."""
 
     unused: ClassVar[Reasons] = (
         Reason(
-            ("target_entropy", "initial_alpha"), "alpha is {p.alpha}, and only alpha 'auto' uses it",
-            lambda p: p.alpha != "auto",
+            ("target_entropy", "target_entropy_ratio", "initial_alpha"),
+            "alpha is {p.alpha}, and only alpha 'auto' uses it", lambda p: p.alpha != "auto",
         ),
     )  # fmt: skip
     fixed: ClassVar[Reasons] = (
@@ -267,12 +267,17 @@ class TemperatureParams(StrictModel):
     )
 
     alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = Field("auto", description="Temperature; auto tunes it.")
-    target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
     @property
     def tunes_temperature(self) -> bool:
         """Whether the temperature is learned."""
         return self.alpha == "auto"
+
+
+class TemperatureParams(AlphaParams):
+    """SAC's temperature for continuous actions; a part of `Params`."""
+
+    target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
 
 class ModelParams(TemperatureParams):

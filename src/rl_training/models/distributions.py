@@ -9,11 +9,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_training.ops import policy
 from rl_training.ops.policy import mask_actions
+from rl_training.speed.passes import Array, NumpyPolicy, NumpyStep, mask_in_numpy
 
 MASKED_LOGIT = -1e8  # finite, so that 0 probability times this is 0 and not NaN
 
@@ -92,6 +94,11 @@ class MultiCategorical(Distribution):
         allowed = [None] * len(pieces) if masks is None else masks.split(list(sizes), -1)
         self.parts = [Categorical(piece, mask) for piece, mask in zip(pieces, allowed, strict=True)]
 
+    @property
+    def log_probs(self) -> Tensor:
+        """Of every choice's options, one after the other: [B, sum(sizes)]."""
+        return torch.cat([part.log_probs for part in self.parts], -1)
+
     def sample(self, generator: torch.Generator | None = None, noise: Tensor | None = None) -> Tensor:
         """Draw every choice."""
         sizes = [part.log_probs.shape[-1] for part in self.parts]
@@ -142,3 +149,26 @@ class DiagonalGaussian(Distribution):
     def kl(self, other: DiagonalGaussian) -> Tensor:
         """KL(self || other) [B]."""
         return policy.gaussian_kl(self.mean, self.log_std, other.mean, other.log_std)
+
+
+def make_categorical(
+    logits: Tensor, action_kind: str, sizes: Sequence[int], masks: Tensor | None = None
+) -> Categorical | MultiCategorical:
+    """The distribution of "discrete" actions, or of several choices of these sizes."""
+    return Categorical(logits, masks) if action_kind == "discrete" else MultiCategorical(logits, sizes, masks)
+
+
+def sample_in_numpy(logits: NumpyStep, action_kind: str, sizes: Sequence[int]) -> NumpyPolicy:
+    """Mode and samples of `make_categorical` in numpy, from a network's logits."""
+    ends = np.cumsum(sizes)
+
+    def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
+        scores = logits(obs, None)
+        if not deterministic:  # Gumbel: the argmax of logits plus this noise is a sample
+            scores -= np.log(rng.standard_exponential(scores.shape, dtype=np.float32) + 1e-10)
+        scores = mask_in_numpy(scores, masks)
+        if action_kind == "discrete":
+            return scores.argmax(-1)
+        return np.stack([scores[:, end - size : end].argmax(-1) for end, size in zip(ends, sizes, strict=True)], -1)
+
+    return act

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.models.blocks import ObservationNetwork, mlp
-from rl_training.models.distributions import Categorical, DiagonalGaussian, Distribution, MultiCategorical
-from rl_training.speed.passes import Array, Backward, NumpyPolicy, WrittenOut, mask_in_numpy, run_network
+from rl_training.models.distributions import (
+    Categorical,
+    DiagonalGaussian,
+    Distribution,
+    make_categorical,
+    sample_in_numpy,
+)
+from rl_training.speed.passes import Array, Backward, NumpyPolicy, WrittenOut, run_network
 from rl_training.speed.private_torch import differentiate
 
 
@@ -61,9 +67,7 @@ class MLPActorCritic(ObservationNetwork):
     def _distribution_of(self, outputs: Tensor, action_masks: Tensor | None) -> Distribution:
         if self.log_std is not None:
             return DiagonalGaussian(outputs, self.log_std)
-        if self.action_kind == "discrete":
-            return Categorical(outputs, action_masks)
-        return MultiCategorical(outputs, self.action_sizes, action_masks)
+        return make_categorical(outputs, self.action_kind, self.action_sizes, action_masks)
 
     def values(self, obs: Tensor) -> Tensor:
         """State values [B]."""
@@ -150,16 +154,4 @@ class MLPActorCritic(ObservationNetwork):
                 return mean + np.exp(log_std) * rng.standard_normal(mean.shape, dtype=np.float32)
 
             return act_gaussian
-        sizes, discrete = self.action_sizes, self.action_kind == "discrete"
-        ends = np.cumsum(sizes)
-
-        def act_categorical(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
-            scores = forward(obs, None)
-            if not deterministic:  # Gumbel: the argmax of logits plus this noise is a sample
-                scores -= np.log(rng.standard_exponential(scores.shape, dtype=np.float32) + 1e-10)
-            scores = mask_in_numpy(scores, masks)
-            if discrete:
-                return scores.argmax(-1)
-            return np.stack([scores[:, end - size : end].argmax(-1) for end, size in zip(ends, sizes, strict=True)], -1)
-
-        return act_categorical
+        return sample_in_numpy(forward, self.action_kind, self.action_sizes)

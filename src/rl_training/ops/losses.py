@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COLUMNS = ("obs", "actions", "rewards", "next_obs", "weights", "next_action_masks")
+COLUMNS = ("obs", "actions", "rewards", "next_obs", "weights", "action_masks", "next_action_masks")
 
 
 class Losses(dict[str, Tensor]):
