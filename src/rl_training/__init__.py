@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
+FUNCTIONS = ("register",)
 
 
 def __dir__() -> list[str]:
@@ -21,7 +22,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if not name[:1].isupper():
+    if not (name[:1].isupper() or name in FUNCTIONS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from rl_training import api
 

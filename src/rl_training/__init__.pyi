@@ -61,6 +61,7 @@ from rl_training.run.run import Callback as Callback
 from rl_training.config.params import Schedule as Schedule
 from rl_training.config.train_config import TrainConfig as TrainConfig
 from rl_training.run.workflows import TrainResult as TrainResult
+from rl_training.api.algorithms import register as register
 
 __version__: str
 
@@ -128,4 +129,5 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "__version__",
+    "register",
 ]

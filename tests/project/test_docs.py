@@ -36,6 +36,7 @@ import compare_defaults as defaults  # noqa: E402
 
 GUIDES = ("README.md", *(f"docs/{name}.md" for name in (
     "index", "start", "your_environment", "continue", "offline", "dreamer", "from_sb3", "troubleshooting", "callbacks",
+    "change_a_loss",
 )))  # fmt: skip
 FENCE = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```", re.M | re.S)
 OTHER_PROGRAMS = ("pip", "tensorboard", "make")
@@ -127,9 +128,13 @@ def shortened(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an environment of the reader's own."""
+    """A folder with an environment of the reader's own, and the files that the guides print."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "my_envs.py").write_text(MY_ENVS)
+    for page in GUIDES:
+        for _, title, text in FENCE.findall((ROOT / page).read_text(encoding="utf-8")):
+            if title.endswith(".py"):
+                (folder / title).write_text(text)
     return folder
 
 

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from rl_training.cli import report
 from rl_training.cli.main import app
+from rl_training.config import spec as registry
 from rl_training.config.train_config import TrainConfig
 from rl_training.data import memory
 from rl_training.tools import bench, doctor
@@ -44,6 +45,7 @@ VARYING = (  # what differs from machine to machine or from run to run
     (re.compile(r"-?[\d.]+ ± [\d.]+"), "<return>"),
     (re.compile(r" +$", re.M), ""),
     (re.compile(r"(?<=return)( +)[\d.]+(?= over the last)"), r"\1<return>"),
+    (re.compile(r"(?<=known: )a2c, appo, [^;.]*"), "<algorithms>"),
     (re.compile(r"(?<=survives )[\d,]+ steps?|\d+ terminated, \d+ truncated in [\d,]+ steps?"), "<count>"),
 )
 TINY = "--total-timesteps 128 --num-envs 1 --eval-episodes 1 --set eval_interval=128"
@@ -88,7 +90,8 @@ def workplace(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "available_memory", lambda: 8_000_000_000)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(report, "format_age", lambda changed: "2 d")
-    for name in ("my_envs", "broken_envs"):
+    monkeypatch.setattr(registry, "_registered", {})
+    for name in ("my_envs", "broken_envs", "my_loss"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name, spec in list(gym.registry.items()):  # near names are of Gymnasium's own, whatever other tests registered
         if not str(spec.entry_point).startswith("gymnasium.envs."):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_training.api.algorithms import managed_class
+from rl_training.api.algorithms import managed_class, register
 from rl_training.api.managed import ManagedAlgorithm
 from rl_training.config.params import Schedule
 from rl_training.config.train_config import TrainConfig
@@ -13,7 +13,7 @@ from rl_training.experiment.registry import list_algorithm_specs, spec_of_class
 from rl_training.run.run import Callback
 from rl_training.run.workflows import TrainResult
 
-__all__ = ["Callback", "ManagedAlgorithm", "Schedule", "Terminated", "TrainConfig", "TrainResult"]
+__all__ = ["Callback", "ManagedAlgorithm", "Schedule", "Terminated", "TrainConfig", "TrainResult", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,7 @@ from rl_training.run.run import Callback as Callback
 from rl_training.config.params import Schedule as Schedule
 from rl_training.config.train_config import TrainConfig as TrainConfig
 from rl_training.run.workflows import TrainResult as TrainResult
+from rl_training.api.algorithms import register as register
 
 __all__ = [
     "A2C",
@@ -69,4 +70,5 @@ __all__ = [
     "Terminated",
     "TrainConfig",
     "TrainResult",
+    "register",
 ]

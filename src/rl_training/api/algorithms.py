@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from functools import cache
 from inspect import Parameter, Signature, cleandoc, signature
 from typing import Any, Optional
 
 from rl_training.api.managed import ManagedAlgorithm
 from rl_training.config.params import Schedule, parameter_names
 from rl_training.config.train_config import TrainConfig
-from rl_training.experiment.registry import AlgorithmSpec, spec_of_class
+from rl_training.experiment.registry import AlgorithmSpec, register_algorithm, spec_of_class
+
+_classes: dict[str, tuple[AlgorithmSpec, type[ManagedAlgorithm]]] = {}
 
 
-@cache
 def managed_class(class_name: str) -> type[ManagedAlgorithm]:
-    """The managed class of that name; the same object every time."""
+    """The managed class of that name; the same object every time, unless another spec is registered."""
     spec = spec_of_class(class_name)
     assert spec is not None, class_name
+    if class_name not in _classes or _classes[class_name][0] is not spec:
+        _classes[class_name] = spec, make_managed(spec)
+    return _classes[class_name][1]
+
+
+def register(spec: AlgorithmSpec | type[Any], *, like: str | None = None) -> type[ManagedAlgorithm]:
+    """Register an algorithm for this process, and return its managed class.
+
+    `spec` is an `AlgorithmSpec`, or the class of a learner; `like` then names the algorithm that it is a variant of.
+    The numbers that the learner declares become hyper-parameters. In a notebook, a cell may be run again.
+    """
+    return managed_class(register_algorithm(spec, like=like).class_name)
+
+
+def make_managed(spec: AlgorithmSpec) -> type[ManagedAlgorithm]:
+    """A managed class, with the documentation and the signature that its entry says."""
     doc = f"{spec.class_name}, managed: {spec.paper}. {spec.scope}\n\n{cleandoc(ManagedAlgorithm.__doc__ or '')}"
     own = {"algo": spec.name, "__doc__": doc, "__module__": __name__, "__signature__": constructor_signature(spec)}
-    return type(class_name, (ManagedAlgorithm,), own)
+    return type(spec.class_name, (ManagedAlgorithm,), own)
 
 
 def constructor_signature(spec: AlgorithmSpec) -> Signature:

@@ -6,7 +6,10 @@ from typing import Any, Literal
 from rl_training.api.managed import Given as Given
 from rl_training.envs.factory import UserEnv as UserEnv
 from rl_training.config.params import AnySchedule as AnySchedule
+from rl_training.experiment.registry import AlgorithmSpec as AlgorithmSpec
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
+
+def register(spec: AlgorithmSpec | type[Any], *, like: str | None = None) -> type[ManagedAlgorithm]: ...
 
 class A2C(ManagedAlgorithm):
     def __init__(
@@ -1070,4 +1073,5 @@ __all__ = [
     "SAC",
     "TD3",
     "TRPO",
+    "register",
 ]

@@ -122,6 +122,7 @@ def build_config(
     from rl_training.validation import validate
 
     settings = list(settings or ())
+    name_environment(None, modules)  # they may register algorithms
     if env is not None and algo is None and config in [spec.name for spec in list_algorithm_specs()]:
         config, algo = None, config
     data = starting_point(config, algo, env)

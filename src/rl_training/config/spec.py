@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from rl_training.algorithms.base import Algorithm
+from pydantic import Field, create_model
+
+from rl_training.algorithms.base import Algorithm, Setting
 from rl_training.config.params import Params
 from rl_training.data.store import Store, StoreContext
 from rl_training.envs.spaces import EnvSpaces
@@ -59,6 +62,39 @@ class AlgorithmSpec:
                 f"{self.name} does not normalize rewards; take normalize_reward out of env_kwargs.wrappers."
             )
 
+    def derive(self, learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:
+        """The entry of another learner, usually a subclass of this one's; `entry` are fields that differ.
+
+        Its names come from the class, and the numbers that it declares become hyper-parameters.
+        """
+        build = self.build
+        if not (isinstance(build, partial) and self.learner in build.args):
+            raise UserError(f"no learner derives from {self.name}, which builds more than one; register a spec of it.")
+        arguments = (learner if part is self.learner else part for part in build.args)
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", learner.__name__).lower()
+        own: dict[str, Any] = {
+            "name": name, "class_name": learner.__name__, "paper": f"none: a variant of {self.class_name}",
+            "scope": (learner.__doc__ or self.scope).strip().splitlines()[0], "learner": learner,
+            "build": partial(build.func, *arguments, **build.keywords), "params": _add_numbers(self.params, learner),
+        }  # fmt: skip
+        return replace(self, **own | entry)
+
+
+def _add_numbers(params: type[Params], learner: type[Algorithm]) -> type[Params]:
+    """The parameters, with a field for each number that the learner's own class declares."""
+    limits: dict[str, Any] = {
+        ">= 0": {"ge": 0}, "> 0": {"gt": 0}, ">= 1": {"ge": 1}, "in [0, 1]": {"ge": 0, "le": 1},
+        "in (0, 1]": {"gt": 0, "le": 1}, "in (0, 1)": {"gt": 0, "lt": 1},
+    }  # fmt: skip
+    fields: dict[str, Any] = {}
+    for name, one in vars(learner).items():
+        if isinstance(one, Setting) and isinstance(one.default, bool | int | float):
+            kind = params.model_fields[name].annotation if name in params.model_fields else type(one.default)
+            told = {"description": f"{name} of {learner.__name__}.", **limits.get(one.bound, {})}
+            fields[name] = kind, Field(one.default, **told)
+    made: type[Params] = create_model(f"{learner.__name__}Params", __base__=params, **fields)
+    return made
+
 
 @cache
 def own_specs() -> dict[str, AlgorithmSpec]:
@@ -70,6 +106,7 @@ def own_specs() -> dict[str, AlgorithmSpec]:
     return {spec.name: spec for spec in specs}
 
 
+_registered: dict[str, AlgorithmSpec] = {}  # by `register_algorithm`, by name
 _plugins: dict[str, AlgorithmSpec | str] | None = None
 _loading = threading.RLock()
 
@@ -101,21 +138,40 @@ def _load_plugin(point: EntryPoint) -> dict[str, AlgorithmSpec | str]:
     return {spec.name: spec for spec in specs}
 
 
+def register_algorithm(spec: AlgorithmSpec | type[Algorithm], *, like: str | None = None) -> AlgorithmSpec:
+    """Add an algorithm to this process's registry, or replace the one registered before under that name.
+
+    A learner's class gets the entry that it derives from that of the algorithm `like`.
+    """
+    if isinstance(spec, type):
+        if like is None:
+            raise UserError(f'{spec.__name__} is a class; register({spec.__name__}, like="ppo") says what it is like.')
+        spec = get_algorithm_spec(like).derive(spec)
+    others = [*own_specs().values(), *(one for one in _load_plugins().values() if isinstance(one, AlgorithmSpec))]
+    for own, taken in ((spec.name, "name"), (spec.class_name, "class_name")):
+        if own in {getattr(other, taken) for other in others}:
+            raise UserError(f"the {taken} {own!r} is taken by another algorithm; choose another one.")
+    _registered[spec.name] = spec
+    return spec
+
+
 def list_algorithm_specs() -> list[AlgorithmSpec]:
     """Every registered algorithm, oldest first; a plugin that cannot be loaded is left out, with a warning."""
     plugins = [spec for spec in _load_plugins().values() if isinstance(spec, AlgorithmSpec)]
-    return sorted([*own_specs().values(), *plugins], key=lambda spec: (spec.year, spec.name))
+    return sorted([*own_specs().values(), *plugins, *_registered.values()], key=lambda spec: (spec.year, spec.name))
 
 
 def get_algorithm_spec(name: str) -> AlgorithmSpec:
     """The algorithm with that registry name; plugins are loaded only for a name that is not this package's own."""
-    found = own_specs().get(name) or _load_plugins().get(name)
+    found = own_specs().get(name) or _registered.get(name) or _load_plugins().get(name)
     if isinstance(found, AlgorithmSpec):
         return found
     if found is not None:
         raise UserError(f"algo is {name!r}, but {found}; fix the plugin or choose another algorithm.")
-    known = [spec.name for spec in list_algorithm_specs()]
-    raise UserError(f"algo {name!r} is not a registered algorithm; {did_you_mean(name, known)}")
+    hint = did_you_mean(name, [spec.name for spec in list_algorithm_specs()])
+    if hint.startswith("known"):
+        hint = f"{hint[:-1]}; one of your own needs --import MODULE, of the module that registers it."
+    raise UserError(f"algo {name!r} is not a registered algorithm; {hint}")
 
 
 def spec_of_class(class_name: str) -> AlgorithmSpec | None:
