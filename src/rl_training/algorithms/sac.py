@@ -2,6 +2,9 @@
 
 The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the actor minimizes
 alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrized, and alpha holds the policy's entropy at `target_entropy`.
+
+What a critic predicts is an axis (`critic_heads.py`), and so are the number of critics, the subset of them whose
+minimum is the target, dropout, and how often the actor learns. TQC, REDQ, DroQ and RLPD are settings of these axes.
 """
 
 from __future__ import annotations
@@ -14,8 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult, check_bound
+from rl_training.algorithms.critic_heads import Head, QuantileHead, ValueHead, least
+from rl_training.errors import UserError
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
+
+Masks = tuple[Tensor, ...] | None  # dropout masks [E, B, H] of an ensemble's hidden layers; None without dropout
 
 
 def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dict[str, Tensor]:
@@ -27,11 +34,6 @@ def actor_loss(q_values: Tensor, logprobs: Tensor, alpha: Tensor | float) -> dic
 def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float | Tensor) -> Tensor:
     """Eq. 18, in log alpha."""
     return -log_alpha * (logprobs.detach().mean() + target_entropy)
-
-
-def least(q_values: Tensor) -> Tensor:
-    """min_i Q_i: [E, B] -> [B]."""
-    return q_values.amin(0)
 
 
 def sac_loss(batch: Batch, climbed: Callable[[Tensor], Tensor] = least) -> dict[str, Tensor]:
@@ -50,14 +52,20 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 
 
 class SAC(Algorithm):
-    """The SAC learner. `model` has `critics(features, actions)` [E, B], `features(obs)`, and an `actor` with
-    `sample(obs, noise)` and `draw(obs, noise)`, which returns only actions.
+    """The SAC learner. `model` has `features(obs)`, `critics(features, actions, subset, masks)` [E, B] (for K quantiles
+    [E, B, K]), and an `actor` with `sample(obs, noise)` and `draw(obs, noise)`, which returns only actions.
 
     `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
-    unless given). Without `backup_entropy` the critics' targets leave the entropy out.
+    unless given). Without `backup_entropy` the critics' targets leave the entropy out. The target is made of
+    `critic_subset_size` critics, drawn for each update (None: of all), and leaves out `top_quantiles_to_drop` quantiles
+    per critic. `actor_q` is what the actor maximizes, the "min" or the "mean" of the critics' values; None: the mean
+    where a subset is drawn or quantiles are predicted.
     """
 
-    actor_update_interval: Any = 1
+    actor_update_interval = Setting(">= 1", 1)
+    critic_subset_size = Setting(">= 1", None)
+    actor_q = Setting(default=None)
+    top_quantiles_to_drop = Setting(">= 0", 2)
     steps: tuple[str, ...] = ("critic_step", "actor_step")
     graphs: tuple[str, ...] = ("update_step",)
     gamma = Number("in [0, 1]", 0.99)
@@ -72,6 +80,9 @@ class SAC(Algorithm):
     def __init__(self, *, model: Any, alpha: float | str = "auto", **settings: Any) -> None:
         super().__init__(**settings)
         self.model: Any = model
+        self.num_critics: int = model.critics.num_members
+        self.head = self.make_head()
+        self.check_axes()
         if self.target_entropy is None:
             self.target_entropy = -float(model.action_dim)
         self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
@@ -87,6 +98,24 @@ class SAC(Algorithm):
         self.target_critics = self._target.network
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
         self.register_buffer("last_actor", torch.zeros(2, device=self.device))
+
+    def make_head(self) -> Head:
+        """What the critics predict: a value, or as many quantiles as they have outputs."""
+        return QuantileHead(self.top_quantiles_to_drop) if self.model.critics.outputs > 1 else ValueHead()
+
+    def check_axes(self) -> None:
+        """Refuse settings that do not fit the critics, and decide those that are None."""
+        size, count = self.critic_subset_size, self.num_critics
+        self.critic_subset_size = count if size is None else size
+        if self.critic_subset_size > count:
+            raise UserError(f"critic_subset_size is {size}; from 1 to {count} are possible.")
+        outputs, dropped = self.model.critics.outputs, self.top_quantiles_to_drop
+        if outputs > 1 and dropped >= outputs:
+            raise UserError(f"top_quantiles_to_drop is {dropped}; it must be below num_quantiles ({outputs}).")
+        if self.actor_q not in (None, "min", "mean"):
+            raise UserError(f"actor_q is {self.actor_q!r}; it must be 'min' or 'mean'.")
+        if self.actor_q is None:
+            self.actor_q = "mean" if outputs > 1 or self.critic_subset_size < count else "min"
 
     @property
     def alpha(self) -> Tensor | float:
@@ -110,32 +139,55 @@ class SAC(Algorithm):
         return torch.randn(len(obs), self.model.action_dim, generator=self.generator, device=obs.device)
 
     def draw_subset(self) -> Tensor | None:
-        """Indices of the critics whose minimum is the target; None for all."""
-        return None
+        """Indices [M] of the critics whose minimum is the target, the same for all rows; None for all critics."""
+        if self.critic_subset_size == self.num_critics:
+            return None
+        order = torch.rand(self.num_critics, generator=self.generator, device=self.generator.device).argsort()
+        return order[: self.critic_subset_size]
+
+    def draw_masks(self, obs: Tensor, members: int) -> Masks:
+        """Dropout masks for this many critics at these observations."""
+        masks: Masks = self.model.critics.draw_masks(members, len(obs), self.generator)
+        return masks
 
     def climbed(self, q_values: Tensor) -> Tensor:
-        """The values [B] that the actor maximizes, from critics [E, B]: here their minimum."""
-        return least(q_values)
+        """The values [B] that the actor maximizes, from those of all critics [E, B]."""
+        return least(q_values) if self.actor_q == "min" else q_values.mean(0)
 
-    def critic_step(self, batch: Batch, noise: Tensor, subset: Tensor | None) -> tuple[dict[str, Any], Tensor]:
-        """Take one gradient step on the soft Bellman error (eq. 5 and 6); return metrics and priorities [B]."""
-        model, alpha = self.model, self.alpha
+    def critic_outputs(
+        self, batch: Batch, next_actions: Tensor, subset: Tensor | None, masks: tuple[Masks, Masks]
+    ) -> tuple[Tensor, Tensor]:
+        """What the critics predict at (s, a), and the target critics in the subset at (s', a')."""
+        model, (live, target) = self.model, masks
         with torch.no_grad():
-            next_actions, next_logprobs = model.actor.sample(batch["next_obs"], noise)
-            next_q = self.target_critics(model.features(batch["next_obs"]), next_actions, subset).amin(0)
-            if self.backup_entropy:
-                next_q = next_q - alpha * next_logprobs
-            targets = bellman_target(batch, self.gamma, next_q)
-        q_values = model.critics(model.features(batch["obs"]), batch["actions"])
-        losses = critic_losses(q_values, targets, batch.get("weights"))
-        self.critic_optimizer.step(losses["critic_loss"])
-        return {**losses, "alpha": alpha}, (targets - q_values.detach()).abs_().mean(0)
+            next_outputs = self.target_critics(model.features(batch["next_obs"]), next_actions, subset, target)
+        return model.critics(model.features(batch["obs"]), batch["actions"], None, live), next_outputs
 
-    def actor_step(self, obs: Tensor, noise: Tensor) -> dict[str, Tensor]:
+    def critic_step(
+        self, batch: Batch, noise: Tensor, subset: Tensor | None = None, masks: tuple[Masks, Masks] = (None, None)
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Take one gradient step on the soft Bellman error (eq. 5 and 6); return metrics and priorities [B]."""
+        alpha = self.alpha
+        with torch.no_grad():
+            next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
+        outputs, next_outputs = self.critic_outputs(batch, next_actions, subset, masks)
+
+        def backup(next_values: Tensor) -> Tensor:
+            if self.backup_entropy:
+                next_values = next_values - (alpha * next_logprobs).view(-1, *[1] * (next_values.dim() - 1))
+            return bellman_target(batch, self.gamma, next_values)
+
+        with torch.no_grad():
+            targets = self.head.targets(next_outputs, backup)
+        losses, priorities = self.head.losses(outputs, targets, batch.get("weights"))
+        self.critic_optimizer.step(losses["critic_loss"])
+        return {**losses, "alpha": alpha}, priorities
+
+    def actor_step(self, obs: Tensor, noise: Tensor, masks: Masks = None) -> dict[str, Tensor]:
         """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
         actions, logprobs = self.model.actor.sample(obs, noise)
-        q_values = self.model.critics(self.model.features(obs), actions)
-        losses = actor_loss(self.climbed(q_values), logprobs, self.alpha)
+        outputs = self.model.critics(self.model.features(obs), actions, None, masks)
+        losses = actor_loss(self.climbed(self.head.values(outputs)), logprobs, self.alpha)
         self.actor_optimizer.step(losses["actor_loss"])
         if self.log_alpha is not None:
             self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
@@ -143,10 +195,12 @@ class SAC(Algorithm):
 
     def update_step(self, batch: Batch, with_actor: bool) -> tuple[dict[str, Any], Tensor]:
         """Critic step, actor and temperature steps on request, target update; return metrics and priorities [B]."""
-        obs = batch["obs"]
-        metrics, priorities = self.critic_step(batch, self.draw_noise(obs), self.draw_subset())
+        obs, every = batch["obs"], self.num_critics
+        noise, subset = self.draw_noise(obs), self.draw_subset()
+        masks = self.draw_masks(obs, every), self.draw_masks(obs, self.critic_subset_size)
+        metrics, priorities = self.critic_step(batch, noise, subset, masks)
         if with_actor:
-            losses = self.actor_step(obs, self.draw_noise(obs))
+            losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, every))
             torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
         self._target.polyak_(self.tau)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))

@@ -273,16 +273,17 @@ class _Layer(NamedTuple):
 class MLPEnsemble(nn.Module):
     """E independent MLPs: [B, inputs], the same rows for all, or [E, B, inputs] -> [E, B, outputs], or [E, B] for one.
 
-    `layer_norm` puts LayerNorm between each hidden linear layer and its activation (RLPD). Weights are orthogonal,
-    drawn for each member.
+    `layer_norm` puts LayerNorm between each hidden linear layer and its activation (RLPD). `dropout` is the share of
+    hidden units that the masks of `draw_masks` drop, before LayerNorm (DroQ). Weights are orthogonal, drawn for each
+    member.
     """
 
     def __init__(
         self, *, num_members: int, inputs: int, hidden_sizes: Sequence[int] = (256, 256), outputs: int = 1,
-        activation: str = "relu", layer_norm: bool = False,
+        activation: str = "relu", layer_norm: bool = False, dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.num_members, self.outputs, self.layer_norm = num_members, outputs, layer_norm
+        self.num_members, self.outputs, self.layer_norm, self.dropout = num_members, outputs, layer_norm, dropout
         self.activation = activation_layer(activation)
         if isinstance(self.activation, nn.ReLU):
             self.activation.inplace = True  # no backward pass needs the values that the ReLU overwrites
@@ -300,13 +301,30 @@ class MLPEnsemble(nn.Module):
                 self.register_parameter(f"{name}{i}", nn.Parameter(value))
             self._layers.append(_Layer(*(getattr(self, f"{name}{i}", None) for name in _Layer._fields)))  # type: ignore[arg-type]
 
-    def run(self, x: Tensor, subset: Tensor | slice | None = None) -> Tensor:
-        """Outputs of every member, or only of those in `subset` (indices [M] or a slice); others are not computed."""
+    def draw_masks(self, members: int, rows: int, generator: torch.Generator) -> tuple[Tensor, ...] | None:
+        """Dropout masks [members, rows, H] of every hidden layer, each its own for every member; None without dropout.
+
+        A unit that is kept is scaled up, so that its mean stays. The masks are used whether a module trains or not.
+        """
+        if not self.dropout:
+            return None
+        shapes = [(members, rows, layer.bias.shape[-1]) for layer in self._layers[:-1]]
+        sizes, kept = [math.prod(shape) for shape in shapes], 1.0 - self.dropout
+        drawn = torch.empty(sum(sizes), device=generator.device).bernoulli_(kept, generator=generator).div_(kept)
+        return tuple(mask.view(shape) for mask, shape in zip(drawn.split(sizes), shapes, strict=True))
+
+    def run(self, x: Tensor, subset: Tensor | slice | None = None, masks: Sequence[Tensor] | None = None) -> Tensor:
+        """Outputs of every member, or only of those in `subset` (indices [M] or a slice); others are not computed.
+
+        `masks` of `draw_masks` are for the members that are computed.
+        """
         layers = self._layers if subset is None else [layer.select(subset) for layer in self._layers]
         if x.dim() == 2:
             x = x.expand(layers[0].weight.shape[0], *x.shape)
-        for layer in layers[:-1]:
+        for i, layer in enumerate(layers[:-1]):
             x = torch.baddbmm(layer.bias, x, layer.weight)
+            if masks is not None:
+                x = x * masks[i]
             if layer.scale is not None and layer.shift is not None:
                 x = torch.addcmul(layer.shift, F.layer_norm(x, x.shape[-1:]), layer.scale)
             x = self.activation(x)
@@ -334,9 +352,12 @@ class CriticEnsemble(MLPEnsemble):
         super().__init__(num_members=num_critics, **shape)
         self.encoder = encoder
 
-    def forward(self, features: Tensor, actions: Tensor, subset: Tensor | slice | None = None) -> Tensor:
-        """Values of every critic, or only of those in `subset`."""
-        return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset)
+    def forward(
+        self, features: Tensor, actions: Tensor, subset: Tensor | slice | None = None,
+        masks: Sequence[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Values of every critic, or only of those in `subset`; dropout where there are `masks`."""
+        return self.run(torch.cat([encode(self.encoder, features), actions], -1), subset, masks)
 
 
 class ActorAndCritics(nn.Module):

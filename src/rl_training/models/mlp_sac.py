@@ -77,14 +77,18 @@ class SquashedGaussianActor(ObservationNetwork):
 
 
 class MLPSACModel(ActorAndCritics):
-    """`actor`, `critics`, and `sample_actions(obs)` -> actions, logprobs; `q_values(obs, actions)` is [E, B]."""
+    """`actor`, `critics`, and `sample_actions(obs)` -> actions, logprobs; `q_values(obs, actions)` is [E, B].
+
+    With `num_quantiles` K, critics and `q_values` have K outputs each: [E, B, K].
+    """
 
     def __init__(
-        self, *, obs_dim: int, action_dim: int, num_critics: int = 2, critic_layer_norm: bool = False, **options: Any
-    ) -> None:
+        self, *, obs_dim: int, action_dim: int, num_critics: int = 2, critic_layer_norm: bool = False,
+        critic_dropout: float = 0.0, num_quantiles: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(
             SquashedGaussianActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=num_critics,
-            layer_norm=critic_layer_norm, **options,
+            layer_norm=critic_layer_norm, dropout=critic_dropout, outputs=num_quantiles or 1, **options,
         )  # fmt: skip
         self.num_critics = num_critics
 

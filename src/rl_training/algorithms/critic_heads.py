@@ -1,0 +1,81 @@
+"""Critic heads: what the critics of the SAC family predict, and how their targets and losses are made of it.
+
+A head works on the outputs of an ensemble of critics. `SAC.critic_step` calls it and contains no choice of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_training.ops.distributional import quantile_huber_loss
+from rl_training.ops.losses import critic_losses, weighted_mean
+
+Backup = Callable[[Tensor], Tensor]  # next values [B] or [B, K] -> r + g (values - alpha log pi(a'|s'))
+Losses = tuple[dict[str, Tensor], Tensor]  # critic_loss and target_q_mean; priorities [B]
+
+
+def least(q_values: Tensor) -> Tensor:
+    """min_i Q_i: [E, B] -> [B]."""
+    return q_values.amin(0)
+
+
+class ValueHead:
+    """Each critic predicts the expected return: outputs [E, B]. The target is the minimum over the target critics."""
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Expected returns [E, B]."""
+        return outputs
+
+    def targets(self, next_outputs: Tensor, backup: Backup) -> Tensor:
+        """y = r + g (min_i Q'_i - alpha log pi): [B], from the outputs of all target critics, or of a subset."""
+        return backup(least(next_outputs))
+
+    def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
+        """The mean squared error of every critic to the same targets; priorities are mean absolute errors."""
+        return critic_losses(outputs, targets, weights), (targets - outputs.detach()).abs_().mean(0)
+
+
+def truncate(quantiles: Tensor, dropped: int) -> Tensor:
+    """The smallest of the pooled quantiles [E, B, K] of all critics, without the largest E * `dropped`: [B, kept]."""
+    members, _, count = quantiles.shape
+    pooled = quantiles.transpose(0, 1).flatten(1).sort().values
+    return pooled[:, : members * (count - dropped)]
+
+
+def quantile_errors(quantiles: Tensor, targets: Tensor) -> Tensor:
+    """Quantile Huber losses [E, B] of quantiles [E, B, K] to targets [B, M], each a mean over the K * M pairs."""
+    members, _, count = quantiles.shape
+    midpoints = (torch.arange(count, dtype=quantiles.dtype, device=quantiles.device) + 0.5) / count
+    rows = quantiles.flatten(0, 1), targets.repeat(members, 1)
+    return quantile_huber_loss(*rows, midpoints, kappa=1.0).view(members, -1) / count
+
+
+class QuantileHead:
+    """Each critic predicts K quantiles of the return: outputs [E, B, K] (Kuznetsov et al. 2020, arXiv:2005.04269).
+
+    The targets are the quantiles of all target critics, without the largest `dropped` per critic of the pool, which
+    overestimate most. Nothing is dropped in the values that the actor maximizes.
+    """
+
+    def __init__(self, dropped: int) -> None:
+        self.dropped = dropped
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Expected returns [E, B]: the mean of each critic's quantiles."""
+        return outputs.mean(-1)
+
+    def targets(self, next_outputs: Tensor, backup: Backup) -> Tensor:
+        """y_j = r + g (z_j - alpha log pi) of the kept quantiles: [B, M]."""
+        return backup(truncate(next_outputs, self.dropped))
+
+    def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Losses:
+        """The mean quantile Huber loss of every critic to the same targets; priorities are its mean over critics."""
+        errors = quantile_errors(outputs, targets)
+        losses = {"critic_loss": weighted_mean(errors, weights), "target_q_mean": targets.mean()}
+        return losses, errors.detach().mean(0)
+
+
+Head = ValueHead | QuantileHead
