@@ -16,6 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -344,7 +345,8 @@ def render_gates(judged: Sequence[tuple[Gate, Verdict]]) -> list[str]:
 
 
 def describe_source(spec: AlgorithmSpec) -> str:
-    trainer = next(part.__module__ for part in spec.params.__mro__ if part.__module__.endswith("_trainer"))
+    trainers = [f"rl_training.runtime.{path.stem}" for path in (ROOT / "src/rl_training/runtime").glob("*_trainer.py")]
+    trainer = next(name for name in trainers if spec.name in {one.name for one in import_module(name).SPECS})
     modules = {"the update": spec.learner.__module__, "hyper-parameters and registry entry": trainer}
     modules["what is kept of experience"] = spec.store.__module__
     return "".join(f"- `{module}`: {what}\n" for what, module in modules.items())

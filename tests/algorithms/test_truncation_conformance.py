@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from resume_cases import known
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.config.train_config import TrainConfig
@@ -30,7 +31,8 @@ QUICK: dict[str, Any] = {
 QUICK_REPLAY: dict[str, Any] = QUICK | {
     "learning_rate": 0.005, "learning_starts": 50, "batch_size": 32, "buffer_capacity": 1_000, "n_step": 1,
     "alpha": 0.0,
-    "target_update_interval": 10, "tau": 0.05, "v_min": 0.0, "v_max": 20.0, "num_quantiles": 8, "dataset_size": 50,
+    "target_update_interval": 10, "tau": 0.05, "v_min": 0.0, "v_max": 20.0, "num_quantiles": 8,
+    "critic_hidden_sizes": [16], "dataset_size": 50,
     "gradient_updates_per_step": 1, "actor_update_interval": 1, "num_critics": 2, "offline_batch_ratio": 0.0,
     "dataset_kind": "random", "model_hidden_sizes": [16], "num_ensembles": 2, "num_elites": 2, "model_updates": 200,
     "model_learning_rate": 0.01, "rollout_batch_size": 250, "rollout_refresh_interval": 250, "penalty_coef": 0.0,
@@ -76,7 +78,7 @@ def values_after_training(spec: AlgorithmSpec, folder: Path) -> list[Any]:
         algo=spec.name, env_id="env_zoo:EndsBothWays", env_kwargs={"length": 5, "action": action}, num_envs=4,
         total_timesteps=STEPS.get(spec.name, STEPS[spec.lane]), eval_episodes=0, log_interval=1000, device="cpu",
         threads=1, vectorization="sync", output_dir=str(folder),
-        algo_kwargs={name: value for name, value in quick(spec).items() if name in spec.params.model_fields},
+        algo_kwargs=known(spec, quick(spec)),
     )  # fmt: skip
     names = ["AlwaysTruncates", "AlwaysTerminates"] if spec.name in APART else ["EndsBothWays"]
     configs = [plain.model_copy(update={"env_id": f"env_zoo:{name}"}) for name in names]

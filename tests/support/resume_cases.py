@@ -32,8 +32,20 @@ TINY = {
     "dataset_kind": "random", "model_hidden_sizes": [8], "num_ensembles": 3, "num_elites": 2, "model_batch_size": 16,
     "model_updates": 6, "model_train_frequency": 40, "rollout_batch_size": 20, "rollout_refresh_interval": 7,
     "synthetic_buffer_capacity": 100, "size": "xxs", "num_bins": 15, "sequence_length": 8, "train_ratio": 16,
-    "imagination_horizon": 3,
+    "imagination_horizon": 3, "critic_hidden_sizes": [8],
 }  # fmt: skip
+
+
+AXES = {"num_quantiles", "critic_hidden_sizes"}  # off where the default is None
+
+
+def known(spec: AlgorithmSpec, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that an algorithm has hyper-parameters for, without axes that are off by default."""
+    fields = spec.params.model_fields
+    return {
+        name: value for name, value in values.items()
+        if name in fields and not (name in AXES and fields[name].default is None)
+    }  # fmt: skip
 
 
 def env_of(spec: AlgorithmSpec) -> str:
@@ -44,10 +56,9 @@ def env_of(spec: AlgorithmSpec) -> str:
 def tiny(algo: str, output_dir: Path, *, kwargs: dict[str, Any] | None = None, **fields: Any) -> TrainConfig:
     """A config that trains in a fraction of a second."""
     spec = SPECS[algo]
-    known: dict[str, Any] = {name: value for name, value in TINY.items() if name in spec.params.model_fields}
-    known["eval_interval"] = 0
+    small = known(spec, TINY) | {"eval_interval": 0}
     plain = {"env_id": env_of(spec), "total_timesteps": 128, "eval_episodes": 2, "seed": 3, "device": "cpu"}
-    said = {"algo": algo, **plain, "output_dir": str(output_dir), **fields, "algo_kwargs": known | (kwargs or {})}
+    said = {"algo": algo, **plain, "output_dir": str(output_dir), **fields, "algo_kwargs": small | (kwargs or {})}
     return load_config(fill_defaults(said, UNSAID))  # whatever an algorithm recommends
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJsonSchema, create_model, model_validator
 
 from rl_training.config.networks import UserNetwork
 from rl_training.errors import UserError, did_you_mean
@@ -264,6 +265,16 @@ class Params(StrictModel):
 
 
 AnyParams = TypeVar("AnyParams", bound=Params)
+
+
+def with_defaults(params: type[AnyParams], class_name: str, **defaults: Any) -> type[AnyParams]:
+    """The same hyper-parameters with other defaults, for an algorithm that is a setting of another one's axes."""
+    fields: dict[str, Any] = {}
+    for name, default in defaults.items():
+        info = copy.copy(params.model_fields[name])
+        info.default = default
+        fields[name] = (info.annotation, info)
+    return create_model(f"{class_name}Params", __base__=params, __doc__=f"Hyper-parameters of {class_name}.", **fields)
 
 
 def read_params(model: type[AnyParams], algo_kwargs: Mapping[str, Any]) -> AnyParams:

@@ -280,6 +280,61 @@ class TemperatureParams(AlphaParams):
     target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
 
+class CriticParams(StrictModel):
+    """The axes of SAC's critics; a part of `Params`."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(("top_quantiles_to_drop",), "num_quantiles is null", lambda p: p.num_quantiles is None),
+    )
+    at_most: ClassVar[Limits] = (("critic_subset_size", "num_critics"),)
+    fixed: ClassVar[Reasons] = (Reason(("critic_dropout",), "the critics are made with it"),)
+
+    num_critics: int = Field(2, ge=1, le=1_000, description="Number of critics, as one batched network.")
+    critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
+    critic_subset_size: int | None = Field(
+        None, ge=1, description="Critics, drawn for each update, of which the target is made; null: all."
+    )
+    actor_q: Literal["mean", "min"] | None = Field(
+        None, description="What the actor maximizes, over critics; null: the mean with a subset or quantiles, else min."
+    )
+    num_quantiles: int | None = Field(
+        None, ge=2, le=1_000, description="Quantiles of the return that each critic predicts; null: its expectation."
+    )
+    top_quantiles_to_drop: int = Field(
+        2, ge=0, description="Largest quantiles left out of the target, per critic, of all critics' quantiles together."
+    )
+    critic_dropout: float = Field(0.0, ge=0, lt=1, description="Share of the critics' hidden units that are dropped.")
+    critic_layer_norm: bool = Field(False, description="LayerNorm after each hidden layer of the critics.")
+    actor_update_interval: int | None = Field(
+        1, ge=1, description="Critic steps per actor and temperature step; null: one actor step per training turn."
+    )
+
+    @model_validator(mode="after")
+    def _some_quantiles_are_kept(self) -> CriticParams:
+        if self.num_quantiles is not None and self.top_quantiles_to_drop >= self.num_quantiles:
+            dropped = f"top_quantiles_to_drop is {self.top_quantiles_to_drop}"
+            raise ValueError(f"{dropped}; it must be below num_quantiles ({self.num_quantiles})")
+        return self
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the critics."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        widest = max(inherited.widest, *self.critic_hidden_sizes or (0,))
+        return inherited._replace(members=self.num_critics, widest=widest)
+
+    def arguments_of(self, owner: type) -> dict[str, Any]:
+        """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""
+        arguments: dict[str, Any] = super().arguments_of(owner)  # type: ignore[misc]  # of the Params, as above
+        if "actor_update_interval" in arguments and self.actor_update_interval is None:
+            arguments["actor_update_interval"] = self.gradient_updates_per_step  # type: ignore[attr-defined]
+        return arguments
+
+
+class SACParams(CriticParams, TemperatureParams, ActorCriticParams):
+    """Hyper-parameters of SAC, and with other defaults those of its variants."""
+
+
 class ModelParams(TemperatureParams):
     """Hyper-parameters of SAC on rollouts through a learned model; a part of `Params`."""
 

@@ -367,25 +367,29 @@ class ActorAndCritics(nn.Module):
     With a shared encoder, the actor's gradient spoils the features that the critics need (Yarats et al. 2021,
     arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
     have their own optimizers and targets. With `actor_columns`, the actor sees only these columns of its features, the
-    critics all of theirs. `critic_options` are those of `CriticEnsemble`.
+    critics all of theirs. The critics have the actor's widths unless they have their own. `critic_options` are those of
+    `CriticEnsemble`.
     """
 
     bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
 
     def __init__(
         self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
-        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        critic_hidden_sizes: Sequence[int] | None = None, activation: str = "relu",
+        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
         actor_columns: Sequence[int] | None = None, **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.action_dim = action_dim
-        shape: dict[str, Any] = {"hidden_sizes": hidden_sizes, "activation": activation}
         self.actor: Any = actor(
             obs_dim=obs_dim, action_dim=action_dim, observation_input=observation_input, encoder=encoder,
-            columns=actor_columns, **shape,
+            columns=actor_columns, hidden_sizes=hidden_sizes, activation=activation,
         )  # fmt: skip
         inputs = encoded_dim(obs_dim, encoder) + action_dim
-        self.critics = CriticEnsemble(inputs=inputs, encoder=copy.deepcopy(encoder), **shape, **critic_options)
+        sizes = hidden_sizes if critic_hidden_sizes is None else critic_hidden_sizes
+        self.critics = CriticEnsemble(
+            inputs=inputs, encoder=copy.deepcopy(encoder), hidden_sizes=sizes, activation=activation, **critic_options
+        )
 
     def features(self, obs: Tensor) -> Tensor:
         """The input of the critics, before their encoder."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any, ClassVar
 
-from pydantic import Field, create_model
+from pydantic import Field
 from torch import nn
 
 from rl_training.algorithms.c51_dqn import C51DQN
@@ -16,7 +15,7 @@ from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.config.networks import make_network
-from rl_training.config.params import Reason, Reasons, Schedule, Widths
+from rl_training.config.params import Reason, Reasons, Schedule, Widths, with_defaults
 from rl_training.config.replay_params import ReplayParams, SupportParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import ReplayStore
@@ -133,16 +132,6 @@ def build(learner: type[QLearning], params: DQNParams, spaces: EnvSpaces) -> QLe
     return learner(q_network=make_network(network, params, spaces, **others), **params.arguments_of(learner))
 
 
-def with_defaults(params: type[DQNParams], class_name: str, defaults: dict[str, Any]) -> type[DQNParams]:
-    """The same hyper-parameters with other defaults."""
-    fields: dict[str, Any] = {}
-    for name, default in defaults.items():
-        info = copy.copy(params.model_fields[name])
-        info.default = default
-        fields[name] = (info.annotation, info)
-    return create_model(f"{class_name}Params", __base__=params, __doc__=f"Hyper-parameters of {class_name}.", **fields)
-
-
 def make_spec(
     name: str, class_name: str, year: int, learner: type[QLearning], paper: str, scope: str, **axes: Any
 ) -> AlgorithmSpec:
@@ -150,7 +139,7 @@ def make_spec(
     params = HEADS[learner][0]
     return AlgorithmSpec(
         name=name, class_name=class_name, year=year, lane="replay", paper=paper, scope=f"{scope}; discrete actions.",
-        params=with_defaults(params, class_name, axes) if axes else params, learner=learner,
+        params=with_defaults(params, class_name, **axes) if axes else params, learner=learner,
         build=partial(build, learner), store=ReplayStore, action_kinds=("discrete",),
         defaults={"log_interval": 100, "total_timesteps": 50_000},
     )  # fmt: skip

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from rl_training.algorithms.rlpd import RLPD
-from rl_training.config.params import Facts, Limits, Reason, Reasons
-from rl_training.config.replay_params import (
-    DIVIDED_ONCE,
-    ActorCriticParams,
-    DatasetParams,
-    TemperatureParams,
-    continuous_spec,
-)
+from rl_training.config.params import Facts, Reason, Reasons
+from rl_training.config.replay_params import DIVIDED_ONCE, DatasetParams, SACParams, continuous_spec
 from rl_training.data.recorded_store import PriorReplayStore
 from rl_training.models.mlp_sac import MLPSACModel
 from rl_training.run.workflows import train_function
 
 
-class RLPDParams(TemperatureParams, ActorCriticParams, DatasetParams):
+class RLPDParams(SACParams, DatasetParams):
     """Hyper-parameters of RLPD."""
 
     one_step_with: ClassVar[str] = "prior data"
@@ -28,7 +22,6 @@ class RLPDParams(TemperatureParams, ActorCriticParams, DatasetParams):
         Reason(("initial_alpha",), "it is where the tuned temperature starts"),
         Reason(("offline_batch_ratio",), DIVIDED_ONCE),
     )
-    at_most: ClassVar[Limits] = (("critic_subset_size", "num_critics"),)
 
     offline_batch_ratio: float = Field(0.5, ge=0, le=1, description="Share of every batch that is prior data.")
     offline_pretrain_updates: int = Field(0, ge=0, description="Updates on prior data only, before the first step.")
@@ -36,7 +29,9 @@ class RLPDParams(TemperatureParams, ActorCriticParams, DatasetParams):
     initial_alpha: float = Field(1.0, gt=0, description="Initial temperature of alpha auto.")
     backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
     num_critics: int = Field(10, ge=1, le=1_000, description="Critics in the ensemble.")
-    critic_subset_size: int = Field(2, ge=1, description="Critics, drawn for each update, whose minimum is the target.")
+    critic_subset_size: int | None = Field(
+        2, ge=1, description="Critics, drawn for each update, of which the target is made; null: all."
+    )
     critic_layer_norm: bool = Field(True, description="LayerNorm after each hidden layer of the critics.")
     gradient_updates_per_step: int = Field(20, ge=1, le=10_000, description="Updates per training turn.")
     actor_update_interval: int | None = Field(
@@ -45,13 +40,8 @@ class RLPDParams(TemperatureParams, ActorCriticParams, DatasetParams):
 
     @property
     def facts(self) -> Facts:
-        """As the base classes, plus the critics and the prior data."""
-        return super().facts._replace(members=self.num_critics, pretrain_updates=self.offline_pretrain_updates)
-
-    def arguments_of(self, owner: type) -> dict[str, Any]:
-        """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""
-        interval = self.actor_update_interval or self.gradient_updates_per_step
-        return super().arguments_of(owner) | ({"actor_update_interval": interval} if owner is RLPD else {})
+        """As the base classes, plus the prior data."""
+        return super().facts._replace(pretrain_updates=self.offline_pretrain_updates)
 
 
 SPECS = [
