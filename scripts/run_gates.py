@@ -56,9 +56,14 @@ ADDED_LATER = {
     "initial_alpha": 1.0, "backup_entropy": True, "model_weight_decay": 0.0, "random_action_hold": 1.0,
     "epsilon_ladder": 0.0, "network": None, "replay_memory": "auto", "widen_support": "auto",
     "desired_kl": None, "initial_log_std": 0.0, "critic_obs": [], "synthetic_rounds": None,
+    "num_critics": 2, "critic_hidden_sizes": None, "critic_subset_size": None, "actor_q": None, "num_quantiles": None,
+    "top_quantiles_to_drop": 2, "critic_dropout": 0.0, "critic_layer_norm": False, "actor_update_interval": 1,
 }  # fmt: skip
 ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
-ALWAYS_THERE = {"dreamer": ("actor_learning_rate", "critic_learning_rate")}  # of those, in these algorithms
+ALWAYS_THERE = {  # of those, in these algorithms
+    "dreamer": ("actor_learning_rate", "critic_learning_rate"),
+    "rlpd": ("num_critics", "critic_subset_size", "critic_layer_norm", "actor_update_interval"),
+}
 # A synonym, at the value that earlier records have; the other name has the number that is used.
 STORED_AS = {"trpo": {"learning_rate": 3e-4}}
 BAD = ("fail", "stale", "incomplete")

@@ -90,6 +90,19 @@ def test_captured_steps_learn_what_plain_ones_learn(algo: str) -> None:
 
 
 @pytest.mark.usefixtures("fake_graphs")
+@pytest.mark.parametrize("algo", ["redq", "rlpd"])
+def test_captured_updates_draw_subsets_and_dropout_like_plain_ones(algo: str) -> None:
+    axes = {"num_critics": 4, "critic_dropout": 0.2, "gradient_updates_per_step": 2}
+    plain: Any
+    captured: Any
+    plain, captured = (learn(algo, moves=False, accelerates=given, **axes) for given in (False, True))
+    for name, tensor in tensors_of(plain).items():
+        assert torch.equal(tensor, tensors_of(captured)[name]), name
+    assert torch.equal(plain.generator.get_state(), captured.generator.get_state())
+    assert len(captured.update_step.replays) == 2  # with a step of the actor and without
+
+
+@pytest.mark.usefixtures("fake_graphs")
 def test_captured_steps_adapt_the_learning_rate_like_plain_ones() -> None:
     plain, captured = (learn("ppo", moves=False, accelerates=given, desired_kl=1e-4) for given in (False, True))
     for name, tensor in tensors_of(plain).items():
