@@ -1,4 +1,4 @@
-"""Before a release: one version everywhere, a dated changelog, a stored checkpoint, and no placeholder in the metadata."""
+"""Before a release: one version everywhere, a dated page, stored checkpoints, and no placeholder in the metadata."""
 
 from __future__ import annotations
 
