@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.radam import radam
 
 from rl_training.errors import UserError
 from rl_training.ops.distributional import carry_over
@@ -20,7 +21,8 @@ from rl_training.speed.private_torch import adam_step, concatenate, differentiat
 Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
 PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
-OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
+OPTIMIZERS = ("adam", "radam", "rmsprop", "rmsprop_tf", "sgd")
+WITH_MEAN = ("adam", "radam")  # of the gradients
 MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # how a GPU's flat parameters are split (see `split_evenly`)
 BLOCK = 65_536  # elements that Adam's kernel assigns to one multiprocessor; a shorter tensor gets one too
 
@@ -83,7 +85,7 @@ def _number(option: str) -> Any:
 
 
 class Optimizer(nn.Module):
-    """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
+    """Adam, RAdam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
 
     It is a module, so that its moments are in the algorithm's `state_dict`. `learning_rate`, `eps` and `max_grad_norm`
     may be names in the table `numbers`, which is read at every step; of two names the first that is set counts.
@@ -115,7 +117,7 @@ class Optimizer(nn.Module):
         self.square: Tensor
         self.steps: Tensor
         self.register_buffer("steps", torch.zeros((), device=flat.device))
-        if kind == "adam":
+        if kind in WITH_MEAN:
             self.register_buffer("mean", torch.zeros_like(flat))
         if kind != "sgd":
             self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
@@ -175,6 +177,12 @@ class Optimizer(nn.Module):
             adam_step(params, grads, means, squares, state_steps=state_steps, lr=self.learning_rate, eps=self.eps)
             return
         rate = self.learning_rate
+        if self.kind == "radam":
+            radam(
+                [self.flat], [grad], [self.mean], [self.square], [self.steps], foreach=False, beta1=0.9, beta2=0.999,
+                lr=rate, weight_decay=0.0, eps=self.eps, capturable=not grad.is_cpu,
+            )  # fmt: skip
+            return
         if self.kind != "sgd":
             square, inside = self.square, self.kind == "rmsprop_tf"
             square.lerp_(grad * grad, 1 - self.decay)
