@@ -2,8 +2,8 @@
 
 The task is `DotToTarget` of the tests: a dot and its target on images of 16x16 pixels, 2,000 steps, 850 updates. What
 `SETTINGS` does not name is at each algorithm's default. Evaluations of 20 episodes go to
-`benchmarks/results/image_actors.json`, under the label. Random actions have about -4.8. `--drqv2` adds those of DrQ-v2's
-axes that the algorithm has.
+`benchmarks/results/image_actors.json`, under the label. Random actions have about -4.8. `--drqv2` adds
+those of DrQ-v2's axes that the algorithm has.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ def main() -> None:
     parser.add_argument("--seeds", default="11,12,13")
     parser.add_argument("--drqv2", action="store_true", help="add the axes of DrQ-v2")
     arguments = parser.parse_args()
+    more = DRQV2 if arguments.drqv2 else None
     for algo in arguments.only.split(","):
         returns = []
         for seed in map(int, arguments.seeds.split(",")):
             with tempfile.TemporaryDirectory() as folder:
-                metrics = train(image_config(algo, seed, folder, DRQV2 if arguments.drqv2 else None), console=False).metrics
+                metrics = train(image_config(algo, seed, folder, more), console=False).metrics
             returns.append(round(metrics["eval_return_mean"], 2))
         print(f"{algo}: mean {statistics.mean(returns):.2f}, seeds {returns}", flush=True)
         recorded = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}

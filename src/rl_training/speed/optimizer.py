@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.radam import radam
 
 from rl_training.errors import UserError
 from rl_training.ops.distributional import carry_over
@@ -178,10 +177,7 @@ class Optimizer(nn.Module):
             return
         rate = self.learning_rate
         if self.kind == "radam":
-            radam(
-                [self.flat], [grad], [self.mean], [self.square], [self.steps], foreach=False, beta1=0.9, beta2=0.999,
-                lr=rate, weight_decay=0.0, eps=self.eps, capturable=not grad.is_cpu,
-            )  # fmt: skip
+            self.flat.sub_(rate * self._rectify(grad))
             return
         if self.kind != "sgd":
             square, inside = self.square, self.kind == "rmsprop_tf"
@@ -193,6 +189,20 @@ class Optimizer(nn.Module):
             self.flat.add_(grad, alpha=-rate)
         else:
             self.flat.addcdiv_(grad, root, value=-rate)
+
+    def _rectify(self, grad: Tensor) -> Tensor:
+        """RAdam's step (Liu et al. 2020, arXiv:1908.03265): Adam's, shorter while the variance has few samples.
+
+        torch's own reads the number of steps on the host, which a captured step must not.
+        """
+        beta, decay, steps = 0.9, 0.999, self.steps.add_(self._one).double()
+        self.mean.lerp_(grad, 1.0 - beta)
+        self.square.lerp_(grad * grad, 1.0 - decay)
+        most, left = 2.0 / (1.0 - decay) - 1.0, 1.0 - decay**steps
+        samples = most - 2.0 * steps * (1.0 - left) / left
+        rectified = (samples - 4) * (samples - 2) * most / ((most - 4) * (most - 2) * samples) * left
+        scale = torch.where(samples > 5.0, rectified.sqrt() / self.square.sqrt().add_(self.eps), 1.0)
+        return self.mean * scale / (1.0 - beta**steps)
 
 
 class TargetNetwork:
