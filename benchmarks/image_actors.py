@@ -3,7 +3,7 @@
 The task is `DotToTarget` of the tests: a dot and its target on images of 16x16 pixels, 2,000 steps, 850 updates. What
 `SETTINGS` does not name is at each algorithm's default. Evaluations of 20 episodes go to
 `benchmarks/results/image_actors.json`, under the label. Random actions have about -4.8. `--drqv2` adds
-those of DrQ-v2's axes that the algorithm has.
+those of DrQ-v2's axes that the algorithm has; `benchmarks/results/image_drqv2.json` has runs with and without them.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("label")
     parser.add_argument("--only", default="td3,d4pg,ddpg,sac", help="algorithms")
     parser.add_argument("--seeds", default="11,12,13")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--drqv2", action="store_true", help="add the axes of DrQ-v2")
     arguments = parser.parse_args()
     more = DRQV2 if arguments.drqv2 else None
@@ -74,9 +75,10 @@ def main() -> None:
                 metrics = train(image_config(algo, seed, folder, more), console=False).metrics
             returns.append(round(metrics["eval_return_mean"], 2))
         print(f"{algo}: mean {statistics.mean(returns):.2f}, seeds {returns}", flush=True)
-        recorded = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        found = arguments.results
+        recorded = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
         recorded.setdefault(arguments.label, {})[algo] = returns
-        RESULTS.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+        found.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ NEVER_USED = {
 # What a run refuses in a sentence, because of other settings.
 REFUSED = {
     "epsilon_ladder", "network", "critic_obs", "n_step", "prioritized", "dataset_kind", "dataset_path", "dataset_id",
-    "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint",
+    "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint", "augmentation",
 }  # fmt: skip
 
 
