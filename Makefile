@@ -7,7 +7,7 @@ INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 DEMO = runs/demo
 JOBS ?= 2
 
-.PHONY: help demo test test-slow mutants lint types docs site recording results zoo-check results-defaults bench clean
+.PHONY: help demo test test-slow mutants lint types docs site recording results benchmarks zoo-check results-defaults bench clean
 
 help:
 	@echo "make demo       train IMPALA on CartPole-v1 until it is solved, evaluate it, draw its curve"
@@ -18,6 +18,7 @@ help:
 	@echo "make site       the documentation as pages to open: build/site/index.html"
 	@echo "make recording  a terminal session as an animated picture: docs/images/session.svg"
 	@echo "make results    run the learning gates that are not recorded, then draw docs/results.md"
+	@echo "make benchmarks CELLS=ppo/hopper:103   repeat a cell of scripts/benchmarks.yaml; without CELLS, all that are missing (days)"
 	@echo "make zoo-check  play every packaged policy and compare it with its card"
 	@echo "make results-defaults  our defaults next to Stable-Baselines3's, where nothing was tuned (hours)"
 	@echo "make bench      every benchmark in benchmarks/, next to Stable-Baselines3 where it has the same;"
@@ -88,6 +89,10 @@ results: $(VENV)/.installed
 	$(BIN)/python scripts/run_gates.py --jobs $(JOBS)
 	$(BIN)/python scripts/render_results.py
 	$(BIN)/python scripts/generate_docs.py
+
+benchmarks: $(VENV)/.installed-dev
+	$(BIN)/python scripts/run_benchmarks.py $(CELLS) $(if $(CELLS),--again) --jobs $(JOBS)
+	$(BIN)/python scripts/render_results.py
 
 zoo-check: $(VENV)/.installed-dev
 	$(BIN)/python scripts/zoo.py check

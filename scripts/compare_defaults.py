@@ -33,6 +33,7 @@ from rl_training.config.train_config import TrainConfig, load_config
 from rl_training.errors import UserError, did_you_mean
 
 SETTINGS, RECORDS = ROOT / "scripts" / "defaults.yaml", ROOT / "results" / "defaults"
+NORMALIZED = "sb3_normalized"  # a side: theirs with VecNormalize
 LONGEST_EPISODE = 5_000  # steps of an evaluation episode in an environment without a limit of its own
 SLACK = 1.2  # how much longer than expected a job may take
 
@@ -134,7 +135,8 @@ def expected_seconds(settings: Settings, job: Job, records: Iterable[Record]) ->
     if like:
         return job.budget * statistics.median(record["seconds"] / record["steps"] for record in like)
     slowness = settings["environments"][job.env].get("slowness", {}).get(job.side, 1)
-    rate: float = settings["algorithms"][job.algo]["rates"][job.side]
+    rates = settings["algorithms"][job.algo]["rates"]
+    rate: float = rates[job.side if job.side in rates else "sb3"]
     return job.budget / rate * slowness
 
 
@@ -223,12 +225,22 @@ def train_theirs(settings: Settings, job: Job, examiner: Examiner, folder: str) 
             return True
 
     def predict(obs: Any, masks: Any) -> Any:  # which these algorithms of theirs do not take
-        return model.predict(obs, deterministic=True)[0]
+        return model.predict(obs if scale is None else scale.normalize_obs(obs), deterministic=True)[0]
 
+    env: Any = examiner.make()
+    scale = with_vec_normalize(env) if job.side == NORMALIZED else None
     module, _, name = settings["algorithms"][job.algo]["theirs"].partition(":")
-    model = getattr(import_module(module), name)("MlpPolicy", examiner.make(), seed=job.seed, device="cpu")
+    model = getattr(import_module(module), name)("MlpPolicy", scale or env, seed=job.seed, device="cpu")
     model.learn(job.budget, callback=Look())
     return model.num_timesteps, predict
+
+
+def with_vec_normalize(env: Any) -> Any:
+    """The environment in their VecNormalize, with its defaults; it cannot normalize discrete observations."""
+    from gymnasium.spaces import Box
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    return VecNormalize(DummyVecEnv([lambda: env]), norm_obs=isinstance(env.observation_space, Box))
 
 
 def run_job(settings: Settings, job: Job, path: Path, folder: str, jobs: int) -> None:
@@ -325,7 +337,8 @@ def render_table(settings: Settings, records: Iterable[Record], half: str) -> st
         possible = sum(settings["environments"][env]["actions"] in kinds for env in envs)
         part = f" ({len(scores)} of {possible})" if len(scores) < possible else ""
         cells = [f"{statistics.fmean(r['final'] for r in mine):.4g}" if mine else "" for mine in by_env.values()]
-        name = "SB3" if side == "sb3" else f"**{label}**" if settings["chosen"].get(algo) == label else label
+        name = f"**{label}**" if settings["chosen"].get(algo) == label else label
+        name = {"sb3": "SB3", NORMALIZED: "SB3, VecNormalize"}.get(side, name)
         seeds = "/".join(map(str, sorted({len(mine) for mine in covered})))
         lines.append([algo, name, seeds, f"{statistics.fmean(scores):.3f}{part}", f"{min(scores):.2f}", *cells])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)

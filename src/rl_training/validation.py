@@ -34,7 +34,8 @@ class StrictModel(BaseModel):
 
     # constants: an infinity in env_kwargs must not come back from a checkpoint as None
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, ser_json_inf_nan="constants"
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, ser_json_inf_nan="constants",
+        protected_namespaces=(),  # before 2.10, pydantic warned of names such as model_updates
     )
 
     @model_validator(mode="before")

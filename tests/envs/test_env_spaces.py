@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ EVERY_SPACE: list[gs.Space[Any]] = [
     gs.Box(0, 1, (10, 10, 4), np.dtype(bool)),
     gs.Discrete(4),
     gs.Discrete(4, start=-2),
-    gs.Discrete(4, dtype=np.int32),
+    *([gs.Discrete(4, dtype=np.int32)] if "dtype" in signature(gs.Discrete).parameters else []),  # not in Gymnasium 1.1
     gs.MultiDiscrete([2, 3]),
     gs.MultiDiscrete([2, 3], start=[1, 1], dtype=np.int32),
     gs.MultiDiscrete(np.array([[2, 3], [4, 5]])),

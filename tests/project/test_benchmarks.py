@@ -14,6 +14,7 @@ from rl_training.run.workflows import train
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import collect_benchmarks as benchmarks
+import run_benchmarks
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,3 +63,21 @@ def test_the_recorded_table_has_the_columns_of_the_contract() -> None:
     for row in rows:
         assert math.isfinite(float(row["return"]))
         assert all(row[name] for name in ("config_hash", "commit", "machine"))
+
+
+def test_a_cell_is_run_unless_its_last_evaluation_is_in_the_table(tmp_path: Path) -> None:
+    suites = {"small": {"budget": 128, "presets": {"ppo/cartpole": {"seeds": [0, 1], "hours": 1.0}}}}
+    cells = run_benchmarks.cells_of(suites, ["ppo/cartpole"])
+    table = tmp_path / "table.csv"
+    collect(table, run(tmp_path, 1))
+    assert [cell.seed for cell in run_benchmarks.missing(cells, suites, table)] == [0]
+    suites["small"]["budget"] = 256
+    assert [cell.seed for cell in run_benchmarks.missing(cells, suites, table)] == [0, 1]
+    with pytest.raises(SystemExit, match="no cell 'ppo/cartpol'"):
+        run_benchmarks.cells_of(suites, ["ppo/cartpol"])
+
+
+def test_every_cell_of_the_benchmarks_is_a_preset() -> None:
+    suites = run_benchmarks.yaml.safe_load(run_benchmarks.CELLS.read_text())
+    for cell in run_benchmarks.cells_of(suites, []):
+        assert run_benchmarks.load_config(cell.preset).algo == cell.preset.split("/")[0]

@@ -56,7 +56,9 @@ def build_space(data: Mapping[str, Any]) -> gs.Space[Any]:
         return gs.Tuple([build_space(part) for part in data["parts"]])
     given = {name: data[name] for name in ARGUMENTS[data["type"]]}
     given = {name: np.asarray(value) if isinstance(value, list) else value for name, value in given.items()}
-    if "dtype" in given:
+    if data["type"] == "Discrete" and given["dtype"] == "int64":
+        del given["dtype"]  # the default; Gymnasium 1.1 does not take it
+    elif "dtype" in given:
         given["dtype"] = np.dtype(given["dtype"]).type
     space: gs.Space[Any] = getattr(gs, data["type"])(**given)
     return space
