@@ -151,6 +151,15 @@ def test_the_results_page_has_the_recorded_numbers() -> None:
     assert min(recorded["before"]["d4pg"]) < -7.0
 
 
+def test_drq_s_axes_are_no_worse_on_the_image_task_and_the_page_says_so() -> None:
+    recorded = json.loads((RESULTS.parent / "image_drqv2.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "results" / "history.md").read_text(encoding="utf-8")
+    for runs in recorded.values():
+        *first, last = (f"{x:.2f}".replace("-", "−") for x in runs["ddpg"])
+        assert f"{', '.join(first)} and {last}" in page
+    assert sum(recorded["drqv2"]["ddpg"]) > sum(recorded["plain"]["ddpg"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("algo", "bar"), [("sac", -2.2), ("td3", -2.5), ("ddpg", -2.5), ("d4pg", -2.5)])
 def test_an_actor_learns_to_move_a_dot_that_it_sees(algo: str, bar: float, tmp_path: Path) -> None:

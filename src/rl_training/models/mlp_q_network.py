@@ -184,9 +184,10 @@ class MLPQNetwork(NoisyNetwork):
         super().__init__(**inputs)
         self.action_dim = action_dim
         self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
-        sizes = self.input_dim, hidden_sizes, action_dim, num_outputs or 1
-        kinds = {"dueling": dueling, "noisy": noisy, "layer_norm": layer_norm}
-        self.trunk, self.head = value_layers(*sizes, activation, **kinds)
+        self.trunk, self.head = value_layers(
+            self.input_dim, hidden_sizes, action_dim, num_outputs or 1, activation,
+            dueling=dueling, noisy=noisy, layer_norm=layer_norm,
+        )  # fmt: skip
         self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:
