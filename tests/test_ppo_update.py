@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import rl_training.algorithms.actor_critic as actor_critic_module
 import rl_training.algorithms.ppo as ppo_module
 from rl_training.algorithms.actor_critic import normalize, select_rows
 from rl_training.algorithms.ppo import PPO, ppo_loss
@@ -145,7 +146,7 @@ def test_the_divergence_is_that_of_the_last_epoch() -> None:
 def test_how_many_steps_are_taken_together_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
     for most, calls in ((32, 6), (1, 9)):  # two whole minibatches per epoch and a smaller one
-        monkeypatch.setattr(ppo_module, "MOST_STEPS", most)
+        monkeypatch.setattr(actor_critic_module, "MOST_STEPS", most)
         policy = make_policy()
         learner = PPO(policy=policy, update_epochs=3, minibatch_size=8)
         learner.seed(7)

@@ -230,7 +230,8 @@ def test_a_callable_makes_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algo", [name for name, spec in SPECS.items() if spec.lane == "rollout"])
 def test_the_whole_round_works_for_every_rollout_algorithm(algo: str, tmp_path: Path) -> None:
     managed_class = getattr(rl_training, SPECS[algo].class_name)
-    managed = managed_class(kind_config(algo, tmp_path, "continuous", "vector"))
+    action = "continuous" if "continuous" in SPECS[algo].action_kinds else "discrete"
+    managed = managed_class(kind_config(algo, tmp_path, action, "vector"))
     managed.learn()
     loaded = managed_class.load(managed.save(tmp_path / "policy.ckpt"))
     obs = np.array([0.3, 1.0], dtype=np.float32)

@@ -15,7 +15,9 @@ from continuous_cases import (
     same,
     tensors,
 )
+from rl_training.algorithms.ddpg import DDPG
 from rl_training.algorithms.td3 import TD3, td3_loss
+from rl_training.models.mlp_ddpg import MLPDDPGModel
 from rl_training.models.mlp_td3 import MLPTD3Model
 
 make = partial(make_learner, TD3, MLPTD3Model)
@@ -88,3 +90,13 @@ def test_td3_solves_a_bandit() -> None:
     torch.manual_seed(0)
     model = MLPTD3Model(obs_dim=3, action_dim=1, hidden_sizes=(32, 32))
     assert_solves_bandit(TD3(model=model, learning_rate=3e-3), 600)
+
+
+def test_td3_is_ddpg_with_two_critics_noise_on_the_target_and_a_delay() -> None:
+    axes = {"policy_noise": 0.2, "noise_clip": 0.5, "policy_delay": 2}
+    learners = [make(), make_learner(DDPG, partial(MLPDDPGModel, num_critics=2), **axes)]
+    for learner in learners:
+        for seed in range(4):
+            learner.update(make_batch(seed=seed))
+    for one, other in zip(learners[0].parameters(), learners[1].parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -40,6 +40,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "line_search_shrink": {"max_kl": 2.0}, "line_search_steps": {"max_kl": 2.0}, "clip_coef": {"update_epochs": 3},
     "policy_lag": {"learning_rate": 0.3}, "double_q": {"learning_rate": 0.3, "target_update_interval": 9},
     "epsilon_end": {"exploration_fraction": 0.1}, "rollout_batch_size": {"rollout_horizon": 1},
+    "exploration_fraction": {"num_steps": 4},
     "synthetic_buffer_capacity": {"rollout_horizon": 1, "rollout_refresh_interval": 1},
     "synthetic_rounds": {"rollout_horizon": 1, "rollout_refresh_interval": 1},
     "widen_support": {"v_min": -1.0, "v_max": 1.0},
@@ -59,7 +60,7 @@ NEVER_USED = {
 # What a run refuses in a sentence, because of other settings.
 REFUSED = {
     "epsilon_ladder", "network", "critic_obs", "n_step", "prioritized", "dataset_kind", "dataset_path", "dataset_id",
-    "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint",
+    "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint", "augmentation",
 }  # fmt: skip
 
 

@@ -146,6 +146,16 @@ def test_every_row_equals_a_plain_list_of_transitions(n_step: int, num_envs: int
     assert buffer._finals._used <= buffer.capacity  # slots of dropped rows are used again
 
 
+def test_three_rewards_of_one_and_their_discount_are_the_golden_ones() -> None:
+    buffer, no = make(n_step=3, gamma=0.99), np.zeros(1, dtype=bool)
+    for t in range(4):
+        obs, one = np.full((1, 3), t), np.ones(1)
+        buffer.add(obs=obs, next_obs=obs + 1, actions=one, rewards=one, terminated=no, truncated=no)
+    batch = buffer.gather(np.zeros(1, dtype=np.int64))
+    assert batch["rewards"].item() == pytest.approx(2.9701, abs=1e-6)
+    assert batch["discounts"].item() == pytest.approx(0.970299, abs=1e-6)
+
+
 @pytest.mark.parametrize("next_step_resets", [False, True])
 @pytest.mark.parametrize("stack", [0, 3])
 def test_environments_that_are_not_in_step_keep_their_rows_apart(stack: int, next_step_resets: bool) -> None:

@@ -416,15 +416,15 @@ def test_a_graph_of_a_rollout_is_a_plain_one(env_id: str) -> None:
             torch.testing.assert_close(one[name], other[name])
 
 
-@pytest.mark.parametrize("algo", ["a2c", "ppo", "trpo", "impala", "appo"])
+@pytest.mark.parametrize("algo", ["a2c", "ppo", "trpo", "impala", "appo", "pqn"])
 def test_truncated_episodes_are_worth_what_their_last_observation_is(algo: str) -> None:
     session = open_rollouts(Walk, algo, num_steps=24)
     rows = take_rollout(session)
     ((_, batch),) = session.store.batches(session.algorithm, 0)
     learner: Any = session.algorithm
     with torch.no_grad():
-        values = learner.policy.values(rows["obs"].flatten(0, 1)).view(25, 5)
-        finals = learner.policy.values(rows["final_obs"].flatten(0, 1)).view(24, 5)
+        values = learner.state_values(rows["obs"].flatten(0, 1)).view(25, 5)
+        finals = learner.state_values(rows["final_obs"].flatten(0, 1)).view(24, 5)
         successors = learner.successor_values(values[:-1], learner.value_finals(batch))
     # IMPALA and APPO value them at every gradient step, with the weights that learn
     assert ("truncation_values" in batch) == learner.reads_values

@@ -13,9 +13,11 @@ import torch
 
 from env_zoo import DotToTarget
 from registry_contract import OBSERVATIONS, kind_config
-from resume_cases import assert_same_run, stop_and_resume
+from resume_cases import assert_same_run, stop_and_resume, tiny
+from rl_training.config.params import Schedule
 from rl_training.config.spec import get_algorithm_spec
 from rl_training.envs.spaces import EnvSpaces
+from rl_training.errors import UserError
 from rl_training.models.mlp_ddpg import ReturningTanh
 from rl_training.play import play
 from rl_training.run.learner import build_algorithm
@@ -149,6 +151,15 @@ def test_the_results_page_has_the_recorded_numbers() -> None:
     assert min(recorded["before"]["d4pg"]) < -7.0
 
 
+def test_drq_s_axes_are_no_worse_on_the_image_task_and_the_page_says_so() -> None:
+    recorded = json.loads((RESULTS.parent / "image_drqv2.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "results" / "history.md").read_text(encoding="utf-8")
+    for runs in recorded.values():
+        *first, last = (f"{x:.2f}".replace("-", "−") for x in runs["ddpg"])
+        assert f"{', '.join(first)} and {last}" in page
+    assert sum(recorded["drqv2"]["ddpg"]) > sum(recorded["plain"]["ddpg"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("algo", "bar"), [("sac", -2.2), ("td3", -2.5), ("ddpg", -2.5), ("d4pg", -2.5)])
 def test_an_actor_learns_to_move_a_dot_that_it_sees(algo: str, bar: float, tmp_path: Path) -> None:
@@ -159,3 +170,68 @@ def test_an_actor_learns_to_move_a_dot_that_it_sees(algo: str, bar: float, tmp_p
     steps = play([env], lambda *_: [env.action_space.sample()], lambda episode: episode, "Dot", episodes=50)
     assert sum(step.reward for step in steps) / 50 < -4.0  # -4.8 at random
     assert learned > bar
+
+
+# ---- shifted images --------------------------------------------------------------------------------------------------
+
+
+def test_the_images_before_and_after_a_step_are_shifted_by_draws_of_their_own() -> None:
+    learner = make("ddpg", augmentation="shift", shift_pixels=3)
+    image = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(64, 2, 16, 16)
+    moved = learner.augment({**BATCH, "obs": image, "next_obs": image})
+    offsets = {}
+    for name in ("obs", "next_obs"):
+        frames = moved[name]
+        assert torch.equal(frames[:, 0], frames[:, 1])  # all frames of an image together
+        offsets[name] = frames[:, 0, 8, 8].int() - 136
+        assert len(offsets[name].unique()) > 20  # of 49: each image by itself
+    assert (offsets["obs"] != offsets["next_obs"]).float().mean() > 0.8
+    assert moved["rewards"] is BATCH["rewards"]
+
+
+@pytest.mark.parametrize("augmentation", ["none", "shift"])
+def test_shifts_come_from_the_learner_s_generator(augmentation: str) -> None:
+    learner = make("ddpg", augmentation=augmentation)
+    before = learner.generator.get_state()
+    first = learner.augment(BATCH)["obs"]
+    assert torch.equal(learner.generator.get_state(), before) == (augmentation == "none")
+    learner.generator.set_state(before)
+    assert torch.equal(learner.augment(BATCH)["obs"], first)
+    assert torch.equal(first, BATCH["obs"]) == (augmentation == "none")
+
+
+@pytest.mark.parametrize("algo", DETERMINISTIC)
+def test_both_losses_see_the_shifted_images(algo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, seen = make(algo, augmentation="shift"), {}
+    shifted = {**BATCH, "obs": BATCH["obs"] // 2, "next_obs": BATCH["next_obs"] // 2}
+    critic_step, actor_step = learner.critic_step, learner.actor_step
+    monkeypatch.setattr(learner, "augment", lambda batch: shifted)
+    monkeypatch.setattr(learner, "critic_step", lambda batch, noise: (seen.update(batch), critic_step(batch, noise))[1])
+    monkeypatch.setattr(learner, "actor_step", lambda obs: (seen.update(actor=obs), actor_step(obs))[1])
+    for _ in range(2):
+        learner.update(BATCH)
+    assert seen["obs"] is seen["actor"] is shifted["obs"]
+    assert seen["next_obs"] is shifted["next_obs"]
+
+
+@pytest.mark.parametrize("observation", ["vector", "mixed"])
+def test_observations_that_are_not_images_cannot_be_shifted(observation: str, tmp_path: Path) -> None:
+    config = kind_config("ddpg", tmp_path, "continuous", observation)
+    config.algo_kwargs["augmentation"] = "shift"
+    with pytest.raises(UserError, match="augmentation is 'shift', but the observations are not images; it must be no"):
+        train(config, console=False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_with_drq_s_axes_resumes_to_the_bit(tmp_path: Path) -> None:
+    falls = {"type": "linear", "start": 1.0, "end": 0.1, "fraction": 0.5}
+    axes = {
+        "augmentation": "shift", "shift_pixels": 1, "n_step": 3, "num_critics": 2, "noise_clip": 0.3,
+        "exploration_noise_schedule": falls, "policy_noise_schedule": falls,
+    }  # fmt: skip
+    settings: dict[str, Any] = {"env_id": "env_zoo:DotToTarget", "num_envs": 2, "kwargs": axes}
+    whole = train(tiny("ddpg", tmp_path / "one", **settings), console=False)
+    learner: Any = whole.policy.algorithm
+    assert Schedule(**falls | {"fraction": 1.0}).value(0.5) == pytest.approx(0.55)  # linear(1, 0.1, 100k) at 50k
+    assert float(learner.exploration_noise) == float(learner.policy_noise) == pytest.approx(0.1)
+    assert_same_run(whole, stop_and_resume(tiny("ddpg", tmp_path / "two", **settings), 60))

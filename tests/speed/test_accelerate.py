@@ -186,7 +186,7 @@ def explore(algo: str, *, accelerates: bool, device: str = "cpu") -> tuple[Behav
 
 
 @pytest.mark.usefixtures("fake_graphs")
-@pytest.mark.parametrize("algo", ["dqn", "noisy_dqn", "iqn", "td3", "sac", "discrete_sac", "ppo", "dreamer"])
+@pytest.mark.parametrize("algo", ["dqn", "noisy_dqn", "iqn", "td3", "sac", "discrete_sac", "ppo", "pqn", "dreamer"])
 def test_exploring_is_a_step_with_the_draws_of_plain_calls(algo: str) -> None:
     (_, plain), (captured, actions) = (explore(algo, accelerates=accelerates) for accelerates in (False, True))
     assert np.array_equal(plain, actions)

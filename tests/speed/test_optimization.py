@@ -17,6 +17,7 @@ torch.set_num_threads(1)  # networks this small only wait for each other's threa
 
 TORCH: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-5),
+    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01, eps=1e-5),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, alpha=0.9, eps=1e-5),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
 }
@@ -27,15 +28,15 @@ def network(seed: int = 0) -> nn.Sequential:
     return mlp(3, (8, 4), 2)
 
 
-def losses(module: nn.Module, count: int = 5) -> Any:
-    """A few losses on fresh data, each computed when it is asked for."""
+def losses(module: nn.Module, count: int = 8) -> Any:
+    """A few losses on fresh data, each computed when it is asked for; RAdam rectifies its steps from the sixth on."""
     generator = torch.Generator().manual_seed(1)
     for step in range(count):
         inputs, wanted = torch.randn(6, 3, generator=generator), torch.randn(6, 2, generator=generator)
         yield (1 + 10 * step) * (module(inputs) - wanted).square().mean()
 
 
-def run(module: nn.Module, optimizer: Optimizer, count: int = 5) -> list[float]:
+def run(module: nn.Module, optimizer: Optimizer, count: int = 8) -> list[float]:
     return [float(optimizer.step(loss)) for loss in losses(module, count)]
 
 

@@ -37,7 +37,7 @@ def trained(config: Any, env: Any = None) -> TrainResult:
     ("algo", "action", "observation"),
     [
         pytest.param("ppo", "multi_binary", "image", marks=SLOW), ("sac", "continuous", "vector"),
-        ("fqf", "discrete", "vector"), ("discrete_sac", "multi_discrete", "vector"),
+        ("fqf", "discrete", "vector"), ("discrete_sac", "multi_discrete", "vector"), ("pqn", "discrete", "image"),
         pytest.param("td3", "continuous", "image", marks=SLOW),
     ],
 )  # fmt: skip

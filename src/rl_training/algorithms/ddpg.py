@@ -2,6 +2,10 @@
 
 The critic regresses on y = r + g Q'(s', mu'(s')); the actor follows the deterministic policy gradient
 grad_a Q(s, a) grad_theta mu(s) at a = mu(s) (Silver et al. 2014); both target networks move by `tau` per update.
+
+The axes of TD3 and DrQ-v2 are options: with several critics the target is the smallest of them, y = r + g min_i Q'_i;
+`policy_noise` smooths its action by clipped noise; `policy_delay` delays the actor; and `augmentation` moves the images
+of s and s' by a few pixels, each by its own draw (DrQ-v2, Yarats et al. 2021, arXiv:2107.09645).
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, UpdateResult
+from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult
+from rl_training.errors import UserError
+from rl_training.ops.images import draw_shifts, shift_images
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
 from rl_training.speed.passes import NumpyPolicy
@@ -67,13 +73,17 @@ class DDPG(GaussianExploration):
     `action_gradient_clip` bounds the norm of each sample's dQ/da, as in D4PG's public code.
     """
 
-    policy_delay: Any = 1
     steps = ("critic_step", "actor_step")
     graphs = ("update_step",)
     target_update_interval: Any = None  # updates between target updates; None: with every actor step
     gamma = Number("in [0, 1]", 0.99)
     tau = Number("in (0, 1]", 0.005)
     exploration_noise = Number(">= 0", 0.1, read="to act")
+    policy_noise = Number(">= 0", None)  # None: the target's action has none
+    noise_clip = Number(">= 0", 0.5)
+    policy_delay = Setting(">= 1", 1)
+    augmentation = Setting(default="none")
+    shift_pixels = Setting(">= 1", 4)
     action_gradient_clip = Number("> 0", None)
     learning_rate = Number(">= 0", 1e-3)
     critic_learning_rate = Number(">= 0", None)  # None: the learning rate
@@ -81,6 +91,8 @@ class DDPG(GaussianExploration):
 
     def __init__(self, *, model: Any, **settings: Any) -> None:
         super().__init__(**settings)
+        if self.augmentation == "shift" and model.actor.observation_input.image_scale is None:
+            raise UserError("augmentation is 'shift', but the observations are not images; it must be none.")
         self.model = model
         self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
         self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
@@ -95,12 +107,26 @@ class DDPG(GaussianExploration):
         return actor
 
     def draw_noise(self, actions: Tensor) -> Tensor | None:
-        """The noise that `target_values` needs; none for DDPG."""
-        return None
+        """Clipped target noise [B, A]; actions are in [-1, 1], so it needs no scaling."""
+        if self.policy_noise is None:
+            return None
+        noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
+        return noise.mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
+
+    def augment(self, batch: Batch) -> Batch:
+        """The batch with its images moved, those of `obs` and of `next_obs` by draws of their own."""
+        if self.augmentation == "none":
+            return batch
+        images = {name: batch[name] for name in ("obs", "next_obs")}
+        drawn = {name: draw_shifts(len(x), self.shift_pixels, self.generator) for name, x in images.items()}
+        return {**batch, **{name: shift_images(x, drawn[name]) for name, x in images.items()}}
 
     def target_values(self, next_obs: Tensor, noise: Tensor | None) -> Tensor:
-        """Q'(s', mu'(s')) [B]."""
-        values: Tensor = self.target_network.q_values(next_obs, self.target_network.actor(next_obs))
+        """min_i Q'_i(s', clip(mu'(s') + noise)) [B]."""
+        actions = self.target_network.actor(next_obs)
+        if noise is not None:
+            actions = (actions + noise).clamp_(-1.0, 1.0)
+        values: Tensor = self.target_network.ensemble_values(next_obs, actions).amin(0)
         return values
 
     def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
@@ -125,6 +151,7 @@ class DDPG(GaussianExploration):
 
     def update_step(self, batch: Batch, with_actor: bool, with_targets: bool) -> tuple[dict[str, Tensor], Tensor]:
         """Take a critic step and, on request, an actor step and a target update; return metrics and priorities [B]."""
+        batch = self.augment(batch)
         metrics, priorities = self.critic_step(batch, self.draw_noise(batch["actions"]))
         if with_actor:
             self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())

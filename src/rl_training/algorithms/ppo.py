@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, select_rows
+from rl_training.algorithms.actor_critic import ActorCriticAlgorithm, ShuffledEpochs
 from rl_training.algorithms.base import Batch, Number, Setting, UpdateResult
 from rl_training.errors import UserError
 from rl_training.ops.losses import Losses, actor_critic_losses, clipped_surrogate, ratio_statistics, value_error
 
-MOST_STEPS = 32  # in one graph
 LEAST_RATE, MOST_RATE = 1e-5, 1e-2  # between which `desired_kl` moves the learning rate
 
 
@@ -33,19 +32,15 @@ def ppo_loss(batch: Batch, clip_coef: float, ent_coef: float, vf_coef: float) ->
     return actor_critic_losses(gain, error, batch["entropy"], ent_coef, vf_coef, statistics=statistics)
 
 
-class PPO(ActorCriticAlgorithm):
+class PPO(ShuffledEpochs, ActorCriticAlgorithm):
     """The PPO learner. A batch is a rollout [T, N], or flat rows [B] with advantages, returns and logprobs."""
 
-    steps = ("minibatch_step",)
-    graphs = ("shuffled_steps",)
     learning_rate = Number(">= 0", 3e-4)
     clip_coef = Number("> 0", 0.2)
     target_kl = Number("> 0", None, read="never")
     ent_coef = Number(">= 0", 0.0)
     vf_coef = Number(">= 0", 0.5)
     max_grad_norm = Number("> 0", 0.5)
-    update_epochs = Setting(">= 1", 1)
-    minibatch_size = Setting(">= 1", None)  # None: the whole batch
     normalize_advantages = Setting(default=True)
     clip_value_loss = Setting(default=False)
     desired_kl = Setting("> 0", None)  # None: the learning rate does not adapt
@@ -88,30 +83,16 @@ class PPO(ActorCriticAlgorithm):
         chosen = torch.where(kl < 0.5 * self.desired_kl, faster, rate)
         rate.copy_(torch.where(kl > 2.0 * self.desired_kl, slower, chosen))
 
-    def shuffled_steps(self, rows: Batch, order: Tensor) -> Tensor:
-        """Take a gradient step on every `minibatch_size` rows in the given order; return the steps' metrics [S, 7]."""
-        chosen = select_rows(rows, order)
-        pieces = zip(*(value.split(self.minibatch_size or len(order)) for value in chosen.values()), strict=True)
-        return torch.stack([self.minibatch_step(dict(zip(chosen, piece, strict=True))) for piece in pieces])
-
     def learn(self, batch: Batch) -> UpdateResult:
-        """Make `update_epochs` passes over the rollout; stop early if an epoch's mean KL exceeds 1.5 `target_kl`.
-
-        A last minibatch of one row is dropped.
-        """
+        """Make `update_epochs` passes over the rollout; stop early if an epoch's mean KL exceeds 1.5 `target_kl`."""
         (rows, indices), epochs = self.rows_and_indices(batch), []
-        count, device = len(rows["advantages"] if indices is None else indices), rows["advantages"].device
-        size = self.minibatch_size or count
-        kept = count - (count > 1 and (count - 1) % size == 0)
-        if self.desired_kl is not None and self.update_epochs == 1 and kept <= size:
+        count = len(rows["returns"] if indices is None else indices)
+        _, kept = self.whole_minibatches(count)
+        if self.desired_kl is not None and self.update_epochs == 1 and kept <= (self.minibatch_size or count):
             raise UserError("desired_kl compares minibatches, but a rollout has only one; raise update_epochs to 2.")
-        whole = kept - kept % size  # the smaller last minibatch runs separately: without reset rows, its size varies
-        for _ in range(self.update_epochs):
-            order = torch.randperm(count, generator=self.generator, device=device)
-            order = order if indices is None else indices[order]
-            parts = [*order[:whole].split(size * MOST_STEPS), order[whole:kept]]
-            epochs.append(torch.cat([self.shuffled_steps(rows, part) for part in parts if len(part)]))
-            if self.target_kl is not None and self.joint(epochs[-1][:, 4].mean()) > 1.5 * self.target_kl:
+        for epoch in self.epochs(rows, indices):
+            epochs.append(epoch)
+            if self.target_kl is not None and self.joint(epoch[:, 4].mean()) > 1.5 * self.target_kl:
                 break
         self.move_normalizers(rows if indices is None else {"obs": rows["obs"][indices]})
         steps = torch.cat(epochs)

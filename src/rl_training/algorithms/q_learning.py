@@ -45,41 +45,15 @@ class SampleTerms(NamedTuple):
         }  # fmt: skip
 
 
-class QLearning(Algorithm):
-    """A learner of action values from transitions; `q_network` is any module [B, ...] -> [B, A] or as the head needs.
+class EpsilonGreedy(Algorithm):
+    """A learner of action values that acts on the best one, or with probability `epsilon` on any."""
 
-    `target_update_interval` counts updates; `tau` below 1 moves the target only that share of the way each time.
-    A batch holds obs, actions, rewards, next_obs and `dones` or `terminated`, or `discounts` (which override them);
-    `weights` of the loss and `next_action_masks` [B, A], true where an action is legal, are optional.
-    """
-
-    steps = ("critic_step",)
-    graphs = ("update_step",)
-    learning_rate = Number(">= 0", 3e-4)
-    gamma = Number("in [0, 1]", 0.99)
-    tau = Number("in (0, 1]", 1.0)
     epsilon = Number("in [0, 1]", 0.0, read="to act")
-    max_grad_norm = Number("> 0", 10.0)
-    target_update_interval = Setting(">= 1", 500)
-    double_q = Setting(default=False)
 
     def __init__(self, *, q_network: nn.Module, **settings: Any) -> None:
         super().__init__(**settings)
         self.q_network: Any = q_network
-        self.optimizer = self.make_optimizer("optimizer", self.value_parameters())
         self.noisy = bool(getattr(q_network, "noise_dim", 0))
-        self.last_td_errors: Tensor | None = None
-
-    def value_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the value loss trains."""
-        return list(self.q_network.parameters())
-
-    def make_target(self) -> None:
-        """Copy the network; call it last in a constructor, when every optimizer has flattened its parameters."""
-        self.target = TargetNetwork(self.q_network)
-        self.target_network: Any = self.target.network
-
-    # what a head implements ------------------------------------------------------------------------------------
 
     def values(self, outputs: Tensor) -> Tensor:
         """Action values [B, A] from the network's outputs."""
@@ -92,6 +66,90 @@ class QLearning(Algorithm):
     def action_values(self, obs: Tensor, deterministic: bool) -> Tensor:
         """Values [N, A] of the online network, for acting."""
         return self.values(self.q_network(obs))
+
+    def acting(self) -> nn.Module:
+        """The online network."""
+        network: nn.Module = self.q_network
+        return network
+
+    @torch.no_grad()
+    def act(
+        self, obs: Tensor, carry: Any = None, *, is_first: Tensor | None = None, deterministic: bool = False,
+        action_masks: Tensor | None = None,
+    ) -> ActOutput:  # fmt: skip
+        """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""
+        if self.noisy:
+            self.q_network.set_noise(None if deterministic else self.q_network.draw_noise(1, self.generator)[0])
+        scores = mask_actions(self.action_values(obs, deterministic), action_masks)
+        if not deterministic and (isinstance(self.epsilon, Tensor) or self.epsilon > 0.0):
+            draws = scores.new_empty(len(scores), scores.shape[1] + 1).uniform_(generator=self.generator)
+            explore = draws[:, :1] < self.epsilon
+            scores = torch.where(explore, mask_actions(draws[:, 1:], action_masks), scores)
+        return ActOutput(scores.argmax(-1))
+
+    def numpy_form(self, method: str) -> Any:
+        """The numpy form that the network's `method` returns; None if it has no such method or form."""
+        make = getattr(self.q_network, method, None)
+        return None if make is None else make()
+
+    def numpy_action_values(self) -> NumpyValues | None:
+        """`action_values` in numpy, where the network has a numpy form."""
+        network = self.numpy_form("numpy_network")
+        return None if network is None else lambda obs, rng: self.numpy_values(network(obs, rng))
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """`act` in numpy, where the head and the network have a numpy form."""
+        values = self.numpy_action_values()
+        if values is None:
+            return None
+        num_actions = int(self.q_network.action_dim)
+
+        def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
+            explore = None
+            if not deterministic and self.epsilon > 0.0:
+                explore = rng.random(len(obs)) < self.epsilon
+                if explore.all():  # no row needs the network
+                    return random_actions(rng, len(obs), (num_actions,), masks)
+            actions: Array = mask_in_numpy(values(obs, None if deterministic else rng), masks).argmax(-1)
+            if explore is not None and explore.any():
+                actions = np.where(explore, random_actions(rng, len(obs), (num_actions,), masks), actions)
+            return actions
+
+        return act
+
+
+class QLearning(EpsilonGreedy):
+    """A learner of action values from transitions; `q_network` is any module [B, ...] -> [B, A] or as the head needs.
+
+    `target_update_interval` counts updates; `tau` below 1 moves the target only that share of the way each time.
+    A batch holds obs, actions, rewards, next_obs and `dones` or `terminated`, or `discounts` (which override them);
+    `weights` of the loss and `next_action_masks` [B, A], true where an action is legal, are optional.
+    """
+
+    steps = ("critic_step",)
+    graphs = ("update_step",)
+    learning_rate = Number(">= 0", 3e-4)
+    gamma = Number("in [0, 1]", 0.99)
+    tau = Number("in (0, 1]", 1.0)
+    max_grad_norm = Number("> 0", 10.0)
+    target_update_interval = Setting(">= 1", 500)
+    double_q = Setting(default=False)
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.optimizer = self.make_optimizer("optimizer", self.value_parameters())
+        self.last_td_errors: Tensor | None = None
+
+    def value_parameters(self) -> list[nn.Parameter]:
+        """The parameters that the value loss trains."""
+        return list(self.q_network.parameters())
+
+    def make_target(self) -> None:
+        """Copy the network; call it last in a constructor, when every optimizer has flattened its parameters."""
+        self.target = TargetNetwork(self.q_network)
+        self.target_network: Any = self.target.network
+
+    # what a head implements, with `values`, `numpy_values` and `action_values` --------------------------------
 
     def targets(self, rows: Batch) -> Any:
         """The targets for the value of the action taken; called without gradients."""
@@ -163,58 +221,6 @@ class QLearning(Algorithm):
         """
         scores = self.values(self.q_network(rows["next_obs"]) if self.double_q else outputs)
         return mask_actions(scores, rows.get("next_action_masks"))
-
-    # acting ----------------------------------------------------------------------------------------------------
-
-    def acting(self) -> nn.Module:
-        """The online network."""
-        network: nn.Module = self.q_network
-        return network
-
-    @torch.no_grad()
-    def act(
-        self, obs: Tensor, carry: Any = None, *, is_first: Tensor | None = None, deterministic: bool = False,
-        action_masks: Tensor | None = None,
-    ) -> ActOutput:  # fmt: skip
-        """The best action, or with probability `epsilon` any legal one; with fresh noise unless deterministic."""
-        if self.noisy:
-            self.q_network.set_noise(None if deterministic else self.q_network.draw_noise(1, self.generator)[0])
-        scores = mask_actions(self.action_values(obs, deterministic), action_masks)
-        if not deterministic and (isinstance(self.epsilon, Tensor) or self.epsilon > 0.0):
-            draws = scores.new_empty(len(scores), scores.shape[1] + 1).uniform_(generator=self.generator)
-            explore = draws[:, :1] < self.epsilon
-            scores = torch.where(explore, mask_actions(draws[:, 1:], action_masks), scores)
-        return ActOutput(scores.argmax(-1))
-
-    def numpy_form(self, method: str) -> Any:
-        """The numpy form that the network's `method` returns; None if it has no such method or form."""
-        make = getattr(self.q_network, method, None)
-        return None if make is None else make()
-
-    def numpy_action_values(self) -> NumpyValues | None:
-        """`action_values` in numpy, where the network has a numpy form."""
-        network = self.numpy_form("numpy_network")
-        return None if network is None else lambda obs, rng: self.numpy_values(network(obs, rng))
-
-    def numpy_policy(self) -> NumpyPolicy | None:
-        """`act` in numpy, where the head and the network have a numpy form."""
-        values = self.numpy_action_values()
-        if values is None:
-            return None
-        num_actions = int(self.q_network.action_dim)
-
-        def act(obs: Array, masks: Array | None, rng: np.random.Generator, deterministic: bool) -> Array:
-            explore = None
-            if not deterministic and self.epsilon > 0.0:
-                explore = rng.random(len(obs)) < self.epsilon
-                if explore.all():  # no row needs the network
-                    return random_actions(rng, len(obs), (num_actions,), masks)
-            actions: Array = mask_in_numpy(values(obs, None if deterministic else rng), masks).argmax(-1)
-            if explore is not None and explore.any():
-                actions = np.where(explore, random_actions(rng, len(obs), (num_actions,), masks), actions)
-            return actions
-
-        return act
 
 
 def choose(outputs: Tensor, actions: Tensor) -> Tensor:

@@ -20,20 +20,8 @@ def td3_loss(batch: Batch) -> dict[str, Tensor]:
 
 
 class TD3(DDPG):
-    """The TD3 learner: DDPG with a model that has two `critics` [2, B]."""
+    """The TD3 learner: DDPG with other defaults (sections 4.2, 5.2, 5.3), and a model that has two `critics` [2, B]."""
 
     learning_rate = Number(">= 0", 3e-4)
     policy_noise = Number(">= 0", 0.2)
-    noise_clip = Number(">= 0", 0.5)
     policy_delay = Setting(">= 1", 2)
-
-    def draw_noise(self, actions: Tensor) -> Tensor:
-        """Clipped target noise [B, A]; actions are in [-1, 1], so it needs no scaling."""
-        noise = torch.randn(actions.shape, generator=self.generator, device=actions.device)
-        return noise.mul_(self.policy_noise).clamp_(-self.noise_clip, self.noise_clip)
-
-    def target_values(self, next_obs: Tensor, noise: Tensor | None) -> Tensor:
-        """min_i Q'_i(s', clip(mu'(s') + noise)) [B] (section 4.2 and 5.3)."""
-        actions = (self.target_network.actor(next_obs) + noise).clamp_(-1.0, 1.0)
-        values: Tensor = self.target_network.ensemble_values(next_obs, actions).amin(0)
-        return values

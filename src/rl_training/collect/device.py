@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from rl_training.algorithms.base import Numbers
 from rl_training.collect.local import Behaviour, LocalCollector
 from rl_training.data.store import Experience, ExperienceLayout, Request
 from rl_training.envs.device import DeviceEngine, advance, encode, map_actions
@@ -49,7 +48,8 @@ class DeviceCollector(LocalCollector):
         self.means: dict[str, float] = {}
         self._map = map_actions(stepper.spaces, device)
         captures = self.can_capture and device.type == "cuda" and accelerate != "none"
-        self._roll = CapturedStep(self._roll_out, Numbers()) if captures else self._roll_out
+        # an epsilon, which only acting reads, may be one of the numbers
+        self._roll = CapturedStep(self._roll_out, actor.algorithm.numbers) if captures else self._roll_out
         self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
     def fill(self, experience: Experience, request: Request) -> None:
@@ -106,13 +106,12 @@ class DeviceCollector(LocalCollector):
         self, state: Any, ages: Tensor, obs: Tensor, choices: Tensor, noise: Tensor, begun: Any
     ) -> tuple[Any, Tensor, dict[str, Tensor]]:
         """Act and step once; return the new state and a row of experience."""
-        spaces, policy = self.actor.spaces, cast(Any, self.actor.algorithm.acting())
-        chosen = policy.distribution(obs)
-        actions = chosen.sample(noise=choices)
+        spaces, learner = self.actor.spaces, cast(Any, self.actor.algorithm)
+        actions, logprobs = learner.sample(obs, choices)
         after = advance(self.engine.env, self.engine.limit, state, ages, self._map(actions), noise, begun)
         row = {
             "obs": encode(spaces, after.obs), "final_obs": encode(spaces, after.final_obs), "actions": actions,
-            "logprobs": chosen.log_prob(actions), "rewards": after.rewards, "terminated": after.terminated,
+            "logprobs": logprobs, "rewards": after.rewards, "terminated": after.terminated,
             "truncated": after.truncated,
         }  # fmt: skip
         return after.state, after.ages, row
@@ -246,18 +245,17 @@ class SimulatorCollector(DeviceCollector):
 
     def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
         """Fill the experience, whose arrays are copies: the simulator may write to its tensors again."""
-        simulator, policy = cast(SimulatorEngine, self.engine), cast(Any, self.actor.algorithm.acting())
+        simulator, learner = cast(SimulatorEngine, self.engine), cast(Any, self.actor.algorithm)
         arrays: Mapping[str, Tensor] = self.experience.arrays
         begun = simulator.ages.clone()
         arrays["obs"][0].copy_(simulator.obs[: simulator.num_envs])
         for t, choices in enumerate(noise["choices"]):
             if self.stepper.interruption is not None:
                 raise self.stepper.interruption
-            chosen = policy.distribution(arrays["obs"][t])
-            actions = chosen.sample(noise=choices)
+            actions, logprobs = learner.sample(arrays["obs"][t], choices)
             obs, *rest = simulator.advance(self._map(actions))
             row = dict(zip(("final_obs", "rewards", "terminated", "truncated"), rest, strict=True))
-            for name, column in (row | {"actions": actions, "logprobs": chosen.log_prob(actions)}).items():
+            for name, column in (row | {"actions": actions, "logprobs": logprobs}).items():
                 arrays[name][t].copy_(column)
             arrays["obs"][t + 1].copy_(obs)
         return self._sum_episodes(simulator.ages, begun)

@@ -187,13 +187,16 @@ def any_kind(spaces: EnvSpaces) -> dict[str, Any]:
     return {"action_kind": spaces.action_kind, "action_sizes": spaces.action_sizes}
 
 
-def make_encoder(params: Params, spaces: EnvSpaces, *, bounded: bool = False) -> nn.Module | None:
-    """The module before the hidden layers: the user's own network, convolutions for images, None for a vector."""
+def make_encoder(params: Params, spaces: EnvSpaces, **options: bool) -> nn.Module | None:
+    """The module before the hidden layers: the user's own network, convolutions for images, None for a vector.
+
+    `options` are those of `ImageEncoder`.
+    """
     if params.network is not None:
         return OwnEncoder(params.network, spaces)
     if spaces.obs_kind == "mixed":
-        return MixedEncoder([part.shape for part in spaces.image_parts], len(spaces.vector_columns), bounded=bounded)
-    return ImageEncoder(spaces.obs_shape, bounded=bounded) if spaces.obs_kind == "image" else None
+        return MixedEncoder([part.shape for part in spaces.image_parts], len(spaces.vector_columns), **options)
+    return ImageEncoder(spaces.obs_shape, **options) if spaces.obs_kind == "image" else None
 
 
 def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:

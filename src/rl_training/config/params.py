@@ -23,7 +23,8 @@ OwnNetwork = Annotated[
     PlainSerializer(lambda network: None if network is None else network.name),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-OptimizerKind = Literal["adam", "rmsprop", "rmsprop_tf", "sgd"]
+OptimizerKind = Literal["adam", "radam", "rmsprop", "rmsprop_tf", "sgd"]
+OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
 SCHEDULE = "_schedule"  # how the key of a schedule ends
 
 
@@ -262,6 +263,30 @@ class Params(StrictModel):
         else:  # the base class of learners takes all of their settings
             accepted.update(getattr(learner, "settings", dict)())
         return {name: getattr(self, name) for name in type(self).model_fields if name in accepted}
+
+
+class EpsilonParams(StrictModel):
+    """Exploration by an epsilon that falls; a part of `Params`."""
+
+    fixed: ClassVar[Reasons] = (Reason(OF_EPSILON, "it is a part of epsilon's own schedule"),)
+
+    epsilon_start: float = Field(1.0, ge=0, le=1, description="Initial probability of a random action.")
+    epsilon_end: float = Field(0.05, ge=0, le=1, description="Final probability of a random action.")
+    exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget over which epsilon falls.")
+    epsilon_ladder: float = Field(
+        0.0, ge=0, le=100, description="Ape-X: worker i of n acts with epsilon ** (1 + this * i / (n - 1))."
+    )
+
+    @property
+    def ladder(self) -> float:
+        """`epsilon_ladder`."""
+        return self.epsilon_ladder
+
+    def built_in_schedules(self) -> dict[str, Schedule]:
+        """Epsilon falls."""
+        inherited: dict[str, Schedule] = super().built_in_schedules()  # type: ignore[misc]
+        falls = Schedule(start=self.epsilon_start, end=self.epsilon_end, fraction=self.exploration_fraction)
+        return inherited | {"epsilon": falls}
 
 
 AnyParams = TypeVar("AnyParams", bound=Params)

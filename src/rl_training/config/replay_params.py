@@ -249,8 +249,34 @@ class ActorCriticParams(ReplayParams):
 class DeterministicActorParams(ActorCriticParams):
     """A deterministic actor with exploration noise that follows the critic's gradient."""
 
+    unused: ClassVar[Reasons] = (Reason(("shift_pixels",), "augmentation is none", lambda p: p.augmentation == "none"),)
+
     exploration_noise: float = Field(0.1, ge=0, le=10, description="Deviation of the noise on actions in [-1, 1].")
     action_gradient_clip: float | None = Field(None, gt=0, description="Maximum norm of dQ/da; null: no clipping.")
+    augmentation: Literal["none", "shift"] = Field(
+        "none",
+        description="Whether every batch moves its images by a few pixels, as in DrQ-v2: shift or none.",
+    )
+    shift_pixels: int = Field(4, ge=1, le=64, description="Maximum move of augmentation shift, in each direction.")
+
+
+class SmoothedTargetParams(DeterministicActorParams):
+    """Several critics, noise on the target's action, and a delayed actor."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(
+            ("noise_clip",),
+            "policy_noise is null",
+            lambda p: p.policy_noise is None and "policy_noise" not in p.schedules,
+        ),
+    )
+
+    num_critics: int = Field(1, ge=1, le=100, description="Number of critics; the target is the smallest of them.")
+    policy_noise: float | None = Field(
+        None, ge=0, le=10, description="Standard deviation of the noise on the target's action; null: no noise."
+    )
+    noise_clip: float = Field(0.5, ge=0, le=10, description="Maximum size of policy_noise.")
+    policy_delay: int = Field(1, ge=1, le=1_000, description="Critic steps per actor step and target update.")
 
 
 class AlphaParams(StrictModel):

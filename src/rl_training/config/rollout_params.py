@@ -1,4 +1,4 @@
-"""The rollout family: hyper-parameters and registry entries of A2C, PPO, TRPO, IMPALA and APPO."""
+"""The rollout family: hyper-parameters and registry entries of A2C, PPO, TRPO, IMPALA and APPO; in part PQN's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rl_training.config.networks import build_on_policy
 from rl_training.config.params import LINEAR_HEADS, Facts, Params, Reason, Reasons
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import RolloutStore
+from rl_training.validation import StrictModel
 
 ACTION_KINDS = ("discrete", "continuous", "multi_discrete", "multi_binary")
 # env_kwargs, by default
@@ -19,8 +20,20 @@ NORMALIZED_OBSERVATIONS = {"wrappers": {"normalize_observation": "auto"}}
 NORMALIZED = {"wrappers": {"normalize_observation": "auto", "normalize_reward": True}}
 
 
-class RolloutParams(Params):
-    """Hyper-parameters of algorithms that learn from rollouts."""
+class LaggedParams(Params):
+    """Hyper-parameters of rollouts."""
+
+    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
+    policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy from this many updates ago.")
+
+    @property
+    def lag(self) -> int:
+        """`policy_lag`."""
+        return self.policy_lag
+
+
+class RolloutParams(LaggedParams):
+    """Hyper-parameters of actors and critics that learn from rollouts."""
 
     unused: ClassVar[Reasons] = (
         LINEAR_HEADS,
@@ -31,24 +44,17 @@ class RolloutParams(Params):
     )  # fmt: skip
     fixed: ClassVar[Reasons] = (Reason(("initial_log_std",), "the deviation is learned from there"),)
 
-    num_steps: int = Field(128, ge=1, le=1_000_000, description="Steps of each environment per rollout.")
     ent_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     vf_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
     initial_log_std: float = Field(
         0.0, ge=-10, le=2, description="Log of the first deviation of continuous actions, the same in every state."
     )
-    policy_lag: int = Field(0, ge=0, le=1000, description="Act with the policy from this many updates ago.")
     critic_obs: tuple[str, ...] = Field((), description="Keys of a Dict observation that only the critic sees.")
 
     @property
     def facts(self) -> Facts:
         """As the base class, plus what only the critic sees."""
         return super().facts._replace(critic_obs=self.critic_obs)
-
-    @property
-    def lag(self) -> int:
-        """`policy_lag`."""
-        return self.policy_lag
 
 
 class VTraceParams(RolloutParams):
@@ -61,18 +67,24 @@ class VTraceParams(RolloutParams):
     importance_correction: bool = Field(True, description="False sets every ratio to 1: a control, not a way to train.")
 
 
-class ClippedParams(RolloutParams):
-    """Epochs of minibatches on a rollout, with a clipped probability ratio."""
+class EpochParams(StrictModel):
+    """Epochs of minibatches on a rollout; a part of `Params`."""
 
     update_epochs: int = Field(10, ge=1, le=10_000, description="Passes over each rollout.")
     minibatch_size: int | None = Field(64, ge=1, description="Rows per gradient step; null: the whole rollout.")
-    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may be from 1.")
-    normalize_advantages: bool = Field(True, description="Normalize advantages to mean 0 and deviation 1.")
 
     @property
     def facts(self) -> Facts:
         """As the base class, plus the rows of a minibatch."""
-        return super().facts._replace(rows=self.minibatch_size or 0)
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited._replace(rows=self.minibatch_size or 0)
+
+
+class ClippedParams(EpochParams, RolloutParams):
+    """Epochs of minibatches on a rollout, with a clipped probability ratio."""
+
+    clip_coef: float = Field(0.2, gt=0, le=10, description="How far the probability ratio may be from 1.")
+    normalize_advantages: bool = Field(True, description="Normalize advantages to mean 0 and deviation 1.")
 
 
 def rollout_spec(learner: type[Algorithm], **entry: Any) -> AlgorithmSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import gymnasium as gym
@@ -78,31 +79,38 @@ class RolloutStore(Store):
 
     @torch.no_grad()
     def _evaluate(self, algorithm: Algorithm) -> dict[str, Tensor]:
-        """The values of all observations by the learner's critic, unless acting has computed them."""
-        experience, shape = self.experience, self.experience.rewards.shape
-        policy: Any = algorithm.policy
+        """The values of all observations by the learner, unless acting has computed them."""
+        experience, shape, masks = self.experience, self.experience.rewards.shape, self.experience.masks
+        learner: Any = algorithm
 
-        def evaluate(obs: Any) -> Tensor:
-            rows = torch.as_tensor(obs).to(self.device)
+        def evaluate(obs: Any, masks: Any) -> Tensor:
+            rows, legal = (None if x is None else torch.as_tensor(x).to(self.device) for x in (obs, masks))
+            assert rows is not None
             if self.spaces.obs_kind == "vector":
-                found: Tensor = policy.values(rows)
+                found: Tensor = learner.state_values(rows, legal)
                 return found
             # features of many images may not fit into memory
-            return torch.cat([policy.values(part) for part in rows.split(MOST_IMAGES)])
+            parts = repeat(None) if legal is None else legal.split(MOST_IMAGES)
+            pairs = zip(rows.split(MOST_IMAGES), parts, strict=False)
+            return torch.cat([learner.state_values(*pair) for pair in pairs])
 
         if experience.has_values:
             known = torch.as_tensor(experience.values).to(self.device)
-            values = torch.cat([known, evaluate(experience.obs[-1]).unsqueeze(0)])
+            last = evaluate(experience.obs[-1], None if masks is None else masks[-1])
+            values = torch.cat([known, last.unsqueeze(0)])
         else:
-            values = evaluate(experience.obs.reshape(-1, *experience.obs.shape[2:])).view(-1, shape[1])
+            legal = None if masks is None else masks.reshape(-1, masks.shape[-1])
+            values = evaluate(experience.obs.reshape(-1, *experience.obs.shape[2:]), legal).view(-1, shape[1])
         if experience.final_obs is None:  # the row after an end holds the final observation
             finals = values[1:]
         elif isinstance(experience.obs, Tensor):  # the host reads nothing, so all rows are evaluated
-            finals = evaluate(experience.final_obs.flatten(0, 1)).view(shape)
+            finals = evaluate(experience.final_obs.flatten(0, 1), None).view(shape)
         else:
             finals, rows = torch.zeros_like(values[1:]), experience.truncated & ~experience.terminated
             if rows.any():
-                finals[torch.from_numpy(rows).to(self.device)] = evaluate(experience.final_obs[rows])
+                finals[torch.from_numpy(rows).to(self.device)] = evaluate(
+                    experience.final_obs[rows], None if masks is None else experience.final_masks[rows]
+                )
         return {"values": values[:-1], "bootstrap_value": values[-1], "truncation_values": finals}
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:

@@ -57,44 +57,51 @@ class ImageEncoder(nn.Sequential):
     From 36 pixels a side it has the three layers of the DQN paper; below that one 3x3 layer, as MinAtar's authors use.
     `width` is the width of the linear layer. With `out_dim` 0 there is no linear layer, for networks whose head has it.
     With `bounded`, it has 50 units, LayerNorm and tanh, as in DrQ-v2 (Yarats et al. 2021, arXiv:2107.09645).
+    With `layer_norm`, LayerNorm over all channels and pixels comes before every ReLU, as in PQN.
     """
 
-    def __init__(self, shape: Sequence[int], out_dim: int | None = None, *, bounded: bool = False) -> None:
+    def __init__(
+        self, shape: Sequence[int], out_dim: int | None = None, *, bounded: bool = False, layer_norm: bool = False
+    ) -> None:
         channels, height, width = shape
         if min(height, width) < 3:
             raise UserError(f"images of {height}x{width} are too small for the CNN encoder; it needs at least 3x3.")
         large = min(height, width) >= 36
         if large:
-            layers = [
-                nn.Conv2d(channels, 32, 8, stride=4), nn.ReLU(), nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
-                nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(),
+            convolutions = [
+                nn.Conv2d(channels, 32, 8, stride=4), nn.Conv2d(32, 64, 4, stride=2), nn.Conv2d(64, 64, 3)
             ]  # fmt: skip
         else:
-            layers = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten()]
+            convolutions = [nn.Conv2d(channels, 16, 3)]
         width = 50 if bounded else 512 if large else 128
         out_dim = width if out_dim is None else out_dim
-        with torch.no_grad():
-            features = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
-        for layer in layers:
-            if isinstance(layer, nn.Conv2d):
-                nn.init.orthogonal_(layer.weight, math.sqrt(2.0))
-                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-        after = [nn.LayerNorm(out_dim), nn.Tanh()] if bounded else [nn.ReLU()]
-        super().__init__(*layers, *([linear(features, out_dim), *after] if out_dim else []))
-        self.width, self.out_dim = width, out_dim or features
+        layers: list[nn.Module] = []
+        found = torch.zeros(1, *shape)
+        for convolution in convolutions:
+            nn.init.orthogonal_(convolution.weight, math.sqrt(2.0))
+            nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
+            with torch.no_grad():
+                found = convolution(found)
+            layers += [convolution, *[nn.LayerNorm(found.shape[1:])] * layer_norm, nn.ReLU()]
+        layers.append(nn.Flatten())
+        if out_dim:
+            layers += [linear(found.numel(), out_dim), *[nn.LayerNorm(out_dim)] * (bounded or layer_norm)]
+            layers.append(nn.Tanh() if bounded else nn.ReLU())
+        super().__init__(*layers)
+        self.width, self.out_dim = width, out_dim or found.numel()
 
 
 class MixedEncoder(nn.Module):
     """Each image through its own convolutions, joined with the vector: [B, D] of `MixedInput` -> [B, out_dim].
 
-    `shapes` are those of the images, with channels first; `bounded` is that of `ImageEncoder`.
+    `shapes` are those of the images, with channels first; `options` are those of `ImageEncoder`.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], vector_size: int, *, bounded: bool = False) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], vector_size: int, **options: bool) -> None:
         super().__init__()
         self.shapes = [tuple(shape) for shape in shapes]
         self.sizes = [*map(math.prod, shapes), vector_size]
-        encoders = [ImageEncoder(shape, bounded=bounded) for shape in shapes]
+        encoders = [ImageEncoder(shape, **options) for shape in shapes]
         self.images = nn.ModuleList(encoders)
         self.out_dim = sum(encoder.out_dim for encoder in encoders) + vector_size
 

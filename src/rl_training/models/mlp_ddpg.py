@@ -65,13 +65,10 @@ class DeterministicActor(ObservationNetwork):
 class MLPDDPGModel(ActorAndCritics):
     """`actor(obs)` [B, A] and `q_values(obs, actions)` [B]; options as in `ActorAndCritics`."""
 
-    num_critics = 1
     bounded_features = True
 
-    def __init__(self, *, obs_dim: int, action_dim: int, **options: Any) -> None:
-        super().__init__(
-            DeterministicActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=self.num_critics, **options
-        )
+    def __init__(self, *, obs_dim: int, action_dim: int, num_critics: int = 1, **options: Any) -> None:
+        super().__init__(DeterministicActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=num_critics, **options)
 
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Values [B] of the first critic, which the actor maximizes; the others are not computed."""

@@ -95,14 +95,17 @@ def make_layer(inputs: int, outputs: int, *, noisy: bool, gain: float = math.sqr
     return NoisyLinear(inputs, outputs) if noisy else linear(inputs, outputs, gain)
 
 
-def hidden_layers(inputs: int, sizes: Sequence[int], activation: str, *, noisy: bool) -> tuple[nn.Sequential, int]:
+def hidden_layers(
+    inputs: int, sizes: Sequence[int], activation: str, *, noisy: bool, layer_norm: bool = False
+) -> tuple[nn.Sequential, int]:
     """Layers of these widths and the width they end with; with `noisy` the last of them has noise.
 
     Only the last: layers that read the observation have no noise, like the convolutions of the paper's network.
     """
     layers: list[nn.Module] = []
     for i, size in enumerate(sizes):
-        layers += [make_layer(inputs, size, noisy=noisy and i == len(sizes) - 1), activation_layer(activation)]
+        layers.append(make_layer(inputs, size, noisy=noisy and i == len(sizes) - 1))
+        layers += [nn.LayerNorm(size)] * layer_norm + [activation_layer(activation)]
         inputs = size
     return nn.Sequential(*layers), inputs
 
@@ -150,36 +153,41 @@ class DuelingHead(nn.Module):
 
 
 def value_layers(
-    inputs: int, sizes: Sequence[int], action_dim: int, outputs: int, activation: str, *, dueling: bool, noisy: bool
-) -> tuple[nn.Sequential, nn.Module]:
+    inputs: int, sizes: Sequence[int], action_dim: int, outputs: int, activation: str, *, dueling: bool, noisy: bool,
+    layer_norm: bool = False,
+) -> tuple[nn.Sequential, nn.Module]:  # fmt: skip
     """Hidden layers of these widths, and the head after them: [..., inputs] -> [..., A * K].
 
     `dueling` gives value and advantage their own last hidden layers, inside the head; `noisy` makes the last hidden
-    layer and the output layer noisy.
+    layer and the output layer noisy; `layer_norm` puts LayerNorm before the activations outside the head.
     """
     if dueling:
         width = sizes[-1] if sizes else inputs
-        hidden, inputs = hidden_layers(inputs, sizes[:-1], activation, noisy=False)
+        hidden, inputs = hidden_layers(inputs, sizes[:-1], activation, noisy=False, layer_norm=layer_norm)
         return hidden, DuelingHead(inputs, width, action_dim, outputs, activation, noisy=noisy)
-    hidden, inputs = hidden_layers(inputs, sizes, activation, noisy=noisy)
+    hidden, inputs = hidden_layers(inputs, sizes, activation, noisy=noisy, layer_norm=layer_norm)
     return hidden, make_layer(inputs, action_dim * outputs, noisy=noisy, gain=1.0)
 
 
 class MLPQNetwork(NoisyNetwork):
     """Observations [B, ...] -> action values [B, A], or [B, A, K] with `num_outputs` K (logits, quantiles).
 
-    `dueling` and `noisy` are those of `value_layers`. With an `encoder`, its features replace the observation.
+    `dueling`, `noisy` and `layer_norm` are those of `value_layers`. With an `encoder`, its features replace the
+    observation.
     """
 
     def __init__(
         self, *, action_dim: int, hidden_sizes: Sequence[int] = (256, 256), activation: str = "relu",
-        num_outputs: int | None = None, dueling: bool = False, noisy: bool = False, **inputs: Any,
+        num_outputs: int | None = None, dueling: bool = False, noisy: bool = False, layer_norm: bool = False,
+        **inputs: Any,
     ) -> None:  # fmt: skip
         super().__init__(**inputs)
         self.action_dim = action_dim
         self.output_shape = (action_dim,) if num_outputs is None else (action_dim, num_outputs)
-        sizes = self.input_dim, hidden_sizes, action_dim, num_outputs or 1
-        self.trunk, self.head = value_layers(*sizes, activation, dueling=dueling, noisy=noisy)
+        self.trunk, self.head = value_layers(
+            self.input_dim, hidden_sizes, action_dim, num_outputs or 1, activation,
+            dueling=dueling, noisy=noisy, layer_norm=layer_norm,
+        )  # fmt: skip
         self._passes = WrittenOut()
 
     def forward(self, obs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rl_training.algorithms.iqn import IQN
 from rl_training.algorithms.q_learning import QLearning
 from rl_training.algorithms.qr_dqn import QRDQN
 from rl_training.config.networks import make_network
-from rl_training.config.params import Reason, Reasons, Schedule, Widths, with_defaults
+from rl_training.config.params import OF_EPSILON, EpsilonParams, Reason, Reasons, Schedule, Widths, with_defaults
 from rl_training.config.replay_params import ReplayParams, SupportParams
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import ReplayStore
@@ -25,10 +25,8 @@ from rl_training.models.mlp_fqf_network import MLPFQFNetwork, MLPIQNNetwork
 from rl_training.models.mlp_q_network import MLPQNetwork
 from rl_training.run.workflows import train_function
 
-OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
 
-
-class DQNParams(ReplayParams):
+class DQNParams(EpsilonParams, ReplayParams):
     """Hyper-parameters of the DQN family."""
 
     unused: ClassVar[Reasons] = (
@@ -43,19 +41,12 @@ class DQNParams(ReplayParams):
             where=lambda spaces: spaces.obs_kind != "image",
         ),
     )  # fmt: skip
-    fixed: ClassVar[Reasons] = (Reason(OF_EPSILON, "it is a part of epsilon's own schedule"),)
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
     max_grad_norm: float | None = Field(10.0, gt=0, description="Maximum gradient norm; null: no clipping.")
     batch_size: int = Field(128, ge=1, le=10**6, description="Transitions per update.")
     target_update_interval: int = Field(1, ge=1, description="Updates between updates of the target network.")
     tau: float = Field(0.005, gt=0, le=1, description="Polyak factor of the target network; 1 copies the online one.")
-    epsilon_start: float = Field(1.0, ge=0, le=1, description="Initial probability of a random action.")
-    epsilon_end: float = Field(0.05, ge=0, le=1, description="Final probability of a random action.")
-    exploration_fraction: float = Field(0.2, ge=0, le=1, description="Share of the budget over which epsilon falls.")
-    epsilon_ladder: float = Field(
-        0.0, ge=0, le=100, description="Ape-X: worker i of n acts with epsilon ** (1 + this * i / (n - 1))."
-    )
     double_q: bool = Field(False, description="Choose the next action with the online network.")
     dueling: bool = Field(False, description="Compute state value and advantages in separate streams.")
     noisy: bool = Field(False, description="Explore with noisy layers instead of epsilon.")
@@ -63,17 +54,11 @@ class DQNParams(ReplayParams):
         None, description="For images, widths of the layers after the convolutions; null: 512 (small images: 128)."
     )
 
-    @property
-    def ladder(self) -> float:
-        """`epsilon_ladder`."""
-        return self.epsilon_ladder
-
     def built_in_schedules(self) -> dict[str, Schedule]:
         """Epsilon falls, unless noisy layers explore; importance weights follow the replay store's schedule."""
         schedules = super().built_in_schedules()
-        if not self.noisy:
-            start, end = self.epsilon_start, self.epsilon_end
-            schedules["epsilon"] = Schedule(start=start, end=end, fraction=self.exploration_fraction)
+        if self.noisy:
+            del schedules["epsilon"]
         return schedules
 
 

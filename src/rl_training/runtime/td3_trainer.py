@@ -5,17 +5,19 @@ from __future__ import annotations
 from pydantic import Field
 
 from rl_training.algorithms.td3 import TD3
-from rl_training.config.replay_params import DeterministicActorParams, continuous_spec
+from rl_training.config.replay_params import SmoothedTargetParams, continuous_spec
 from rl_training.models.mlp_td3 import MLPTD3Model
 from rl_training.run.workflows import train_function
 
 
-class TD3Params(DeterministicActorParams):
+class TD3Params(SmoothedTargetParams):
     """Hyper-parameters of TD3."""
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of actor and critics.")
-    policy_noise: float = Field(0.2, ge=0, le=10, description="Standard deviation of the noise on the target's action.")
-    noise_clip: float = Field(0.5, ge=0, le=10, description="Maximum size of policy_noise.")
+    num_critics: int = Field(2, ge=1, le=100, description="Number of critics; the target is the smallest of them.")
+    policy_noise: float | None = Field(
+        0.2, ge=0, le=10, description="Standard deviation of the noise on the target's action; null: no noise."
+    )
     policy_delay: int = Field(2, ge=1, le=1_000, description="Critic steps per actor step and target update.")
 
 

@@ -20,7 +20,8 @@ from rl_training.speed.private_torch import adam_step, concatenate, differentiat
 Gradients = Sequence[Tensor | None]
 Backward = Callable[..., Gradients]
 PLAIN_ADAM: dict[str, Any] = {"kind": "adam", "eps": 1e-8, "max_grad_norm": None}  # regardless of a learner's options
-OPTIMIZERS = ("adam", "rmsprop", "rmsprop_tf", "sgd")
+OPTIMIZERS = ("adam", "radam", "rmsprop", "rmsprop_tf", "sgd")
+WITH_MEAN = ("adam", "radam")  # of the gradients
 MOST_PIECES, LEAST_PIECE, ALIGNED = 32, 1_024, 4  # how a GPU's flat parameters are split (see `split_evenly`)
 BLOCK = 65_536  # elements that Adam's kernel assigns to one multiprocessor; a shorter tensor gets one too
 
@@ -83,7 +84,7 @@ def _number(option: str) -> Any:
 
 
 class Optimizer(nn.Module):
-    """Adam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
+    """Adam, RAdam, RMSProp (torch's, or TensorFlow's with epsilon inside the root) or SGD over flat parameters.
 
     It is a module, so that its moments are in the algorithm's `state_dict`. `learning_rate`, `eps` and `max_grad_norm`
     may be names in the table `numbers`, which is read at every step; of two names the first that is set counts.
@@ -115,7 +116,7 @@ class Optimizer(nn.Module):
         self.square: Tensor
         self.steps: Tensor
         self.register_buffer("steps", torch.zeros((), device=flat.device))
-        if kind == "adam":
+        if kind in WITH_MEAN:
             self.register_buffer("mean", torch.zeros_like(flat))
         if kind != "sgd":
             self.register_buffer("square", torch.full_like(flat, 1.0 if kind == "rmsprop_tf" else 0.0))
@@ -175,6 +176,9 @@ class Optimizer(nn.Module):
             adam_step(params, grads, means, squares, state_steps=state_steps, lr=self.learning_rate, eps=self.eps)
             return
         rate = self.learning_rate
+        if self.kind == "radam":
+            self.flat.sub_(rate * self._rectify(grad))
+            return
         if self.kind != "sgd":
             square, inside = self.square, self.kind == "rmsprop_tf"
             square.lerp_(grad * grad, 1 - self.decay)
@@ -185,6 +189,20 @@ class Optimizer(nn.Module):
             self.flat.add_(grad, alpha=-rate)
         else:
             self.flat.addcdiv_(grad, root, value=-rate)
+
+    def _rectify(self, grad: Tensor) -> Tensor:
+        """RAdam's step (Liu et al. 2020, arXiv:1908.03265): Adam's, shorter while the variance has few samples.
+
+        torch's own reads the number of steps on the host, which a captured step must not.
+        """
+        beta, decay, steps = 0.9, 0.999, self.steps.add_(self._one).double()
+        self.mean.lerp_(grad, 1.0 - beta)
+        self.square.lerp_(grad * grad, 1.0 - decay)
+        most, left = 2.0 / (1.0 - decay) - 1.0, 1.0 - decay**steps
+        samples = most - 2.0 * steps * (1.0 - left) / left
+        rectified = (samples - 4) * (samples - 2) * most / ((most - 4) * (most - 2) * samples) * left
+        scale = torch.where(samples > 5.0, rectified.sqrt() / self.square.sqrt().add_(self.eps), 1.0)
+        return self.mean * scale / (1.0 - beta**steps)
 
 
 class TargetNetwork:
