@@ -58,8 +58,12 @@ ADDED_LATER = {
     "desired_kl": None, "initial_log_std": 0.0, "critic_obs": [], "synthetic_rounds": None,
     "num_critics": 2, "critic_hidden_sizes": None, "critic_subset_size": None, "actor_q": None, "num_quantiles": None,
     "top_quantiles_to_drop": 2, "critic_dropout": 0.0, "critic_layer_norm": False, "actor_update_interval": 1,
+    "augmentation": "none", "shift_pixels": 4,
 }  # fmt: skip
-ADDED_TO = {"d4pg": {"target_update_interval": 1}}  # the same, where other algorithms always had it
+ADDED_TO = {  # the same, where other algorithms always had it
+    "d4pg": {"target_update_interval": 1},
+    "ddpg": {"num_critics": 1, "policy_noise": None, "noise_clip": 0.5, "policy_delay": 1},
+}
 ALWAYS_THERE = {  # of those, in these algorithms
     "dreamer": ("actor_learning_rate", "critic_learning_rate"),
     "rlpd": ("num_critics", "critic_subset_size", "critic_layer_norm", "actor_update_interval"),

@@ -9,6 +9,7 @@ from rl_training.algorithms.dqn import DQN as DQNAlgorithm
 from rl_training.algorithms.discrete_sac import DiscreteSAC as DiscreteSACAlgorithm
 from rl_training.algorithms.dqn import DQN as DoubleDQNAlgorithm
 from rl_training.algorithms.dreamer import Dreamer as DreamerAlgorithm
+from rl_training.algorithms.sac import SAC as DroQAlgorithm
 from rl_training.algorithms.dqn import DQN as DuelingDQNAlgorithm
 from rl_training.algorithms.fqf import FQF as FQFAlgorithm
 from rl_training.algorithms.gail import GAIL as GAILAlgorithm
@@ -20,12 +21,15 @@ from rl_training.algorithms.naf import NAF as NAFAlgorithm
 from rl_training.algorithms.dqn import DQN as NStepDQNAlgorithm
 from rl_training.algorithms.dqn import DQN as NoisyDQNAlgorithm
 from rl_training.algorithms.ppo import PPO as PPOAlgorithm
+from rl_training.algorithms.pqn import PQN as PQNAlgorithm
 from rl_training.algorithms.dqn import DQN as PrioritizedDQNAlgorithm
 from rl_training.algorithms.qr_dqn import QRDQN as QRDQNAlgorithm
+from rl_training.algorithms.sac import SAC as REDQAlgorithm
 from rl_training.algorithms.rlpd import RLPD as RLPDAlgorithm
 from rl_training.algorithms.c51_dqn import C51DQN as RainbowDQNAlgorithm
 from rl_training.algorithms.sac import SAC as SACAlgorithm
 from rl_training.algorithms.td3 import TD3 as TD3Algorithm
+from rl_training.algorithms.sac import SAC as TQCAlgorithm
 from rl_training.algorithms.trpo import TRPO as TRPOAlgorithm
 from rl_training.api.algorithms import A2C as A2C
 from rl_training.api.algorithms import APPO as APPO
@@ -37,6 +41,7 @@ from rl_training.api.algorithms import DQN as DQN
 from rl_training.api.algorithms import DiscreteSAC as DiscreteSAC
 from rl_training.api.algorithms import DoubleDQN as DoubleDQN
 from rl_training.api.algorithms import Dreamer as Dreamer
+from rl_training.api.algorithms import DroQ as DroQ
 from rl_training.api.algorithms import DuelingDQN as DuelingDQN
 from rl_training.api.algorithms import FQF as FQF
 from rl_training.api.algorithms import GAIL as GAIL
@@ -48,12 +53,15 @@ from rl_training.api.algorithms import NAF as NAF
 from rl_training.api.algorithms import NStepDQN as NStepDQN
 from rl_training.api.algorithms import NoisyDQN as NoisyDQN
 from rl_training.api.algorithms import PPO as PPO
+from rl_training.api.algorithms import PQN as PQN
 from rl_training.api.algorithms import PrioritizedDQN as PrioritizedDQN
 from rl_training.api.algorithms import QRDQN as QRDQN
+from rl_training.api.algorithms import REDQ as REDQ
 from rl_training.api.algorithms import RLPD as RLPD
 from rl_training.api.algorithms import RainbowDQN as RainbowDQN
 from rl_training.api.algorithms import SAC as SAC
 from rl_training.api.algorithms import TD3 as TD3
+from rl_training.api.algorithms import TQC as TQC
 from rl_training.api.algorithms import TRPO as TRPO
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
 from rl_training.errors import Terminated as Terminated
@@ -87,6 +95,8 @@ __all__ = [
     "DoubleDQNAlgorithm",
     "Dreamer",
     "DreamerAlgorithm",
+    "DroQ",
+    "DroQAlgorithm",
     "DuelingDQN",
     "DuelingDQNAlgorithm",
     "FQF",
@@ -110,10 +120,14 @@ __all__ = [
     "NoisyDQNAlgorithm",
     "PPO",
     "PPOAlgorithm",
+    "PQN",
+    "PQNAlgorithm",
     "PrioritizedDQN",
     "PrioritizedDQNAlgorithm",
     "QRDQN",
     "QRDQNAlgorithm",
+    "REDQ",
+    "REDQAlgorithm",
     "RLPD",
     "RLPDAlgorithm",
     "RainbowDQN",
@@ -123,6 +137,8 @@ __all__ = [
     "Schedule",
     "TD3",
     "TD3Algorithm",
+    "TQC",
+    "TQCAlgorithm",
     "TRPO",
     "TRPOAlgorithm",
     "Terminated",

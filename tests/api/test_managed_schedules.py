@@ -65,7 +65,7 @@ def test_a_file_holds_its_name_and_ends_and_learn_gives_it_again(tmp_path: Path)
     managed = make(tmp_path)
     stopped = managed.learn(callbacks=[StopAt(64)])
     stored = yaml.safe_load((stopped.run_dir / "config.yaml").read_text())["algo_kwargs"]["learning_rate_schedule"]
-    assert stored == {"type": "function", "start": 1e-3, "end": 5e-4, "fraction": 1.0, "name": "half"}
+    assert stored == {"type": "function", "start": 1e-3, "end": 5e-4, "begin": 0.0, "fraction": 1.0, "name": "half"}
     assert managed.hyperparameters["learning_rate_schedule"] == stored
     again = managed.learn(progress=False)
     assert_same_run(again, make(tmp_path).learn())  # exactly as without the stop

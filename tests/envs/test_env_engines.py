@@ -261,7 +261,7 @@ def test_a_pool_marks_its_reset_rows_and_keeps_the_final_observation(env_id: str
         assert len({row.tobytes() for row in history[0]}) == 3, "environments side by side must differ"
         assert stepper.state_dict() == {}
     clocks = np.zeros(3, dtype=int)
-    for (_, rewards, terminated, truncated, final_obs, _, valid, _), ended, is_first in zip(
+    for (_, rewards, terminated, truncated, final_obs, _, valid, *_), ended, is_first in zip(
         history[1::3], history[2::3], history[3::3], strict=True
     ):
         done, resets = clocks == 5, np.zeros(3, bool) if valid is None else ~valid

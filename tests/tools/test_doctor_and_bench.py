@@ -429,7 +429,7 @@ def test_long_turns_are_timed_once(seconds: float, rounds: int, monkeypatch: pyt
 def test_settings_are_tried_in_runs_of_their_own_and_the_best_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {2: 5_000.0, 8: 40_000.0}
     changes: dict[str, Any] = {"num_envs=8": {"num_envs": 8}, "threads=2": {"threads": 2}}
-    changes |= {"impossible": {"vectorization": "native"}, "too large": {"num_envs": 16}}
+    changes |= {"impossible": {"env_id": "Nowhere-v0"}, "too large": {"num_envs": 16}}
     monkeypatch.setattr(bench, "settings_to_try", lambda result: changes)
 
     def measure(session: Any, step: int) -> float:

@@ -9,6 +9,7 @@ from rl_training.api.algorithms import DQN as DQN
 from rl_training.api.algorithms import DiscreteSAC as DiscreteSAC
 from rl_training.api.algorithms import DoubleDQN as DoubleDQN
 from rl_training.api.algorithms import Dreamer as Dreamer
+from rl_training.api.algorithms import DroQ as DroQ
 from rl_training.api.algorithms import DuelingDQN as DuelingDQN
 from rl_training.api.algorithms import FQF as FQF
 from rl_training.api.algorithms import GAIL as GAIL
@@ -20,12 +21,15 @@ from rl_training.api.algorithms import NAF as NAF
 from rl_training.api.algorithms import NStepDQN as NStepDQN
 from rl_training.api.algorithms import NoisyDQN as NoisyDQN
 from rl_training.api.algorithms import PPO as PPO
+from rl_training.api.algorithms import PQN as PQN
 from rl_training.api.algorithms import PrioritizedDQN as PrioritizedDQN
 from rl_training.api.algorithms import QRDQN as QRDQN
+from rl_training.api.algorithms import REDQ as REDQ
 from rl_training.api.algorithms import RLPD as RLPD
 from rl_training.api.algorithms import RainbowDQN as RainbowDQN
 from rl_training.api.algorithms import SAC as SAC
 from rl_training.api.algorithms import TD3 as TD3
+from rl_training.api.algorithms import TQC as TQC
 from rl_training.api.algorithms import TRPO as TRPO
 from rl_training.api.managed import ManagedAlgorithm as ManagedAlgorithm
 from rl_training.errors import Terminated as Terminated
@@ -47,6 +51,7 @@ __all__ = [
     "DiscreteSAC",
     "DoubleDQN",
     "Dreamer",
+    "DroQ",
     "DuelingDQN",
     "FQF",
     "GAIL",
@@ -59,13 +64,16 @@ __all__ = [
     "NStepDQN",
     "NoisyDQN",
     "PPO",
+    "PQN",
     "PrioritizedDQN",
     "QRDQN",
+    "REDQ",
     "RLPD",
     "RainbowDQN",
     "SAC",
     "Schedule",
     "TD3",
+    "TQC",
     "TRPO",
     "Terminated",
     "TrainConfig",
