@@ -214,6 +214,18 @@ def test_a_turn_can_be_captured() -> None:
     assert captured.replays == [20]
 
 
+@pytest.mark.parametrize(("algo", "env"), [("dqn", Walk), ("sac", Slide), ("td3", Slide)])
+def test_captured_steps_are_plain_ones(algo: str, env: Any) -> None:
+    plain, captured = (open_replay(algo, env, train_frequency=8) for _ in range(2))
+    collector: Any = captured.collector
+    collector._roll = Recorded(collector._roll_out, Numbers(), collector.actor.algorithm.generator)
+    for turn in range(PLAIN_CALLS + 6):
+        step = 10**6 if turn else 0  # the first steps are random, and never captured
+        assert_same(take_rows(captured, step), take_rows(plain, step))
+    assert collector._roll.replays == [5]
+    assert_same(captured.collector.state_dict(), plain.collector.state_dict())
+
+
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 

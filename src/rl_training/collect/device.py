@@ -32,6 +32,7 @@ class DeviceCollector(LocalCollector):
 
     part = "rollout on the device"
     can_capture = True
+    draws_inside = False  # whether the captured rollout draws from the learner's generator
 
     def __init__(
         self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None,
@@ -48,8 +49,10 @@ class DeviceCollector(LocalCollector):
         self.means: dict[str, float] = {}
         self._map = map_actions(stepper.spaces, device)
         captures = self.can_capture and device.type == "cuda" and accelerate != "none"
-        # an epsilon, which only acting reads, may be one of the numbers
-        self._roll = CapturedStep(self._roll_out, actor.algorithm.numbers) if captures else self._roll_out
+        self._roll: Any = self._roll_out
+        if captures:  # an epsilon, which only acting reads, may be one of the numbers
+            generator = actor.algorithm.generator if self.draws_inside else None
+            self._roll = CapturedStep(self._roll_out, actor.algorithm.numbers, generator, engine.env.capture_mode)
         self._one_step = torch.compile(self._step, dynamic=False) if accelerate == "compile" else self._step
 
     def fill(self, experience: Experience, request: Request) -> None:
@@ -181,26 +184,39 @@ class DeviceCollector(LocalCollector):
 class DeviceStepCollector(DeviceCollector):
     """A `DeviceCollector` for replay: it acts as the learner explores, each row for itself, or at random.
 
-    Exploration and random actions are drawn from the learner's generator.
+    Exploration and random actions are drawn from the learner's generator. Steps with random actions are not captured,
+    nor are those of a policy that lags, which takes the generator of the learner at every turn.
     """
 
-    def __init__(self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None) -> None:
-        super().__init__(actor, stepper, layout, lag)
+    draws_inside = True
+
+    def __init__(
+        self, actor: Behaviour, stepper: Stepper, layout: ExperienceLayout, lag: int | None = None,
+        accelerate: str = "none",
+    ) -> None:  # fmt: skip
+        super().__init__(actor, stepper, layout, lag, "graph" if accelerate != "none" and not lag else "none")
         self.held: Tensor | None = None  # the last random actions
         self._choices = torch.tensor(stepper.spaces.action_sizes, device=self.engine.device)
 
     def _take_rows(self, request: Request) -> Tensor:
         """Act and step; return the experience's `totals`."""
+        noise = self._draw(self.experience.layout.max_steps)
+        sums: Tensor = self._step_rows(noise, request) if request.random else self._roll(noise)
+        return sums
+
+    def _roll_out(self, noise: Mapping[str, Tensor]) -> Tensor:
+        """Fill the experience as the learner explores, and return its `totals`."""
+        return self._step_rows(noise, Request())
+
+    def _step_rows(self, noise: Mapping[str, Tensor], request: Request) -> Tensor:
         engine, env, spaces, arrays = self.engine, self.engine.env, self.actor.spaces, self.experience.arrays
-        layout = self.experience.layout
-        resets, steps = engine.draw(layout.max_steps)
         state, ages, obs = engine.state, engine.ages, encode(spaces, env.observe(engine.state))
         arrays["obs"][0] = obs
-        for t in range(layout.max_steps):
-            is_random = t * layout.num_envs < request.random
+        for t, (for_reset, for_step) in enumerate(zip(noise["resets"], noise["steps"], strict=True)):
+            is_random = t * len(ages) < request.random
             actions = self._act_randomly(request.hold) if is_random else self.actor.algorithm.act(obs).actions
-            begun = env.reset(resets[t])
-            after = advance(env, engine.limit, state, ages, self._map(actions), steps[t], begun)
+            begun = env.reset(for_reset)
+            after = advance(env, engine.limit, state, ages, self._map(actions), for_step, begun)
             state, ages, obs = after.state, after.ages, encode(spaces, after.obs)
             row = {
                 "actions": actions, "rewards": after.rewards, "terminated": after.terminated,

@@ -34,6 +34,7 @@ class DeviceEnvironment:
     max_episode_steps: int | None = None
     reset_noise: int = 1
     step_noise: int = 0
+    capture_mode: str = "thread_local"  # torch's `capture_error_mode`: "relaxed" where another library launches kernels
 
     def reset(self, noise: Tensor) -> State:
         """Return the first states of N episodes, from noise [N, reset_noise]."""

@@ -103,7 +103,7 @@ class WarpWorlds:
         with wp.ScopedStream(stream, sync_enter=False, sync_exit=False):
             captures = torch.cuda.is_current_stream_capturing()
             if captures:
-                wp.capture_begin(stream=stream, external=True)
+                wp.capture_begin(stream=stream, external=True, capture_mode=wp.CaptureMode.RELAXED)
             yield
             if captures:
                 wp.capture_end(stream=stream)
@@ -203,6 +203,7 @@ class MujocoEnvironment(DeviceEnvironment):
     start_noise: float = 0.01
     vary_noise: int = 0  # random numbers that `vary` gets per episode
     limits: Mapping[str, int] = {}  # `njmax`, `nconmax`: the sizes of MuJoCo Warp's buffers for one world
+    capture_mode = "relaxed"  # MuJoCo Warp allocates memory in a step
     physics = "auto"  # "mujoco" on a CPU and "warp" on a GPU, or one of them
 
     def __init__(self, model: Any) -> None:

@@ -250,7 +250,7 @@ def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Step
         kind = SimulatorCollector if plan.recipe.made else DeviceCollector
         return kind(actor, stepper, store.layout, params.lag, config.accelerate)
     if isinstance(store, ReplayStore) and store.on_device:
-        return DeviceStepCollector(actor, stepper, store.layout, params.lag)
+        return DeviceStepCollector(actor, stepper, store.layout, params.lag, config.accelerate)
     return LocalCollector(actor, stepper, Experience(store.layout), params.lag)
 
 

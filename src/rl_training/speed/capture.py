@@ -24,6 +24,7 @@ CAPTURING = ("cuda",)  # devices whose kernels can be captured
 PLAIN_CALLS = 3  # before capturing: allocator, cuBLAS and autograd initialize themselves in the first of them
 MOST_GRAPHS = 16  # per step; each graph keeps its own memory
 MOST_CAPTURES = 64  # per step: inputs with more shapes than that seldom repeat one
+THREAD_LOCAL = "thread_local"  # a capture forbids its own thread, and no other, what could break it
 CAPTURING_STREAM = threading.RLock()  # held while a thread uses `capture_stream`
 
 
@@ -41,11 +42,14 @@ class CapturedStep:
     """A step that runs as plain code at first, is then captured once per input signature, and replayed after that.
 
     Its inputs and outputs are tensors in tuples, lists and dicts. It draws only from the given generator, reads no
-    tensor on the host and changes tensors only in place. Every call computes one step, captured or not.
+    tensor on the host and changes tensors only in place. Every call computes one step, captured or not. `mode` is
+    "relaxed" for a function that lets another library launch kernels, which may then allocate memory.
     """
 
-    def __init__(self, function: Step, numbers: Any, generator: torch.Generator | None = None) -> None:
-        self.function, self.numbers, self.generator = function, numbers, generator
+    def __init__(
+        self, function: Step, numbers: Any, generator: torch.Generator | None = None, mode: str = THREAD_LOCAL
+    ) -> None:
+        self.function, self.numbers, self.generator, self.mode = function, numbers, generator, mode
         self._graphs: dict[Any, Recording] = {}
         self._calls: Counter[Any] = Counter()
         self._captures = 0
@@ -110,7 +114,7 @@ class CapturedStep:
         return outputs
 
     def _record(self, inputs: tuple[Any, ...]) -> Recording:
-        return Recording(self.function, inputs, self.generator)
+        return Recording(self.function, inputs, self.generator, mode=self.mode)
 
 
 @cache
@@ -133,9 +137,9 @@ class Recording:
 
     def __init__(
         self, function: Step, inputs: tuple[Any, ...], generator: torch.Generator | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None, mode: str = THREAD_LOCAL,
     ) -> None:  # fmt: skip
-        self.generator, self.device = generator, device or _device_of(inputs)
+        self.generator, self.device, self.mode = generator, device or _device_of(inputs), mode
         own = map_tensors(torch.clone, inputs)
         self.inputs: list[Tensor] = []
         _sign(own, self.inputs)
@@ -156,7 +160,7 @@ class Recording:
                     self.graph.register_generator_state(self.generator)
                 stream, before = capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
                 try:
-                    with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+                    with torch.cuda.graph(self.graph, stream=stream, capture_error_mode=self.mode):
                         function()
                 except RuntimeError:
                     torch.cuda.set_stream(before)  # a failed capture leaves its own stream set
