@@ -57,6 +57,8 @@ class SupportParams(StrictModel):
     def _support_has_width(self) -> SupportParams:
         if self.v_min is not None and self.v_max is not None and self.v_max <= self.v_min:
             raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
+        if getattr(self, "her_ratio", 0.0) and None in (self.v_min, self.v_max):
+            raise ValueError("her_ratio is above 0, and returns of other goals are not measured: give v_min and v_max")
         return self
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
@@ -180,6 +182,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
             "prioritized is false", lambda p: not p.prioritized,
         ),
         Reason(("random_action_hold",), "learning_starts is 0", lambda p: not p.learning_starts),
+        Reason(("her_strategy",), "her_ratio is 0", lambda p: not p.relabels),
         Reason(("random_action_hold",), "actions are not held with masks", where=lambda s: s.has_action_mask),
     )  # fmt: skip
     fixed: ClassVar[Reasons] = (
@@ -200,6 +203,12 @@ class ReplayParams(BufferParams, OffPolicyParams):
     prioritized_beta_start: float = Field(0.4, ge=0, le=1, description="Initial exponent of the importance weights.")
     prioritized_beta_end: float = Field(1.0, ge=0, le=1, description="Final exponent of the importance weights.")
     prioritized_eps: float = Field(1e-6, gt=0, description="Added to every error, so that each row can be sampled.")
+    her_ratio: float = Field(
+        0.0, ge=0, le=1, description="Hindsight: share of every batch whose desired goal becomes one that was achieved."
+    )
+    her_strategy: Literal["future", "final", "episode"] = Field(
+        "future", description="Where in its episode a step finds another goal: at a later step, the last, or any."
+    )
 
     @model_validator(mode="after")
     def _rows_are_plain(self) -> ReplayParams:
@@ -208,10 +217,27 @@ class ReplayParams(BufferParams, OffPolicyParams):
             raise ValueError(f"{values}; with {self.one_step_with} they must be 1 and false")
         return self
 
+    @model_validator(mode="after")
+    def _goals_can_change(self) -> ReplayParams:
+        if self.her_ratio:
+            given = f"her_ratio is {self.her_ratio}"
+            if self.one_step_with:
+                raise ValueError(f"{given}; with {self.one_step_with} it must be 0")
+            if self.prioritized:
+                raise ValueError(f"{given} and prioritized true; an error belongs to one goal, so it must be false")
+            if self.replay_memory == "device":
+                raise ValueError(f"{given} and replay_memory 'device'; goals change on the host: auto or host")
+        return self
+
+    @property
+    def relabels(self) -> bool:
+        """Whether rows of batches get other goals."""
+        return self.largest("her_ratio") > 0.0
+
     @property
     def facts(self) -> Facts:
         """As the base classes, plus the numbers that the buffer reads."""
-        return super().facts._replace(store_numbers=("gamma", "prioritized_beta"))
+        return super().facts._replace(store_numbers=("gamma", "prioritized_beta", "her_ratio"))
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """The importance weights grow to full strength over the budget."""
