@@ -12,7 +12,7 @@ import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
 import goal_cases
-from resume_cases import assert_same, assert_same_run, stop_and_resume, tiny
+from resume_cases import SPECS, assert_same, assert_same_run, stop_and_resume, tiny
 from rl_training.data import ReplayBuffer
 from rl_training.data.hindsight import HindsightReplayBuffer
 from rl_training.envs.factory import read_recipe
@@ -22,6 +22,7 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.run.build import open_session
+from rl_training.run.evaluation import read_replay_buffer
 from rl_training.run.workflows import train
 from worker_cases import assert_same_end, workers
 
@@ -336,19 +337,20 @@ def test_the_two_tasks_are_what_they_say() -> None:
 
 # runs ----------------------------------------------------------------------------------------------------------------
 
-DISCRETE = ["dqn", "n_step_dqn", "qr_dqn", "discrete_sac"]
-CONTINUOUS = ["ddpg", "td3", "sac", "tqc"]
+FAMILIES = ["dqn", "n_step_dqn", "c51_dqn", "discrete_sac", "ddpg", "td3", "d4pg", "naf", "sac", "tqc"]
 
 
 def goal_run(algo: str, output: Path, make_config: Any = tiny, **fields: Any) -> Any:
     kwargs = {"her_ratio": 0.8, **fields.pop("kwargs", {})}
-    env = {"env_id": BITS, "env_kwargs": {"bits": 5}} if algo in DISCRETE else {"env_id": POINT}
+    discrete = "discrete" in SPECS[algo].action_kinds
+    env = {"env_id": BITS, "env_kwargs": {"bits": 5}} if discrete else {"env_id": POINT}
     return make_config(algo, output, **{**env, **fields}, kwargs=kwargs)
 
 
-@pytest.mark.parametrize("algo", [*DISCRETE, *CONTINUOUS])
+@pytest.mark.parametrize("algo", FAMILIES)
 def test_runs_with_goals_resume_exactly(algo: str, tmp_path: Path) -> None:
-    config = goal_run(algo, tmp_path, num_envs=2, kwargs={"buffer_capacity": 60, "her_strategy": "episode"})
+    ends = {"v_min": -20.0, "v_max": 0.0} if "v_min" in SPECS[algo].params.model_fields else {}
+    config = goal_run(algo, tmp_path, num_envs=2, kwargs={"buffer_capacity": 60, "her_strategy": "episode", **ends})
     assert_same_run(train(config, console=False), stop_and_resume(config, 71))
 
 
@@ -367,11 +369,10 @@ def test_processes_step_the_same_goals(tmp_path: Path) -> None:
     ("algo", "kwargs", "said"),
     [
         ("dqn", {"prioritized": True}, "prioritized true; an error belongs to one goal, so it must be false"),
-        ("dqn", {"replay_memory": "device"}, "goals change on the host: auto or host"),
+        ("dqn", {"replay_memory": "device"}, "goals are replaced on the host: auto or host"),
         ("rlpd", {}, "with prior data it must be 0"),
         ("mbpo", {}, "with a model it must be 0"),
         ("c51_dqn", {}, "returns of other goals are not measured: give v_min and v_max"),
-        ("dqn", {"her_ratio": 0, "her_ratio_schedule": {"start": 0.0, "end": 1.0}, "prioritized": True}, "prioritized"),
         ("dqn", {"her_strategy": "next"}, "her_strategy"),
     ],
 )
@@ -388,11 +389,11 @@ def test_an_environment_without_goals_is_refused(tmp_path: Path) -> None:
         open_session(tiny("dqn", tmp_path, kwargs={"her_ratio": 0.5}))
 
 
-def test_the_ratio_may_change_and_the_start_says_what_is_done(tmp_path: Path) -> None:
-    ramp = {"her_ratio_schedule": {"type": "linear", "start": 0.0, "end": 1.0}, "her_strategy": "final"}
-    config = goal_run("dqn", tmp_path, kwargs=ramp, env_id="goal_cases:OneByOne", env_kwargs={})
+def test_the_start_says_what_is_done(tmp_path: Path) -> None:
+    config = goal_run("dqn", tmp_path, kwargs={"her_strategy": "final"}, env_id="goal_cases:OneByOne", env_kwargs={})
     with pytest.warns(UserWarning, match="takes no batches of goals, so it is called once for every row"):
         result = train(config, console=False)
-    assert result.metrics["her_ratio"] == 1.0
     messages = " ".join(json.loads((result.run_dir / "manifest.json").read_text())["messages"])
+    assert "0.8 of every batch with other goals (final)" in messages
     assert "compute_reward of goal_cases:OneByOne takes no batches of goals" in messages
+    assert len(read_replay_buffer(result.checkpoint_path)) == 128, "also without its goals"

@@ -57,9 +57,13 @@ class SupportParams(StrictModel):
     def _support_has_width(self) -> SupportParams:
         if self.v_min is not None and self.v_max is not None and self.v_max <= self.v_min:
             raise ValueError(f"v_max is {self.v_max}; it must be above v_min ({self.v_min})")
-        if getattr(self, "her_ratio", 0.0) and None in (self.v_min, self.v_max):
-            raise ValueError("her_ratio is above 0, and returns of other goals are not measured: give v_min and v_max")
         return self
+
+    def check_new_run(self) -> None:
+        """Refuse an open end of the support where it cannot be found by looking at stored returns."""
+        super().check_new_run()  # type: ignore[misc]  # of the Params, as below
+        if getattr(self, "her_ratio", 0.0) and None in (self.v_min, self.v_max):
+            raise UserError("her_ratio is above 0, and returns of other goals are not measured: give v_min and v_max.")
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
         """The arguments as usual; before `settle`, missing ends of the support are those of `UNKNOWN`."""
@@ -189,6 +193,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
         Reason(("prioritized_alpha", "prioritized_eps"), "the priorities in the buffer depend on it"),
         Reason(("prioritized_beta_start", "prioritized_beta_end"), "it is a part of prioritized_beta's own schedule"),
         Reason(("random_action_hold",), "it is read before learning starts only"),
+        Reason(("her_ratio",), DIVIDED_ONCE),
     )
     at_most: ClassVar[Limits] = (("batch_size", "buffer_capacity"),)
 
@@ -217,27 +222,26 @@ class ReplayParams(BufferParams, OffPolicyParams):
             raise ValueError(f"{values}; with {self.one_step_with} they must be 1 and false")
         return self
 
-    @model_validator(mode="after")
-    def _goals_can_change(self) -> ReplayParams:
-        if self.her_ratio:
-            given = f"her_ratio is {self.her_ratio}"
-            if self.one_step_with:
-                raise ValueError(f"{given}; with {self.one_step_with} it must be 0")
-            if self.prioritized:
-                raise ValueError(f"{given} and prioritized true; an error belongs to one goal, so it must be false")
-            if self.replay_memory == "device":
-                raise ValueError(f"{given} and replay_memory 'device'; goals change on the host: auto or host")
-        return self
+    def check_new_run(self) -> None:
+        """Refuse what does not go with hindsight."""
+        super().check_new_run()
+        given = f"her_ratio is {self.her_ratio}"
+        if self.relabels and self.one_step_with:
+            raise UserError(f"{given}; with {self.one_step_with} it must be 0.")
+        if self.relabels and self.prioritized:
+            raise UserError(f"{given} and prioritized true; an error belongs to one goal, so it must be false.")
+        if self.relabels and self.replay_memory == "device":
+            raise UserError(f"{given} and replay_memory 'device'; goals are replaced on the host: auto or host.")
 
     @property
     def relabels(self) -> bool:
         """Whether rows of batches get other goals."""
-        return self.largest("her_ratio") > 0.0
+        return self.her_ratio > 0.0
 
     @property
     def facts(self) -> Facts:
         """As the base classes, plus the numbers that the buffer reads."""
-        return super().facts._replace(store_numbers=("gamma", "prioritized_beta", "her_ratio"))
+        return super().facts._replace(store_numbers=("gamma", "prioritized_beta"))
 
     def built_in_schedules(self) -> dict[str, Schedule]:
         """The importance weights grow to full strength over the budget."""
@@ -434,6 +438,7 @@ class ModelParams(TemperatureParams):
 
     def check_new_run(self) -> None:
         """Refuse a buffer of imagined transitions that is too small for one round of rollouts."""
+        super().check_new_run()  # type: ignore[misc]  # of the Params that this is a part of
         assert isinstance(self, Params)
         horizon = int(self.largest("rollout_horizon"))
         if self.synthetic_batch_ratio and self.synthetic_buffer_capacity < self.rollout_batch_size * horizon:

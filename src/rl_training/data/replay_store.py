@@ -179,7 +179,6 @@ class ReplayStore(BufferStore):
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         self.prioritized_beta: float = self.params.prioritized_beta_start
-        self.her_ratio: float = self.params.her_ratio
         self.goals = Goals(context.recipe, context.spaces, context.seed) if self.params.relabels else None
         self.credit = 0  # environment steps that no training turn has used yet
         self.buffer = self.make_buffer(context)
@@ -212,7 +211,7 @@ class ReplayStore(BufferStore):
         support = "" if self.support is None else ", returns from {:g} to {:g}".format(*self.support.ends)
         goals, notes = "", [] if self.goals is None else self.goals.notes
         if self.goals is not None:
-            goals = f", {self.her_ratio:g} of every batch with other goals ({self.params.her_strategy})"
+            goals = f", {self.params.her_ratio:g} of every batch with other goals ({self.params.her_strategy})"
         line = f"{kind} of {self.buffer.capacity:,} transitions: {self.buffer.describe_size()}{support}{goals}"
         return "\n".join([line, *(f"warning: {note}" for note in notes)])
 
@@ -263,7 +262,7 @@ class ReplayStore(BufferStore):
         """One batch."""
         more = {"beta": self.prioritized_beta} if self.params.prioritized else {}
         if self.goals is not None:
-            more = {"ratio": self.her_ratio}
+            more = {"ratio": self.params.her_ratio}
         return self.buffer.sample(self.params.batch_size, self.rng, **more)
 
     def feedback(self, batch: Batch, result: UpdateResult) -> None:
