@@ -210,11 +210,12 @@ class DeviceStepCollector(DeviceCollector):
 
     def _step_rows(self, noise: Mapping[str, Tensor], request: Request) -> Tensor:
         engine, env, spaces, arrays = self.engine, self.engine.env, self.actor.spaces, self.experience.arrays
+        act = self.actor.algorithm.act_in_training
         state, ages, obs = engine.state, engine.ages, encode(spaces, env.observe(engine.state))
         arrays["obs"][0] = obs
         for t, (for_reset, for_step) in enumerate(zip(noise["resets"], noise["steps"], strict=True)):
             is_random = t * len(ages) < request.random
-            actions = self._act_randomly(request.hold) if is_random else self.actor.algorithm.act(obs).actions
+            actions = self._act_randomly(request.hold) if is_random else act(obs).actions
             begun = env.reset(for_reset)
             after = advance(env, engine.limit, state, ages, self._map(actions), for_step, begun)
             state, ages, obs = after.state, after.ages, encode(spaces, after.obs)

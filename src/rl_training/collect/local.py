@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, Carry
+from rl_training.algorithms.base import Algorithm, Array, Carry, defines_explore
 from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper, StepTold
@@ -50,13 +50,13 @@ class Behaviour:
     def explore(self, given: Mapping[str, Tensor], memory: Carry) -> tuple[dict[str, Tensor], Carry]:
         """Actions and extras on the device."""
         first, legal = given.get("is_first"), given.get("action_masks")
-        out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
+        out = self.algorithm.act_in_training(given["obs"], memory, is_first=first, action_masks=legal)
         return {**out.extras, "actions": out.actions}, out.carry
 
     @cached_property
     def numpy_policy(self) -> NumpyPolicy | None:
-        """The learner's policy in numpy, if it has one."""
-        return self.algorithm.numpy_policy()
+        """The learner's policy in numpy, if it has one that explores as the learner does."""
+        return None if defines_explore(type(self.algorithm)) else self.algorithm.numpy_policy()
 
     def act_randomly(self, count: int, masks: Array | None, hold: float) -> Array:
         """Uniform actions, each repeated for `hold` steps on average; with masks, a new legal one at every step."""

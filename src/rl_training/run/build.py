@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rl_training.algorithms.actor_critic import RewardScale
-from rl_training.algorithms.base import Algorithm
+from rl_training.algorithms.base import Algorithm, defines_explore
 from rl_training.collect.device import DeviceCollector, DeviceStepCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker_collector import FirstComers, WorkerCollector
@@ -311,6 +311,8 @@ def check_settings(config: TrainConfig, spec: AlgorithmSpec, params: Params, rec
         for name, fits in {"num_envs": 1, "execution_backend": "local_sync", "vectorization": "sync"}.items():
             if (value := getattr(config, name)) not in (fits, "auto"):
                 raise UserError(f"env is a single environment instance, but {name} is {value!r}; {GIVE_ONE}.")
+    if defines_explore(spec.learner) and spec.lane != "replay":
+        raise UserError(f"{spec.name} defines explore, which only learners from replay may; override act instead.")
     for name in config.loggers:  # one that fails later does not end a run
         if name != "tensorboard" and find_spec(name) is None:  # tensorboard is always installed
             raise UserError(f"loggers names {name!r}, which is not installed: pip install 'rl-training[{name}]'.")
