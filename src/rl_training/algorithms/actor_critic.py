@@ -67,7 +67,11 @@ class RewardScale(nn.Module):
 
 
 class PolicyActing(Algorithm):
-    """A learner of a `policy` that samples (`act`) and estimates values: the rollout family, GAIL."""
+    """A learner of a `policy` that samples (`act`) and estimates values: the rollout family, GAIL.
+
+    A policy with a `memory` has `heads`, which act and estimate values from the output of the memory; then
+    `sample` and `state_values` take what `remember` returns in place of observations.
+    """
 
     policy: Any
 
@@ -76,24 +80,49 @@ class PolicyActing(Algorithm):
         policy: nn.Module = self.policy
         return policy
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the policy remembers earlier observations."""
+        return getattr(self.policy, "memory", None) is not None
+
+    @property
+    def heads(self) -> Any:
+        """What acts and estimates values: the policy, or its heads on the output of a memory."""
+        return self.policy.heads if self.has_memory else self.policy
+
+    def initial_carry(self, n: int) -> Carry:
+        """Zeros [n, S]; None without a memory."""
+        return self.policy.memory.initial_state(n) if self.has_memory else None
+
+    def remember(self, obs: Tensor, carry: Carry, is_first: Tensor | None) -> tuple[Tensor, Carry]:
+        """What the heads read for observations [N, ...], and the memory after them; without a memory, `obs`."""
+        if not self.has_memory:
+            return obs, None
+        carry = self.initial_carry(len(obs)) if carry is None else carry
+        is_first = torch.zeros_like(carry[:, 0], dtype=torch.bool) if is_first is None else is_first
+        found: tuple[Tensor, Carry] = self.policy.remember(obs, carry, is_first)
+        return found
+
     @torch.no_grad()
     def act(
         self, obs: Tensor, carry: Carry = None, *, is_first: Tensor | None = None, deterministic: bool = False,
         action_masks: Tensor | None = None,
     ) -> ActOutput:  # fmt: skip
-        """Actions, with the log-probabilities and values that a rollout stores with them."""
-        out = self.policy.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
-        return ActOutput(out.actions, {"logprobs": out.logprobs, "values": out.values})
+        """Actions, with the log-probabilities, values and states of a memory that a rollout stores with them."""
+        obs, carry = self.remember(obs, carry, is_first)
+        out = self.heads.act(obs, deterministic=deterministic, generator=self.generator, action_masks=action_masks)
+        extras = {"logprobs": out.logprobs, "values": out.values}
+        return ActOutput(out.actions, extras if carry is None else {**extras, "states": carry}, carry)
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Actions [N, ...] from standard Gaussian or Gumbel noise [N, A], with their log-probabilities [N]."""
-        chosen = self.policy.distribution(obs)
+        chosen = self.heads.distribution(obs)
         actions = chosen.sample(noise=noise)
         return actions, chosen.log_prob(actions)
 
     def state_values(self, obs: Tensor, action_masks: Tensor | None = None) -> Tensor:
         """The critic's values [N] of observations [N, ...], in which these actions [N, A] are legal."""
-        values: Tensor = self.policy.values(obs)
+        values: Tensor = self.heads.values(obs)
         return values
 
 

@@ -140,6 +140,7 @@ class Facts(NamedTuple):
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
     critic_obs: tuple[str, ...] = ()  # parts of an observation that only the critic sees
+    state_size: int = 0  # numbers of the policy's memory that experience stores with every observation
     fits_every: float = 0.0  # steps between fits of a dynamics model; infinity: one fit; 0: there is no model
 
 
