@@ -59,6 +59,7 @@ ADDED_LATER = {
     "num_critics": 2, "critic_hidden_sizes": None, "critic_subset_size": None, "actor_q": None, "num_quantiles": None,
     "top_quantiles_to_drop": 2, "critic_dropout": 0.0, "critic_layer_norm": False, "actor_update_interval": 1,
     "augmentation": "none", "shift_pixels": 4,
+    "memory": "none", "memory_size": 128, "memory_layers": 1, "sequence_length": None, "refresh_memory": False,
 }  # fmt: skip
 ADDED_TO = {  # the same, where other algorithms always had it
     "d4pg": {"target_update_interval": 1},

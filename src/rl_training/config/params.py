@@ -12,6 +12,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJs
 
 from rl_training.config.networks import UserNetwork
 from rl_training.errors import UserError, did_you_mean
+from rl_training.models.memory import state_size
 from rl_training.validation import StrictModel, validate
 
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
@@ -140,6 +141,7 @@ class Facts(NamedTuple):
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
     critic_obs: tuple[str, ...] = ()  # parts of an observation that only the critic sees
+    state_size: int = 0  # numbers of the policy's memory that experience stores with every observation
     fits_every: float = 0.0  # steps between fits of a dynamics model; infinity: one fit; 0: there is no model
 
 
@@ -287,6 +289,27 @@ class EpsilonParams(StrictModel):
         inherited: dict[str, Schedule] = super().built_in_schedules()  # type: ignore[misc]
         falls = Schedule(start=self.epsilon_start, end=self.epsilon_end, fraction=self.exploration_fraction)
         return inherited | {"epsilon": falls}
+
+
+class MemoryParams(StrictModel):
+    """A memory in the policy's network; a part of `Params`."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(("memory_size", "memory_layers"), "memory is none", lambda p: p.memory == "none"),
+    )
+
+    memory: Literal["none", "gru", "lstm"] = Field(
+        "none", description="Memory of the policy within an episode, between encoder and hidden layers."
+    )
+    memory_size: int = Field(128, ge=1, le=16_384, description="Units per layer of the memory.")
+    memory_layers: int = Field(1, ge=1, le=16, description="Layers of the memory.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the memory."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        size = state_size(self.memory, self.memory_size, self.memory_layers)
+        return inherited._replace(state_size=size, widest=max(inherited.widest, self.memory_size if size else 0))
 
 
 AnyParams = TypeVar("AnyParams", bound=Params)
