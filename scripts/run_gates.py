@@ -58,7 +58,8 @@ ADDED_LATER = {
     "desired_kl": None, "initial_log_std": 0.0, "critic_obs": [], "synthetic_rounds": None,
     "num_critics": 2, "critic_hidden_sizes": None, "critic_subset_size": None, "actor_q": None, "num_quantiles": None,
     "top_quantiles_to_drop": 2, "critic_dropout": 0.0, "critic_layer_norm": False, "actor_update_interval": 1,
-    "augmentation": "none", "shift_pixels": 4,
+    "augmentation": "none", "shift_pixels": 4, "adam_beta1": 0.9, "weight_decay": 0.01,
+    "architecture": "mlp", "target_networks": True, "joint_forward": "none",
 }  # fmt: skip
 ADDED_TO = {  # the same, where other algorithms always had it
     "d4pg": {"target_update_interval": 1},

@@ -29,6 +29,7 @@ BOUNDS: dict[str, Callable[[Any], bool]] = {
     "in [0, 1]": lambda x: 0 <= x <= 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in (0, 1)": lambda x: 0 < x < 1,
+    "in [0, 1)": lambda x: 0 <= x < 1,
     "any": lambda x: True,
 }
 NO_DEFAULT: Any = object()
@@ -187,6 +188,8 @@ class Algorithm(nn.Module):
     learning_rate = Number(">= 0")
     optimizer_eps = Number("> 0", 1e-8, read="by value")
     max_grad_norm = Number("> 0", None)
+    adam_beta1 = Setting("in [0, 1)", 0.9)
+    weight_decay = Setting(">= 0", 0.01)
 
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
     steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
@@ -281,7 +284,8 @@ class Algorithm(nn.Module):
         own = name.removesuffix("optimizer") + "learning_rate"
         options = {
             "learning_rate": (own, "learning_rate") if own in self.numbers else "learning_rate",
-            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm", **options,
+            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm",
+            "beta1": self.adam_beta1, "weight_decay": self.weight_decay, **options,
         }  # fmt: skip
         optimizer = Optimizer(parameters, numbers=self.numbers, **options)
         self.add_module(name, optimizer)

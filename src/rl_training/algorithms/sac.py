@@ -4,7 +4,8 @@ The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the
 alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrized, and alpha holds the policy's entropy at `target_entropy`.
 
 What a critic predicts is an axis (`critic_heads.py`), and so are the number of critics, the subset of them whose
-minimum is the target, dropout, and how often the actor learns. TQC, REDQ, DroQ and RLPD are settings of these axes.
+minimum is the target, dropout, how often the actor learns, whether there are target networks, and what is evaluated in
+one pass. TQC, REDQ, DroQ, CrossQ and RLPD are settings of these axes.
 """
 
 from __future__ import annotations
@@ -53,15 +54,22 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 
 class SAC(Algorithm):
     """The SAC learner. `model` has `features(obs)`, `critics(features, actions, subset, masks)` [E, B] (for K quantiles
-    [E, B, K]), and an `actor` with `sample(obs, noise)` and `draw(obs, noise)`, which returns only actions.
+    [E, B, K]), and an `actor` with `sample(obs, noise)` and `draw(obs, noise)`, which returns only actions. If its
+    networks normalize `by_batch`, critics that learn and the actor's `sample` are called with that mode where they
+    learn, and everything else reads running statistics.
 
     `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
     unless given). Without `backup_entropy` the critics' targets leave the entropy out. The target is made of
     `critic_subset_size` critics, drawn for each update (None: of all), and leaves out `top_quantiles_to_drop` quantiles
     per critic. `actor_q` is what the actor maximizes, the "min" or the "mean" of the critics' values; None: the mean
     where a subset is drawn or quantiles are predicted.
+
+    Without `target_networks` the critics themselves value (s', a'). With batch statistics, a `joint_forward` evaluates
+    them on (s, a) and (s', a') in one pass, so that both are normalized by the statistics of both.
     """
 
+    target_networks = Setting(default=True)
+    joint_forward = Setting(default="none")
     actor_update_interval = Setting(">= 1", 1)
     critic_subset_size = Setting(">= 1", None)
     actor_q = Setting(default=None)
@@ -90,12 +98,17 @@ class SAC(Algorithm):
         start = torch.tensor(math.log(self.initial_alpha), device=self.device)
         self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
-            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha])
+            plain = {"beta1": 0.9, "weight_decay": 0.0}  # which the networks' options are not meant for
+            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], **plain)
         else:
             check_bound("alpha", ">= 0", alpha)
             self.numbers["alpha"] = float(alpha)
-        self._target = TargetNetwork(model.critics)
-        self.target_critics = self._target.network
+        self._target = TargetNetwork(model.critics) if self.target_networks else None
+        if self._target is not None:
+            self.target_critics = self._target.network
+        by_batch = bool(getattr(model, "by_batch", False))
+        self.learning: dict[str, bool] = {"by_batch": True} if by_batch else {}  # the mode of networks that learn
+        self.one_pass = by_batch and self.joint_forward != "none"
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
         self.register_buffer("last_actor", torch.zeros(2, device=self.device))
 
@@ -114,6 +127,8 @@ class SAC(Algorithm):
             raise UserError(f"top_quantiles_to_drop is {dropped}; it must be below num_quantiles ({outputs}).")
         if self.actor_q not in (None, "min", "mean"):
             raise UserError(f"actor_q is {self.actor_q!r}; it must be 'min' or 'mean'.")
+        if self.joint_forward not in ("none", "critics"):
+            raise UserError(f"joint_forward is {self.joint_forward!r}; it must be 'none' or 'critics'.")
         if self.actor_q is None:
             self.actor_q = "mean" if outputs > 1 or self.critic_subset_size < count else "min"
 
@@ -158,10 +173,21 @@ class SAC(Algorithm):
         self, batch: Batch, next_actions: Tensor, subset: Tensor | None, masks: tuple[Masks, Masks]
     ) -> tuple[Tensor, Tensor]:
         """What the critics predict at (s, a), and the target critics in the subset at (s', a')."""
-        model, (live, target) = self.model, masks
-        with torch.no_grad():
-            next_outputs = self.target_critics(model.features(batch["next_obs"]), next_actions, subset, target)
-        return model.critics(model.features(batch["obs"]), batch["actions"], None, live), next_outputs
+        model, (live, target), mode = self.model, masks, self.learning
+        critics = model.critics if self._target is None else self.target_critics
+        now, later = (model.features(batch["obs"]), batch["actions"]), (model.features(batch["next_obs"]), next_actions)
+        if not self.one_pass:
+            with torch.no_grad():
+                next_outputs = critics(*later, subset, target, **mode)
+            return model.critics(*now, None, live, **mode), next_outputs
+        rows, both = len(next_actions), [torch.cat(pair) for pair in zip(now, later, strict=True)]
+        outputs = model.critics(*both, None, live, **mode)
+        if self._target is None:
+            next_outputs = outputs.detach() if subset is None else outputs.detach()[subset]
+        else:
+            with torch.no_grad():
+                next_outputs = critics(*both, subset, target, **mode)
+        return outputs[:, :rows], next_outputs[:, rows:]
 
     def critic_step(
         self, batch: Batch, noise: Tensor, subset: Tensor | None = None, masks: tuple[Masks, Masks] = (None, None)
@@ -185,7 +211,7 @@ class SAC(Algorithm):
 
     def actor_step(self, obs: Tensor, noise: Tensor, masks: Masks = None) -> dict[str, Tensor]:
         """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
-        actions, logprobs = self.model.actor.sample(obs, noise)
+        actions, logprobs = self.model.actor.sample(obs, noise, **self.learning)
         outputs = self.model.critics(self.model.features(obs), actions, None, masks)
         losses = actor_loss(self.climbed(self.head.values(outputs)), logprobs, self.alpha)
         self.actor_optimizer.step(losses["actor_loss"])
@@ -202,7 +228,8 @@ class SAC(Algorithm):
         if with_actor:
             losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, every))
             torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
-        self._target.polyak_(self.tau)
+        if self._target is not None:
+            self._target.polyak_(self.tau)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
         return {**metrics, **last}, priorities
 

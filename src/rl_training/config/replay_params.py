@@ -32,6 +32,7 @@ EPISODES, STEPS = 10, 5_000  # limits of random play
 UNKNOWN = (-10.0, 10.0)  # if random play earns no reward: the support of Bellemare et al. 2017
 ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may gain, or lose
 # Why a number cannot be scheduled: the end of a sentence.
+BY_BATCH = ("batch_renorm",)  # architectures whose networks normalize by the statistics of a batch
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 REPLAY_MEMORY = (
     "Where observations are kept: host, device (also in GPU memory), or auto: device if batches are large and all "
@@ -311,10 +312,26 @@ class CriticParams(StrictModel):
 
     unused: ClassVar[Reasons] = (
         Reason(("top_quantiles_to_drop",), "num_quantiles is null", lambda p: p.num_quantiles is None),
+        Reason(("tau",), "target_networks is false", lambda p: not p.target_networks),
+        Reason(
+            ("critic_dropout", "critic_layer_norm"), "architecture is {p.architecture}, and only an mlp has it",
+            lambda p: p.architecture != "mlp",
+        ),
+        Reason(
+            ("joint_forward",), "architecture is {p.architecture}, which treats every row alone",
+            lambda p: p.architecture not in BY_BATCH,
+        ),
     )
     at_most: ClassVar[Limits] = (("critic_subset_size", "num_critics"),)
     fixed: ClassVar[Reasons] = (Reason(("critic_dropout",), "the critics are made with it"),)
 
+    architecture: Literal["mlp", "batch_renorm"] = Field(
+        "mlp", description="Layers of actor and critics: mlp; batch_renorm, an mlp with batch renormalization."
+    )
+    target_networks: bool = Field(True, description="Value the next state by slowly moving copies of the critics.")
+    joint_forward: Literal["none", "critics"] = Field(
+        "none", description="Evaluate critics on state and next state in one pass, which batch statistics need."
+    )
     num_critics: int = Field(2, ge=1, le=1_000, description="Number of critics, as one batched network.")
     critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
     critic_subset_size: int | None = Field(

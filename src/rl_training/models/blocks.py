@@ -375,15 +375,15 @@ class ActorAndCritics(nn.Module):
     arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
     have their own optimizers and targets. With `actor_columns`, the actor sees only these columns of its features, the
     critics all of theirs. The critics have the actor's widths unless they have their own. `critic_options` are those of
-    `CriticEnsemble`.
+    `make_critics`.
     """
 
     bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
 
     def __init__(
-        self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
-        critic_hidden_sizes: Sequence[int] | None = None, activation: str = "relu",
-        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        self, actor: Callable[..., nn.Module], *, obs_dim: int, action_dim: int,
+        hidden_sizes: Sequence[int] = (256, 256), critic_hidden_sizes: Sequence[int] | None = None,
+        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
         actor_columns: Sequence[int] | None = None, **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -394,9 +394,13 @@ class ActorAndCritics(nn.Module):
         )  # fmt: skip
         inputs = encoded_dim(obs_dim, encoder) + action_dim
         sizes = hidden_sizes if critic_hidden_sizes is None else critic_hidden_sizes
-        self.critics = CriticEnsemble(
+        self.critics = self.make_critics(
             inputs=inputs, encoder=copy.deepcopy(encoder), hidden_sizes=sizes, activation=activation, **critic_options
         )
+
+    def make_critics(self, **options: Any) -> Any:
+        """A network of critics; a subclass may make another one."""
+        return CriticEnsemble(**options)
 
     def features(self, obs: Tensor) -> Tensor:
         """The input of the critics, before their encoder."""
