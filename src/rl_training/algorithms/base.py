@@ -196,6 +196,7 @@ class Algorithm(nn.Module):
     graphs: tuple[str, ...] = ()  # methods that call the steps; if there are any, they are captured instead
     reads_logprobs: ClassVar[bool] = True  # of the policy that acted
     reads_values: ClassVar[bool] = True  # of the critic that acted, if a rollout has them; else it values observations
+    observes = False  # whether `observe` is called with every step
     eager_part: ClassVar[str] = ""  # describes the part of an update that is neither a step nor a graph
 
     def __init__(self, *, optimizer: str = "adam", **settings: Any) -> None:
@@ -228,6 +229,12 @@ class Algorithm(nn.Module):
     def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
         """Make one update of the dynamics model; only model-based learners have one."""
         raise NotImplementedError(f"{type(self).__name__} has no dynamics model")
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Look at a step of each environment once, before the updates that it makes due; for running statistics.
+
+        It has the columns [N, ...] of `Experience.rows`, of which `envs` are the environments if these are not all.
+        """
 
     def acting(self) -> nn.Module:
         """The modules that acting, evaluation and prediction need: policy and normalizer."""

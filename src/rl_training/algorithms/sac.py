@@ -11,7 +11,7 @@ one pass. TQC, REDQ, DroQ, CrossQ and RLPD are settings of these axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from rl_training.errors import UserError
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
 
+CHOICES = {  # what settings that are words may be
+    "actor_q": ("min", "mean"), "joint_forward": ("none", "critics"), "observation_statistics": ("batches", "steps")
+}  # fmt: skip
 Masks = tuple[Tensor, ...] | None  # dropout masks [E, B, H] of an ensemble's hidden layers; None without dropout
 
 
@@ -58,16 +61,22 @@ class SAC(Algorithm):
     networks normalize `by_batch`, critics that learn and the actor's `sample` are called with that mode where they
     learn, and everything else reads running statistics.
 
-    `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
-    unless given). Without `backup_entropy` the critics' targets leave the entropy out. The target is made of
-    `critic_subset_size` critics, drawn for each update (None: of all), and leaves out `top_quantiles_to_drop` quantiles
-    per critic. `actor_q` is what the actor maximizes, the "min" or the "mean" of the critics' values; None: the mean
-    where a subset is drawn or quantiles are predicted.
+    `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (unless
+    given, |A| times `target_entropy_per_dimension`, which is -1). Without `backup_entropy` the critics' targets leave
+    the entropy out. The target is made of `critic_subset_size` critics, drawn for each update (None: of all), and
+    leaves out `top_quantiles_to_drop` quantiles per critic. `actor_q` is what the actor maximizes, the "min" or the
+    "mean" of the critics' values; None: the mean where a subset is drawn or quantiles are predicted.
+
+    With `actor_first`, actor and temperature take their steps before the critics, not after them. The statistics of
+    normalized observations are those of "batches", or those of "steps", each of which counts once, when it is taken.
 
     Without `target_networks` the critics themselves value (s', a'). With batch statistics, a `joint_forward` evaluates
     them on (s, a) and (s', a') in one pass, so that both are normalized by the statistics of both.
     """
 
+    actor_first = Setting(default=False)
+    observation_statistics = Setting(default="batches")
+    target_entropy_per_dimension = Setting(default=None)
     target_networks = Setting(default=True)
     joint_forward = Setting(default="none")
     actor_update_interval = Setting(">= 1", 1)
@@ -92,7 +101,8 @@ class SAC(Algorithm):
         self.head = self.make_head()
         self.check_axes()
         if self.target_entropy is None:
-            self.target_entropy = -float(model.action_dim)
+            each = self.target_entropy_per_dimension
+            self.target_entropy = model.action_dim * (-1.0 if each is None else each)
         self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
         self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
         start = torch.tensor(math.log(self.initial_alpha), device=self.device)
@@ -109,6 +119,8 @@ class SAC(Algorithm):
         by_batch = bool(getattr(model, "by_batch", False))
         self.learning: dict[str, bool] = {"by_batch": True} if by_batch else {}  # the mode of networks that learn
         self.one_pass = by_batch and self.joint_forward != "none"
+        if self.observation_statistics == "steps" and model.actor.observation_input.norm is not None:
+            self.observes, self.graphs = True, (*self.graphs, "observe_step")
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
         self.register_buffer("last_actor", torch.zeros(2, device=self.device))
 
@@ -125,10 +137,9 @@ class SAC(Algorithm):
         outputs, dropped = self.model.critics.outputs, self.top_quantiles_to_drop
         if outputs > 1 and dropped >= outputs:
             raise UserError(f"top_quantiles_to_drop is {dropped}; it must be below num_quantiles ({outputs}).")
-        if self.actor_q not in (None, "min", "mean"):
-            raise UserError(f"actor_q is {self.actor_q!r}; it must be 'min' or 'mean'.")
-        if self.joint_forward not in ("none", "critics"):
-            raise UserError(f"joint_forward is {self.joint_forward!r}; it must be 'none' or 'critics'.")
+        for name, choices in CHOICES.items():
+            if (given := getattr(self, name)) not in (*choices, None):
+                raise UserError(f"{name} is {given!r}; it must be {' or '.join(map(repr, choices))}.")
         if self.actor_q is None:
             self.actor_q = "mean" if outputs > 1 or self.critic_subset_size < count else "min"
 
@@ -219,23 +230,45 @@ class SAC(Algorithm):
             self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
         return losses
 
+    def actor_part(self, obs: Tensor) -> None:
+        """Draw, take the steps of actor and temperature, and keep their metrics."""
+        losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, self.num_critics))
+        torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
+
     def update_step(self, batch: Batch, with_actor: bool) -> tuple[dict[str, Any], Tensor]:
-        """Critic step, actor and temperature steps on request, target update; return metrics and priorities [B]."""
+        """Critic step, actor and temperature steps on request before or after it, target update.
+
+        Return metrics and priorities [B].
+        """
         obs, every = batch["obs"], self.num_critics
+        if with_actor and self.actor_first:
+            self.actor_part(obs)
         noise, subset = self.draw_noise(obs), self.draw_subset()
         masks = self.draw_masks(obs, every), self.draw_masks(obs, self.critic_subset_size)
         metrics, priorities = self.critic_step(batch, noise, subset, masks)
-        if with_actor:
-            losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, every))
-            torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
+        if with_actor and not self.actor_first:
+            self.actor_part(obs)
         if self._target is not None:
             self._target.polyak_(self.tau)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
         return {**metrics, **last}, priorities
 
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Move the running statistics."""
+        obs = torch.as_tensor(row["obs"], device=self.device)
+        valid = torch.ones(len(obs), dtype=torch.bool) if row["valid"] is None else torch.as_tensor(row["valid"])
+        self.observe_step(obs, valid.to(self.device))
+
+    @torch.no_grad()
+    def observe_step(self, obs: Tensor, valid: Tensor) -> None:
+        """Add the valid ones of observations [N, ...] to the statistics of observations."""
+        self.model.actor.observation_input.update(obs, valid)
+
     def learn(self, batch: Batch) -> UpdateResult:
-        """Make one update; every `actor_update_interval` updates it includes the actor."""
-        with_actor = (self.num_updates + 1) % self.actor_update_interval == 0
+        """Make one update; one of every `actor_update_interval` updates, the first or the last, includes the actor."""
+        interval = self.actor_update_interval
+        with_actor = self.num_updates % interval == (0 if self.actor_first else interval - 1)
         metrics, priorities = self.update_step(transition_columns(batch), with_actor)
-        self.model.actor.observation_input.update(batch["obs"])
+        if self.observation_statistics == "batches":
+            self.model.actor.observation_input.update(batch["obs"])
         return UpdateResult(metrics, priorities=priorities, watch="critic_loss")

@@ -307,6 +307,9 @@ class TemperatureParams(AlphaParams):
     target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
 
+RESIDUAL = ("residual",)  # architectures of blocks of one width
+
+
 class CriticParams(StrictModel):
     """The axes of SAC's critics; a part of `Params`."""
 
@@ -325,8 +328,10 @@ class CriticParams(StrictModel):
     at_most: ClassVar[Limits] = (("critic_subset_size", "num_critics"),)
     fixed: ClassVar[Reasons] = (Reason(("critic_dropout",), "the critics are made with it"),)
 
-    architecture: Literal["mlp", "batch_renorm"] = Field(
-        "mlp", description="Layers of actor and critics: mlp; batch_renorm, an mlp with batch renormalization."
+    architecture: Literal["mlp", "batch_renorm", "residual"] = Field(
+        "mlp",
+        description="Layers of actor and critics: mlp; batch_renorm, an mlp with batch renormalization (CrossQ); "
+        "residual, one block with LayerNorm for each hidden size (SimBa).",
     )
     target_networks: bool = Field(True, description="Value the next state by slowly moving copies of the critics.")
     joint_forward: Literal["none", "critics"] = Field(
@@ -353,6 +358,14 @@ class CriticParams(StrictModel):
     )
 
     @model_validator(mode="after")
+    def _blocks_have_one_width(self) -> CriticParams:
+        for name in ("hidden_sizes", "critic_hidden_sizes") if self.architecture in RESIDUAL else ():
+            if (sizes := getattr(self, name)) is not None and len(set(sizes)) > 1:
+                one = f"with architecture {self.architecture} it must be one width, given once for each block"
+                raise ValueError(f"{name} is {list(sizes)}; {one}")
+        return self
+
+    @model_validator(mode="after")
     def _some_quantiles_are_kept(self) -> CriticParams:
         if self.num_quantiles is not None and self.top_quantiles_to_drop >= self.num_quantiles:
             dropped = f"top_quantiles_to_drop is {self.top_quantiles_to_drop}"
@@ -376,6 +389,32 @@ class CriticParams(StrictModel):
 
 class SACParams(CriticParams, TemperatureParams, ActorCriticParams):
     """Hyper-parameters of SAC, and with other defaults those of its variants."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(
+            ("target_entropy_per_dimension",), "target_entropy is given", lambda p: p.target_entropy is not None
+        ),
+        Reason(("target_entropy_per_dimension",), "alpha is {p.alpha}, and only alpha 'auto' uses it",
+               lambda p: p.alpha != "auto"),
+        Reason(
+            ("observation_statistics",), "observations are not normalized",
+            where=lambda spaces: not spaces.normalize_observations,
+        ),
+    )  # fmt: skip
+    fixed: ClassVar[Reasons] = (
+        Reason(("initial_alpha",), "it is where the tuned temperature starts"),
+        Reason(("target_entropy_per_dimension",), "target_entropy may have a schedule instead"),
+    )
+
+    initial_alpha: float = Field(1.0, gt=0, description="Initial temperature of alpha auto.")
+    target_entropy_per_dimension: float | None = Field(
+        None, description="Of target_entropy null: its share of each action dimension; null: -1."
+    )
+    backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
+    actor_first: bool = Field(False, description="Update actor and temperature before the critics, not after them.")
+    observation_statistics: Literal["batches", "steps"] = Field(
+        "batches", description="What moves the statistics of normalized observations: every batch, or every new step."
+    )
 
 
 class ModelParams(TemperatureParams):

@@ -122,6 +122,9 @@ def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
     return x if encoder is None else encoder(x)
 
 
+PRIOR = 1e-4  # rows, as which the statistics before the first step count
+
+
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; changed only by `update`, so it is frozen outside learning."""
 
@@ -140,12 +143,31 @@ class ObservationNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, obs: Tensor) -> None:
-        """Add rows [B, D] to the statistics (Chan's parallel formula)."""
+        """Add rows [B, D] to the statistics."""
         if len(obs) == 0:
             return
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
         if self.ranks is not None:
             (mean, var), rows = self.ranks.moments(mean, var), rows * self.ranks.count
+        self._add(mean, var, rows)
+
+    @torch.no_grad()
+    def update_where(self, obs: Tensor, valid: Tensor) -> None:
+        """Add the valid ones of rows [B, D]; a function of tensors. There may be none, and ranks may differ in number.
+
+        The first time, mean 0 and variance 1 count as `PRIOR` rows.
+        """
+        self.count.clamp_(min=PRIOR)
+        rows = obs.double() * valid.unsqueeze(-1)
+        sums = torch.cat([valid.double().sum().view(1), rows.sum(0), rows.square().sum(0)])
+        if self.ranks is not None:
+            sums = self.ranks.mean_(sums) * self.ranks.count
+        (count, total, squares), most = sums.split([1, obs.shape[1], obs.shape[1]]), sums[0].clamp(min=1.0)
+        mean = total / most
+        self._add(mean.to(obs.dtype), (squares / most - mean.square()).clamp(min=0.0).to(obs.dtype), count.squeeze())
+
+    def _add(self, mean: Tensor, var: Tensor, rows: float | Tensor) -> None:
+        """Chan's parallel formula."""
         total = self.count + rows
         delta = mean - self.mean
         share = (rows / total).to(delta.dtype)
@@ -177,10 +199,18 @@ class ObservationInput(nn.Module):
         obs = obs if obs.dtype == torch.float32 else obs.float()
         return obs if self.norm is None else self.norm(obs)
 
-    def update(self, obs: Tensor) -> None:
-        """Add observations to the running statistics, if there are any."""
-        if self.norm is not None:
-            self.norm.update(obs.float())
+    def update(self, obs: Tensor, valid: Tensor | None = None) -> None:
+        """Add observations, or the valid ones of them, to the running statistics, if there are any."""
+        if self.norm is None:
+            return
+        if valid is None:
+            self.norm.update(self.vector(obs))
+        else:
+            self.norm.update_where(self.vector(obs), valid)
+
+    def vector(self, obs: Tensor) -> Tensor:
+        """The part of observations that is normalized, as floats."""
+        return obs.float()
 
     def numpy_step(self) -> NumpyStep | None:
         """The same in numpy; None for images."""
@@ -215,10 +245,9 @@ class MixedInput(ObservationInput):
         pixels, vector = self.split(obs)
         return torch.cat([pixels / self.scales, vector if self.norm is None else self.norm(vector)], -1)
 
-    def update(self, obs: Tensor) -> None:
-        """Add the vectors to the running statistics, if there are any."""
-        if self.norm is not None:
-            self.norm.update(self.split(obs)[1])
+    def vector(self, obs: Tensor) -> Tensor:
+        """The vectors."""
+        return self.split(obs)[1]
 
     def numpy_step(self) -> NumpyStep | None:
         """There is none: images are encoded by convolutions."""

@@ -17,6 +17,7 @@ from rl_training.ops.policy import tanh_log_det
 from rl_training.speed.passes import Array, NumpyPolicy
 
 LOG_STD_RANGE = (-20.0, 2.0)
+TANH_LOG_STD_RANGE = (-10.0, 2.0)  # of SimBa and its successors: a raw 0 is -4
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -40,6 +41,7 @@ class SquashedGaussianActor(ObservationNetwork):
         super().__init__(**inputs)
         self.action_dim = action_dim
         layers: dict[str, Any] = {"hidden_sizes": hidden_sizes, "outputs": 2 * action_dim, "activation": activation}
+        self.bounds_log_std = architecture != "mlp" and BODIES[architecture].bounds_log_std
         if architecture == "mlp":
             self.network: nn.Module = mlp(self.input_dim, **layers, output_gain=0.01, columns=columns)
         else:
@@ -53,6 +55,9 @@ class SquashedGaussianActor(ObservationNetwork):
         """Mean and log deviation of u, each [B, A]."""
         outputs = self.network(self.features(obs), **mode).flatten(0, -2)  # a body's are [1, B, 2A]
         mean, log_std = outputs.chunk(2, -1)
+        if self.bounds_log_std:
+            low, high = TANH_LOG_STD_RANGE
+            return mean, low + 0.5 * (high - low) * (1.0 + log_std.tanh())
         return mean, log_std.clamp(*LOG_STD_RANGE)
 
     def draw(self, obs: Tensor, noise: Tensor) -> Tensor:
