@@ -32,7 +32,8 @@ OTHER: dict[str, Any] = {  # another value than the default, of a setting with t
     "synthetic_buffer_capacity": 40, "synthetic_rounds": 1, "model_train_frequency": 4, "policy_lag": 3,
     "num_elites": 1, "dataset_kind": "npz", "dataset_path": "some.npz", "dataset_id": "some/data",
     "expert_dataset_kind": "npz", "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data",
-    "expert_checkpoint": "some.ckpt", "prioritized_eps": 0.5, "widen_support": "both", "sequence_length": 8,
+    "expert_checkpoint": "some.ckpt", "prioritized_eps": 0.5, "widen_support": "both",
+    "target_entropy_per_dimension": -0.2, "sequence_length": 8,
 }  # fmt: skip
 
 

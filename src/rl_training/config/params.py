@@ -24,7 +24,7 @@ OwnNetwork = Annotated[
     PlainSerializer(lambda network: None if network is None else network.name),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-OptimizerKind = Literal["adam", "radam", "rmsprop", "rmsprop_tf", "sgd"]
+OptimizerKind = Literal["adam", "adamw", "radam", "rmsprop", "rmsprop_tf", "sgd"]
 OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
 SCHEDULE = "_schedule"  # how the key of a schedule ends
 
@@ -154,8 +154,17 @@ class Params(StrictModel):
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
     unused: ClassVar[Reasons] = (  # settings without effect; a subclass adds its own
         Reason(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
+        Reason(
+            ("adam_beta1",), "optimizer is {p.optimizer}, and only adam, adamw and radam use it",
+            lambda p: p.optimizer not in ("adam", "adamw", "radam"),
+        ),
+        Reason(
+            ("weight_decay",), "optimizer is {p.optimizer}, and only adamw uses it", lambda p: p.optimizer != "adamw"
+        ),
+    )  # fmt: skip
+    fixed: ClassVar[Reasons] = (  # numbers that cannot be scheduled; a subclass adds its own
+        Reason(("adam_beta1", "weight_decay"), "the optimizers are made with it"),
     )
-    fixed: ClassVar[Reasons] = ()  # numbers that cannot be scheduled; a subclass adds its own
     at_most: ClassVar[Limits] = ()  # likewise
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
@@ -167,6 +176,8 @@ class Params(StrictModel):
     )
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first beta: how much of the mean gradient stays.")
+    weight_decay: float = Field(0.01, ge=0, le=10, description="Decay of adamw's weights, times the learning rate.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null: no clipping.")
     eval_interval: int | None = Field(
         None, ge=0, description="Environment steps between evaluations; 0: only at the end; null: ten evaluations per "

@@ -182,6 +182,7 @@ class ReplayStore(BufferStore):
         rows = -(-self.params.train_frequency // context.num_envs)
         self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
         self.support = SupportWatch(self.params, context.num_envs) if self.params.facts.has_support else None
+        self.fresh: Experience | None = None  # which the learner has not observed yet
         # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
         plain = type(self).sample is ReplayStore.sample and not self.params.prioritized
         self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
@@ -221,6 +222,7 @@ class ReplayStore(BufferStore):
     def add(self, experience: Experience, step: int) -> int:
         """Add to the buffer; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
+        self.fresh = experience
         if self.support is not None:
             self.support.look(experience, self.gamma)
         return experience.transitions
@@ -229,6 +231,10 @@ class ReplayStore(BufferStore):
         """Yield `gradient_updates_per_step` samples for each training turn that is due."""
         if self.support is not None:
             self.metrics |= self.support.widen(algorithm)
+        if self.fresh is not None and algorithm.observes:
+            for row in self.fresh.rows():
+                algorithm.observe(row)
+        self.fresh = None
         if not self.is_filled:
             self.credit = 0
         while self.credit >= self.params.train_frequency and len(self.buffer):
@@ -295,6 +301,7 @@ class DeviceReplayStore(ReplayStore):
     def add(self, experience: Experience, step: int) -> int:
         """Add to the ring; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
+        self.fresh = experience
         if self.support is not None and step >= self.next_look:
             self.support.compare(self.buffer.extremes())
             self.next_look = step + len(self.buffer) // 8

@@ -122,6 +122,9 @@ def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
     return x if encoder is None else encoder(x)
 
 
+PRIOR = 1e-4  # rows, as which the statistics before the first step count
+
+
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; changed only by `update`, so it is frozen outside learning."""
 
@@ -140,12 +143,31 @@ class ObservationNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, obs: Tensor) -> None:
-        """Add rows [B, D] to the statistics (Chan's parallel formula)."""
+        """Add rows [B, D] to the statistics."""
         if len(obs) == 0:
             return
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
         if self.ranks is not None:
             (mean, var), rows = self.ranks.moments(mean, var), rows * self.ranks.count
+        self._add(mean, var, rows)
+
+    @torch.no_grad()
+    def update_where(self, obs: Tensor, valid: Tensor) -> None:
+        """Add the valid ones of rows [B, D]; a function of tensors. There may be none, and ranks may differ in number.
+
+        The first time, mean 0 and variance 1 count as `PRIOR` rows.
+        """
+        self.count.clamp_(min=PRIOR)
+        rows = obs.double() * valid.unsqueeze(-1)
+        sums = torch.cat([valid.double().sum().view(1), rows.sum(0), rows.square().sum(0)])
+        if self.ranks is not None:
+            sums = self.ranks.mean_(sums) * self.ranks.count
+        (count, total, squares), most = sums.split([1, obs.shape[1], obs.shape[1]]), sums[0].clamp(min=1.0)
+        mean = total / most
+        self._add(mean.to(obs.dtype), (squares / most - mean.square()).clamp(min=0.0).to(obs.dtype), count.squeeze())
+
+    def _add(self, mean: Tensor, var: Tensor, rows: float | Tensor) -> None:
+        """Chan's parallel formula."""
         total = self.count + rows
         delta = mean - self.mean
         share = (rows / total).to(delta.dtype)
@@ -177,10 +199,18 @@ class ObservationInput(nn.Module):
         obs = obs if obs.dtype == torch.float32 else obs.float()
         return obs if self.norm is None else self.norm(obs)
 
-    def update(self, obs: Tensor) -> None:
-        """Add observations to the running statistics, if there are any."""
-        if self.norm is not None:
-            self.norm.update(obs.float())
+    def update(self, obs: Tensor, valid: Tensor | None = None) -> None:
+        """Add observations, or the valid ones of them, to the running statistics, if there are any."""
+        if self.norm is None:
+            return
+        if valid is None:
+            self.norm.update(self.vector(obs))
+        else:
+            self.norm.update_where(self.vector(obs), valid)
+
+    def vector(self, obs: Tensor) -> Tensor:
+        """The part of observations that is normalized, as floats."""
+        return obs.float()
 
     def numpy_step(self) -> NumpyStep | None:
         """The same in numpy; None for images."""
@@ -215,10 +245,9 @@ class MixedInput(ObservationInput):
         pixels, vector = self.split(obs)
         return torch.cat([pixels / self.scales, vector if self.norm is None else self.norm(vector)], -1)
 
-    def update(self, obs: Tensor) -> None:
-        """Add the vectors to the running statistics, if there are any."""
-        if self.norm is not None:
-            self.norm.update(self.split(obs)[1])
+    def vector(self, obs: Tensor) -> Tensor:
+        """The vectors."""
+        return self.split(obs)[1]
 
     def numpy_step(self) -> NumpyStep | None:
         """There is none: images are encoded by convolutions."""
@@ -375,15 +404,15 @@ class ActorAndCritics(nn.Module):
     arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
     have their own optimizers and targets. With `actor_columns`, the actor sees only these columns of its features, the
     critics all of theirs. The critics have the actor's widths unless they have their own. `critic_options` are those of
-    `CriticEnsemble`.
+    `make_critics`.
     """
 
     bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
 
     def __init__(
-        self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
-        critic_hidden_sizes: Sequence[int] | None = None, activation: str = "relu",
-        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        self, actor: Callable[..., nn.Module], *, obs_dim: int, action_dim: int,
+        hidden_sizes: Sequence[int] = (256, 256), critic_hidden_sizes: Sequence[int] | None = None,
+        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
         actor_columns: Sequence[int] | None = None, **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -394,9 +423,13 @@ class ActorAndCritics(nn.Module):
         )  # fmt: skip
         inputs = encoded_dim(obs_dim, encoder) + action_dim
         sizes = hidden_sizes if critic_hidden_sizes is None else critic_hidden_sizes
-        self.critics = CriticEnsemble(
+        self.critics = self.make_critics(
             inputs=inputs, encoder=copy.deepcopy(encoder), hidden_sizes=sizes, activation=activation, **critic_options
         )
+
+    def make_critics(self, **options: Any) -> Any:
+        """A network of critics; a subclass may make another one."""
+        return CriticEnsemble(**options)
 
     def features(self, obs: Tensor) -> Tensor:
         """The input of the critics, before their encoder."""
