@@ -55,12 +55,14 @@ USED_WITH = {
 }  # fmt: skip
 # In the environment of `tiny`, whatever the other settings are.
 NEVER_USED = {
-    "trpo": {"ent_coef", "vf_coef"}, "bc": {"gamma"}, "rlpd": set(PRIORITIES), "mbpo": set(PRIORITIES),
+    "trpo": {"ent_coef", "vf_coef"}, "bc": {"gamma"},
+    **{name: set(PRIORITIES) for name in ("rlpd", "mbpo", "td3_bc", "rebrac", "awac", "iql", "cql")},
 }  # fmt: skip
 # What a run refuses in a sentence, because of other settings.
 REFUSED = {
     "epsilon_ladder", "network", "critic_obs", "n_step", "prioritized", "dataset_kind", "dataset_path", "dataset_id",
     "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint", "augmentation",
+    "critic_dropout",
 }  # fmt: skip
 
 
