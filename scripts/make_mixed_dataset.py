@@ -36,7 +36,9 @@ class SaveAt(Callback):
                 shutil.copy(run.run_dir / "checkpoints" / "latest.ckpt", path)
 
 
-def record_levels(config_name: str, levels: Sequence[int], rows: int, seed: int) -> list[TransitionDataset]:
+def record_levels(
+    config_name: str, levels: Sequence[int], rows: int, seed: int, deterministic: bool = False
+) -> list[TransitionDataset]:
     """`rows` transitions of each level, in this order."""
     with tempfile.TemporaryDirectory() as folder:
         trained = [level for level in levels if level]
@@ -46,7 +48,7 @@ def record_levels(config_name: str, levels: Sequence[int], rows: int, seed: int)
         if trained:
             train(config, callbacks=[saved])
         return [
-            record_policy(saved.paths[level], rows, seed=seed, deterministic=False) if level
+            record_policy(saved.paths[level], rows, seed=seed, deterministic=deterministic) if level
             else record_random(config.env_id, rows, seed)
             for level in levels
         ]  # fmt: skip
@@ -75,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=3_000, help="transitions per level")
     parser.add_argument("--seed", type=int, default=0, help="of the run and of the recorded steps")
     parser.add_argument("--worse", type=Path, help="a second npz file, for the half of the episodes with less return")
+    parser.add_argument("--deterministic", action="store_true", help="record without exploration: few actions per state")
     given = parser.parse_args(argv)
-    parts = record_levels(given.config, given.levels, given.rows, given.seed)
+    parts = record_levels(given.config, given.levels, given.rows, given.seed, given.deterministic)
     for level, part in zip(given.levels, parts, strict=True):
         print(f"{level} steps: return {part.episode_returns.mean():.1f} over {len(part.episode_returns)} episodes")
     policy = f"{given.config} after {', '.join(map(str, given.levels))} steps"

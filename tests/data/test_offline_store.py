@@ -66,7 +66,7 @@ def test_on_data_alone_an_update_is_a_timestep_and_nothing_is_stepped(tmp_path: 
     session = open_session(offline(tmp_path, recorded, offline_updates=None))
     assert not session.steps_environments
     assert session.engine is None
-    assert "60 recorded transitions" in session.store.describe()
+    assert "60 transitions of recorded data" in session.store.describe()
     session.close()
     batches = Batches()
     config = offline(tmp_path, recorded, timesteps=30, offline_updates=None, eval_interval=10)

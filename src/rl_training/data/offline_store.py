@@ -112,7 +112,7 @@ class OfflineStore(PriorReplayStore):
         if self.steps_environments or self.dataset is None:
             return super().describe()
         origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
-        return f"{len(self.dataset):,} recorded transitions from {origin}"
+        return f"{len(self.dataset):,} transitions of {self.recorded['dataset']} from {origin}"
 
     @property
     def _pretrains(self) -> bool:

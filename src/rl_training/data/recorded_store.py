@@ -135,7 +135,7 @@ class PriorReplayStore(ReplayStore):
         if self.dataset is None:
             return super().describe()
         origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
-        return f"{super().describe()}, {len(self.dataset):,} transitions of prior data from {origin}"
+        return f"{super().describe()}, {len(self.dataset):,} transitions of {self.recorded['dataset']} from {origin}"
 
     @property
     def _pretrains(self) -> bool:
