@@ -206,7 +206,7 @@ class SAC(Algorithm):
         """Take one gradient step on the soft Bellman error (eq. 5 and 6); return metrics and priorities [B]."""
         alpha = self.alpha
         with torch.no_grad():
-            next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
+            next_actions, next_logprobs = self.next_actions(batch, noise)
         outputs, next_outputs = self.critic_outputs(batch, next_actions, subset, masks)
 
         def backup(next_values: Tensor) -> Tensor:
@@ -217,8 +217,18 @@ class SAC(Algorithm):
         with torch.no_grad():
             targets = self.head.targets(next_outputs, backup)
         losses, priorities = self.head.losses(outputs, targets, batch.get("weights"))
+        losses = self.add_penalty(losses, outputs, batch)
         self.critic_optimizer.step(losses["critic_loss"])
         return {**losses, "alpha": alpha}, priorities
+
+    def next_actions(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The actions [B, A] at s' of the targets, and their log-probabilities [B]."""
+        sampled: tuple[Tensor, Tensor] = self.model.actor.sample(batch["next_obs"], noise)
+        return sampled
+
+    def add_penalty(self, losses: dict[str, Tensor], outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """For subclasses: losses whose `critic_loss` includes a penalty, given the critics' outputs at (s, a)."""
+        return losses
 
     def actor_step(self, obs: Tensor, noise: Tensor, masks: Masks = None) -> dict[str, Tensor]:
         """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""

@@ -138,6 +138,7 @@ class Facts(NamedTuple):
     replay_on_device: bool = False  # whether it must
     random_steps: int = 0  # before learning starts
     pretrain_updates: int = 0  # before the first step
+    steps_environments: bool = True  # False: these settings learn from recorded data alone
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
     critic_obs: tuple[str, ...] = ()  # parts of an observation that only the critic sees

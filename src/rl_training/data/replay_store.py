@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -369,15 +369,16 @@ class SequenceStore(BufferStore):
 
 
 def make_buffer(
-    params: Any, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1
-) -> ReplayBuffer:
-    """Make the buffer of transitions for these hyper-parameters."""
+    params: Any, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1,
+    plain: Callable[..., ReplayBuffer] = ReplayBuffer,
+) -> ReplayBuffer:  # fmt: skip
+    """Make the buffer of transitions for these hyper-parameters; `plain` makes one without priorities."""
     rows = describe_rows(params, spaces, device, frame_stack) | {
         "n_step": params.n_step, "gamma": params.gamma, "frame_stack": frame_stack, "reuses_batches": True,
         "mask_size": spaces.action_dim if spaces.has_action_mask else 0,
     }  # fmt: skip
     if not params.prioritized:
-        return ReplayBuffer(params.buffer_capacity, num_envs, **rows)
+        return plain(params.buffer_capacity, num_envs, **rows)
     rows |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
     return PrioritizedReplayBuffer(params.buffer_capacity, num_envs, **rows)
 
