@@ -62,6 +62,7 @@ ADDED_LATER = {
     "augmentation": "none", "shift_pixels": 4, "adam_beta1": 0.9, "weight_decay": 0.01,
     "architecture": "mlp", "target_networks": True, "joint_forward": "none",
     "actor_first": False, "observation_statistics": "batches", "target_entropy_per_dimension": None,
+    "her_ratio": 0.0, "her_strategy": "future",
 }  # fmt: skip
 ADDED_TO = {  # the same, where other algorithms always had it
     "d4pg": {"target_update_interval": 1},

@@ -231,7 +231,7 @@ def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any, recipe:
     reasons = {
         "a simulator keeps its own state": bool(recipe.made), "prioritized is true": params.prioritized,
         "replay_memory is 'host'": params.replay_memory == "host",
-        "replay_folder is given": params.replay_folder is not None,
+        "replay_folder is given": params.replay_folder is not None, "her_ratio is above 0": params.relabels,
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), "")
 
