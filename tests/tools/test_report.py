@@ -259,12 +259,29 @@ def test_plot_writes_svg_png_and_pdf(tmp_path: Path) -> None:
         assert Path(name).read_bytes().startswith(magic)
 
 
+def test_plot_draws_a_chart_per_environment_and_says_what_lines_and_bands_are(tmp_path: Path) -> None:
+    for algo in ("ppo", "a2c"):
+        write_group(tmp_path / "runs", [10.0, 12.0, 14.0], algo=algo)
+    write_group(tmp_path / "runs", [-100.0, -120.0], env_id="Pendulum-v1")
+    write_run(tmp_path / "runs", [1.0], env_id="Acrobot-v1")
+    shown = run_command("plot", "runs")
+    assert "Acrobot-v1: too few evaluations" in shown
+    drawing = Path("curves.svg").read_text(encoding="utf-8")
+    assert drawing.count(BAND) == 3
+    assert "Line: interquartile mean of 2 to 3 runs. Band: 95% bootstrap interval." in drawing
+    found = [drawing.count(color) for color in report.COLORS[:2]]
+    assert found == [3, 5]  # line, band and name of a2c; ppo has two lines and two bands
+    for name in ("CartPole-v1", "Pendulum-v1"):
+        assert f">{name}<" in drawing
+    write_run(tmp_path / "one", [1.0, 2.0, 3.0])
+    run_command("plot", "one")
+    assert "Line: one run." in Path("curves.svg").read_text(encoding="utf-8")
+
+
 def test_plot_refuses_what_it_cannot_draw(tmp_path: Path) -> None:
     write_group(tmp_path / "runs", [10.0])
     refused = run_command("plot", "runs", "--output", "c.jpg", code=2)
     assert "--output is 'c.jpg'; it must end in .svg, .png or .pdf." in refused
-    write_group(tmp_path / "runs", [10.0], env_id="Pendulum-v1")
-    assert "plot runs on one environment" in run_command("plot", "runs", code=2)
     write_run(tmp_path / "short", [1.0])
     assert "to draw a curve" in run_command("plot", "short", code=2)
     assert not Path("curves.svg").exists()
