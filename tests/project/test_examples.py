@@ -44,8 +44,10 @@ def test_an_example_runs(example: Any, budget: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(
     ("page", "example"),
-    [("device_environments", "device_environment"), ("physics", "own_robot"), ("simulators", "simulator"), ("tuning", "optuna_study"),
-     ("tuning", "sweep")],
+    [
+        ("device_environments", "device_environment"), ("physics", "own_robot"), ("simulators", "simulator"),
+        ("tuning", "optuna_study"), ("tuning", "sweep"),
+    ],
 )
 def test_the_page_shows_the_example_as_it_is(page: str, example: str) -> None:
     text = (EXAMPLES.parent / "docs" / f"{page}.md").read_text()

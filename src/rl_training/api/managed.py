@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from rl_training.config.params import dump_params, read_params
 from rl_training.config.settings import UNSAID, AnyConfig, fill_defaults, read_config
@@ -34,6 +36,7 @@ from rl_training.validation import validate, whole_number
 Self = TypeVar("Self", bound="ManagedAlgorithm")
 Given = AnyConfig | UserEnv | None
 ARGUMENTS_OF_LEARN = ("total_timesteps", "callbacks", "progress", "reset", "raise_on_signal")
+ARGUMENTS_OF_PREDICT = ("obs", "deterministic", "action_mask")
 _seen: dict[tuple[int, int], CodeType] = {}  # by call; the code is kept, so that no other one gets its id
 
 
@@ -177,12 +180,35 @@ class ManagedAlgorithm:
         """All hyper-parameters and schedules with their values; after `learn`, `auto` values are resolved."""
         return dump_params(read_params(get_algorithm_spec(self.algo).params, self.config.algo_kwargs))
 
-    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None) -> Any:
+    def get_parameters(self) -> dict[str, Tensor]:
+        """Copies of all parameters of the networks, targets too, and of the normalizers' statistics, by name."""
+        return learner.copy_parameters(self._loaded().algorithm)
+
+    def set_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Replace the parameters of these names (of `get_parameters`) and keep the others, also the optimizers' state.
+
+        `predict`, `evaluate` and `save` use them, and the next `learn` continues with them in a new run folder. A
+        target network has names of its own.
+        """
+        if not isinstance(parameters, Mapping):
+            raise UserError(f"parameters is {parameters!r:.60}; {sb3_hints()['remarks']['load_path_or_dict']}")
+        tree = learner.read_checkpoint(self._path("set the parameters of"))
+        if learner.is_policy(tree):
+            raise UserError("this is a policy file, which only acts; set_parameters needs one of a run or of save().")
+        tree["algorithm"] |= learner.check_parameters(self.get_parameters(), parameters)
+        self._folder = TemporaryDirectory(prefix="rl-training-")
+        path = save_checkpoint(Path(self._folder.name) / "parameters.ckpt", tree)
+        policy = learner.TrainedPolicy(*learner.load_algorithm(path, tree, self._own_network))
+        self._checkpoint, self._policy = path, policy
+
+    def predict(self, obs: Any, deterministic: bool = True, *, action_mask: Any = None, **unknown: Any) -> Any:
         """Return the action for an observation, or the actions for a batch; nothing else, so `action, _ =` is wrong.
 
         Every call is treated as the first step of an episode; for a policy with memory (Dreamer) use `actor()`.
         `action_mask` has the form of `info["action_mask"]`, for a batch one per observation; None allows every action.
         """
+        for name in unknown:
+            raise UserError(f"predict has no argument {name!r}; {did_you_mean(name, ARGUMENTS_OF_PREDICT)}")
         action = self._loaded().predict(obs, deterministic, action_mask=action_mask)
         if isinstance(action, np.ndarray):
             warn_if_unpacked(sys._getframe(1))

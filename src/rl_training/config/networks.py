@@ -200,9 +200,10 @@ def make_encoder(params: Params, spaces: EnvSpaces, **options: bool) -> nn.Modul
 
 
 def make_policy(params: Params, spaces: EnvSpaces) -> MLPActorCritic:
-    """Actor and critic for these spaces: MLPs of `hidden_sizes`; for pure images, linear heads on a shared CNN."""
-    sizes = () if spaces.obs_kind == "image" and params.network is None else params.hidden_sizes
-    return make_network(MLPActorCritic, params, spaces, hidden_sizes=sizes, **any_kind(spaces))
+    """Actor and critic for these spaces: MLPs of the widths given; for pure images, linear heads on a shared CNN."""
+    is_linear = spaces.obs_kind == "image" and params.network is None
+    sizes: dict[str, Any] = {"hidden_sizes": (), "critic_hidden_sizes": None} if is_linear else {}
+    return make_network(MLPActorCritic, params, spaces, **sizes, **any_kind(spaces))
 
 
 def build_on_policy(
