@@ -25,6 +25,7 @@ from rl_training.envs.probe import probe_spaces
 from rl_training.errors import UserError, did_you_mean, sb3_hints
 from rl_training.record.checkpoints import save_checkpoint
 from rl_training.run import learner
+from rl_training.run.film import Film, film_episode
 from rl_training.run.loop import RunState
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
@@ -217,6 +218,17 @@ class ManagedAlgorithm:
     def actor(self, deterministic: bool = True) -> Actor:
         """Return an actor that remembers its episode."""
         return Actor(self._loaded(), deterministic)
+
+    def video(self, *, seed: int | None = None, deterministic: bool = True) -> Film:
+        """Play an episode and return it as an animated GIF, which a notebook shows; `.save(path)` writes a file.
+
+        It needs no display and no video library; `rl-training eval --record-video DIR` writes MP4 files.
+        """
+        policy = self._loaded()
+        seed = self.config.seed if seed is None else whole_number("seed", seed, least=0)
+        return film_episode(
+            policy.algorithm, policy.spaces, policy.config, self.env, seed=seed, deterministic=deterministic
+        )
 
     def save(self, path: str | Path, include_replay: bool = False, *, policy_only: bool = False) -> Path:
         """Write one file with the config, spaces, learner, normalizers and, on request, the replay buffer.

@@ -7,10 +7,8 @@ escapes everything from the files of runs, and `assets/card.md`.
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
-import sys
 import warnings
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -48,7 +46,6 @@ THEME = (
     "<style>svg{color:#1c1e21;background:#fff}"
     "@media(prefers-color-scheme:dark){svg{color:#e4e6e9;background:#15181c}}</style>"
 )
-MOST_STEPS, MOST_FRAMES, FRAME_WIDTH = 1_000, 120, 320  # of an episode
 MOST_EPISODES = 4
 MOST_ACROSS = 3  # charts next to each other
 VERSIONS = ("rl_training", "python", "torch", "gymnasium", "numpy", "platform")
@@ -369,23 +366,7 @@ def show_episodes(groups: Groups, env: Any = None) -> list[Episode]:
     pairs: dict[str, list[RunRecord]] = {}
     for name, run in ((name, run) for name, group in groups.items() for run in group):
         pairs.setdefault(f"{name} on {run.env_id}", []).append(run)
-    with without_screen():
-        return [show_episode(name, runs, env) for name, runs in islice(pairs.items(), MOST_EPISODES)]
-
-
-@contextmanager
-def without_screen() -> Iterator[None]:
-    """Make renderers draw into memory, unless the user's environment variables say otherwise."""
-    wanted = {"SDL_VIDEODRIVER": "dummy"}
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        wanted["MUJOCO_GL"] = "egl"
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    return [show_episode(name, runs, env) for name, runs in islice(pairs.items(), MOST_EPISODES)]
 
 
 def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> Episode:
@@ -395,51 +376,11 @@ def show_episode(name: str, runs: Sequence[RunRecord], env: Any = None) -> Episo
     checkpoint = next((path for path in found if path.is_file()), None)
     if checkpoint is None:
         return f"{name}: no episode, because {run.folder} has no checkpoint.", ""
+    from rl_training.run.film import film_checkpoint  # torch
+
     try:
-        picture, played = record_episode(checkpoint, env)
+        film = film_checkpoint(checkpoint, env)
     except Exception as error:  # whatever an environment or its renderer raises, the report is written
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         return f"{name}: no episode, because {kind}{first_line(error)}.", ""
-    return f"{name}: {played}, by {checkpoint.name} of {run.folder.name}", b64encode(picture).decode()
-
-
-def record_episode(checkpoint: Path, env: Any = None) -> tuple[bytes, str]:
-    """The first evaluation episode of a checkpoint's policy as a GIF, and a few words about it."""
-    from PIL import Image
-
-    from rl_training.envs.factory import make_env, read_recipe
-    from rl_training.envs.probe import probe_spaces
-    from rl_training.envs.stepper import episode_seed
-    from rl_training.play import closed_after, play
-    from rl_training.run.evaluation import EVALUATION_STREAM
-    from rl_training.run.learner import ActingSession, check_same_spaces, load_algorithm, read_checkpoint
-
-    names = env if isinstance(env, tuple) else None
-    algorithm, spaces, config = load_algorithm(checkpoint, read_checkpoint(checkpoint), names)
-    recipe = read_recipe(config.env_id, config.env_kwargs, env)
-    check_same_spaces(spaces, probe_spaces(recipe))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of an environment that cannot render: the report says so
-        played = make_env(recipe, evaluation=True, render_mode="rgb_array")
-    frames: list[Any] = []
-    rewards, stride, ended = list[float](), 1, False
-    with closed_after([played], spaces.env_id):
-        act = ActingSession(algorithm, 1, config.seed).in_environments(spaces)
-        seed = episode_seed(config.seed, EVALUATION_STREAM, 0)
-        for step in islice(play([played], act, lambda _: seed, spaces.env_id, 1), MOST_STEPS):
-            if len(rewards) % stride == 0:
-                pixels = np.asarray(played.render())
-                if pixels.ndim != 3:
-                    raise UserError(f"{config.env_id} does not render to rgb_array.")
-                picture = Image.fromarray(pixels.astype(np.uint8))
-                picture.thumbnail((FRAME_WIDTH, FRAME_WIDTH))
-                frames.append(picture.quantize(64))
-            if len(frames) > MOST_FRAMES:
-                frames, stride = frames[::2], 2 * stride
-            rewards.append(step.reward)
-            ended = step.terminated or step.truncated
-    buffer, rate = io.BytesIO(), played.metadata.get("render_fps") or 30
-    pause = max(20, round(1000 * stride / rate))
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=pause, loop=0)
-    length = ("" if ended else "the first ") + counted(len(rewards), "step")
-    return buffer.getvalue(), f"{length}, return {sum(rewards):.4g}"
+    return f"{name}: {film.told}, by {checkpoint.name} of {run.folder.name}", b64encode(film.gif).decode()
