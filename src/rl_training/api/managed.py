@@ -6,11 +6,12 @@ import dis
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from html import escape
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +27,7 @@ from rl_training.errors import UserError, did_you_mean, sb3_hints
 from rl_training.record.checkpoints import save_checkpoint
 from rl_training.run import learner
 from rl_training.run.film import Film, film_episode
+from rl_training.run.live import Live, is_watched, shows_html
 from rl_training.run.loop import RunState
 from rl_training.run.ranks import join_ranks
 from rl_training.run.restoring import move_config
@@ -107,13 +109,15 @@ class ManagedAlgorithm:
 
     def learn(
         self, total_timesteps: int | None = None, *, callbacks: Iterable[Callback] | Callback | None = None,
-        progress: bool | None = None, reset: bool = False, raise_on_signal: bool = True, **unknown: Any,
+        progress: bool | Literal["plot"] | None = None, reset: bool = False, raise_on_signal: bool = True,
+        **unknown: Any,
     ) -> TrainResult:  # fmt: skip
         """Train for `total_timesteps` steps; the default is the config's budget.
 
         Called again, or after `load`, it continues for that many more steps; without a number, to the end of an
         unfinished budget. Schedules stretch to the new end. `reset=True` starts a new run. `progress` shows a progress
-        line; None shows it in a terminal or notebook only.
+        line; None shows it in a terminal or notebook only. In a notebook it is a bar, and with "plot" also a plot of
+        the returns.
 
         Ctrl-C (SIGINT) and SIGTERM stop after the current update and save. Then `learn` raises KeyboardInterrupt or
         `rl_training.Terminated`; with `raise_on_signal=False` it returns the result. Either way, this object has the
@@ -127,8 +131,11 @@ class ManagedAlgorithm:
             total_timesteps, callbacks = None, total_timesteps
         callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks
         steps = None if total_timesteps is None else whole_number("total_timesteps", total_timesteps, least=1)
-        is_watched = sys.stderr.isatty() or type(sys.stderr).__module__ == "ipykernel.iostream"  # or in a notebook
-        shown = is_watched if progress is None else progress
+        if progress not in (True, False, None, "plot"):
+            raise UserError(f"progress is {progress!r}; it must be True, False, None or 'plot'.")
+        shown = is_watched() if progress is None else bool(progress)
+        if shown and shows_html():
+            callbacks, shown = [*(callbacks or ()), Live(plot=progress == "plot")], False
         if self._checkpoint is None or reset:
             config = self._asked if steps is None else self._asked.model_copy(update={"total_timesteps": steps})
             result = train(config, env=self.env, callbacks=callbacks, console=shown, raise_on_signal=False)
@@ -164,6 +171,21 @@ class ManagedAlgorithm:
             self._path("evaluate"), num_episodes=num_episodes, env=self.env, seed=seed, deterministic=deterministic,
             network=self._own_network,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        trained = f"{self._step:,} steps" if self._checkpoint else "not trained"
+        return f"<{type(self).__name__} on {self.config.env_id}: {trained}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: environment, steps, checkpoint, and every hyper-parameter."""
+        rows = {"environment": self.config.env_id, "steps": f"{self._step:,} of {self.config.total_timesteps:,}"}
+        rows["checkpoint"] = str(self._checkpoint or "not trained yet")
+        tables = [
+            "".join(f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in table.items())
+            for table in (rows, self.hyperparameters)
+        ]
+        details = f"<details><summary>hyper-parameters</summary><table>{tables[1]}</table></details>"
+        return f"<b>{type(self).__name__}</b><table>{tables[0]}</table>{details}"
 
     @property
     def _own_network(self) -> Any:
