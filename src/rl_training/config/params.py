@@ -68,6 +68,9 @@ class Schedule(StrictModel):
         return self.start + (self.end - self.start) * share
 
 
+REVERSED = "Stable-Baselines3's falls from 1 to 0: f there is lambda p: f(1 - p) here"
+
+
 class FunctionSchedule(Schedule):
     """A function of progress (0 to 1); a file stores only its name and end values, so a resume needs it again."""
 
@@ -77,8 +80,11 @@ class FunctionSchedule(Schedule):
 
     @classmethod
     def of(cls, function: Callable[[float], float], key: str) -> FunctionSchedule:
-        """The schedule that a function makes."""
+        """The schedule that a function makes; one of Stable-Baselines3's, by the name of its argument, is refused."""
         name = getattr(function, "__name__", type(function).__name__)
+        code = getattr(function, "__code__", None)
+        if code is not None and "remaining" in (first := next(iter(code.co_varnames), "")):
+            raise UserError(f"{key} is a function of {first}; it must be one of the progress from 0 to 1 ({REVERSED}).")
         ends = {"start": function(0.0), "end": function(1.0)}
         made = validate(cls, {"name": name, **ends}, f"algo_kwargs.{key}, a function")
         made._function = function
@@ -277,6 +283,18 @@ class Params(StrictModel):
         else:  # the base class of learners takes all of their settings
             accepted.update(getattr(learner, "settings", dict)())
         return {name: getattr(self, name) for name in type(self).model_fields if name in accepted}
+
+
+class CriticWidths(StrictModel):
+    """The widths of critics that are networks of their own; a part of `Params`."""
+
+    critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the critics' widths."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited._replace(widest=max(inherited.widest, *self.critic_hidden_sizes or (0,)))
 
 
 class EpsilonParams(StrictModel):

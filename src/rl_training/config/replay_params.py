@@ -18,7 +18,7 @@ from torch import nn
 from rl_training.algorithms.base import Algorithm
 from rl_training.algorithms.mbpo import MBPO
 from rl_training.config.networks import build_on_ensemble, build_on_model
-from rl_training.config.params import Activation, Facts, Limits, Params, Reason, Reasons, Schedule, Widths
+from rl_training.config.params import Activation, CriticWidths, Facts, Limits, Params, Reason, Reasons, Schedule, Widths
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.replay_store import EDGE, ReplayStore, discounted_returns
 from rl_training.data.store import Store, StoreContext
@@ -251,7 +251,7 @@ class ReplayParams(BufferParams, OffPolicyParams):
         return {"prioritized_beta": Schedule(start=self.prioritized_beta_start, end=self.prioritized_beta_end)}
 
 
-class ActorCriticParams(ReplayParams):
+class ActorCriticParams(CriticWidths, ReplayParams):
     """Slowly moving targets, and separate learning rates for the actor and the critics."""
 
     unused: ClassVar[Reasons] = (
@@ -368,7 +368,6 @@ class CriticParams(StrictModel):
         "none", description="Evaluate critics on state and next state in one pass, which batch statistics need."
     )
     num_critics: int = Field(2, ge=1, le=1_000, description="Number of critics, as one batched network.")
-    critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
     critic_subset_size: int | None = Field(
         None, ge=1, description="Critics, drawn for each update, of which the target is made; null: all."
     )
@@ -404,10 +403,9 @@ class CriticParams(StrictModel):
 
     @property
     def facts(self) -> Facts:
-        """As the base class, plus the critics."""
+        """As the base class, plus the number of critics."""
         inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
-        widest = max(inherited.widest, *self.critic_hidden_sizes or (0,))
-        return inherited._replace(members=self.num_critics, widest=widest)
+        return inherited._replace(members=self.num_critics)
 
     def arguments_of(self, owner: type) -> dict[str, Any]:
         """The arguments; the default of `actor_update_interval` is `gradient_updates_per_step`."""
@@ -447,7 +445,7 @@ class SACParams(CriticParams, TemperatureParams, ActorCriticParams):
     )
 
 
-class ModelParams(TemperatureParams):
+class ModelParams(CriticWidths, TemperatureParams):
     """Hyper-parameters of SAC on rollouts through a learned model; a part of `Params`."""
 
     synonyms: ClassVar[Mapping[str, str]] = {"learning_rate": "policy_learning_rate"}
@@ -488,7 +486,7 @@ class ModelParams(TemperatureParams):
     @property
     def facts(self) -> Facts:
         """As the base class, plus the model, which is fitted once, and the horizon that the store reads."""
-        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        inherited: Facts = super().facts
         numbers = (*inherited.store_numbers, "rollout_horizon")
         return inherited._replace(members=self.num_ensembles, store_numbers=numbers, fits_every=math.inf)
 
