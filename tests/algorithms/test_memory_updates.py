@@ -69,7 +69,8 @@ def real(batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("lane", "length"), [(lane, length) for lane in LANES for length in (None, 4) if (lane, length) != ("workers", None)]
+    ("lane", "length"),
+    [(lane, length) for lane in LANES for length in (None, 4) if (lane, length) != ("workers", None)],
 )
 def test_before_the_first_step_the_ratio_is_1_in_every_row(lane: str, length: int | None) -> None:
     with opened("ppo", lane, sequence_length=length) as session:
