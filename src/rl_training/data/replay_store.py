@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -185,6 +185,7 @@ class ReplayStore(BufferStore):
         rows = -(-self.params.train_frequency // context.num_envs)
         self.layout = context.layout(rows * (2 if context.holds_resets else 1))  # never two rows of resets in a row
         self.support = SupportWatch(self.params, context.num_envs) if self.params.facts.has_support else None
+        self.fresh: Experience | None = None  # which the learner has not observed yet
         # Acting on a GPU does not draw from `rng`, and a turn is one step of every environment.
         plain = type(self).sample is ReplayStore.sample and not self.params.prioritized and self.goals is None
         self.draws_ahead = plain and context.device != "cpu" and self.params.train_frequency <= context.num_envs
@@ -228,6 +229,7 @@ class ReplayStore(BufferStore):
     def add(self, experience: Experience, step: int) -> int:
         """Add to the buffer; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
+        self.fresh = experience
         if self.support is not None:
             self.support.look(experience, self.gamma)
         return experience.transitions
@@ -236,6 +238,10 @@ class ReplayStore(BufferStore):
         """Yield `gradient_updates_per_step` samples for each training turn that is due."""
         if self.support is not None:
             self.metrics |= self.support.widen(algorithm)
+        if self.fresh is not None and algorithm.observes:
+            for row in self.fresh.rows():
+                algorithm.observe(row)
+        self.fresh = None
         if not self.is_filled:
             self.credit = 0
         while self.credit >= self.params.train_frequency and len(self.buffer):
@@ -310,6 +316,7 @@ class DeviceReplayStore(ReplayStore):
     def add(self, experience: Experience, step: int) -> int:
         """Add to the ring; every step from `learning_starts` on adds one credit."""
         self.credit += self.keep(experience, step)
+        self.fresh = experience
         if self.support is not None and step >= self.next_look:
             self.support.compare(self.buffer.extremes())
             self.next_look = step + len(self.buffer) // 8
@@ -377,9 +384,12 @@ class SequenceStore(BufferStore):
 
 
 def make_buffer(
-    params: Any, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1, goals: Goals | None = None
-) -> ReplayBuffer:
-    """Make the buffer of transitions for these hyper-parameters; with `goals`, samples may get other ones."""
+    params: Any, spaces: EnvSpaces, num_envs: int, device: str = "cpu", frame_stack: int = 1,
+    goals: Goals | None = None, plain: Callable[..., ReplayBuffer] = ReplayBuffer,
+) -> ReplayBuffer:  # fmt: skip
+    """Make the buffer of transitions for these hyper-parameters: with `goals`, samples may get other goals; `plain`
+    makes one without priorities and goals.
+    """
     rows = describe_rows(params, spaces, device, frame_stack) | {
         "n_step": params.n_step, "gamma": params.gamma, "frame_stack": frame_stack, "reuses_batches": True,
         "mask_size": spaces.action_dim if spaces.has_action_mask else 0,
@@ -388,7 +398,7 @@ def make_buffer(
         rows |= {"on_device": False, "goals": goals, "strategy": params.her_strategy}
         return HindsightReplayBuffer(params.buffer_capacity, num_envs, **rows)
     if not params.prioritized:
-        return ReplayBuffer(params.buffer_capacity, num_envs, **rows)
+        return plain(params.buffer_capacity, num_envs, **rows)
     rows |= {"alpha": params.prioritized_alpha, "eps": params.prioritized_eps}
     return PrioritizedReplayBuffer(params.buffer_capacity, num_envs, **rows)
 

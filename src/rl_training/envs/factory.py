@@ -19,6 +19,7 @@ import gymnasium as gym
 from pydantic import Field
 
 from rl_training.envs.pool import PoolEnvironment, is_pool
+from rl_training.envs.rendering import drawing_explained, hear_mujoco
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 from rl_training.validation import StrictModel, validate
@@ -258,7 +259,8 @@ def known_termination(recipe: EnvRecipe) -> Ends | None:
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
     """Make one environment with its wrappers, for training or for evaluation."""
-    env = make_unwrapped(recipe, "rgb_array" if recipe.wrappers.pixels else render_mode)
+    with drawing_explained():
+        env = make_unwrapped(recipe, "rgb_array" if recipe.wrappers.pixels else render_mode)
     try:
         return wrap(env, recipe.wrappers, evaluation=evaluation)
     except Exception as error:
@@ -272,6 +274,7 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
     kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
     maker = recipe.maker
     from_pool = maker is None and is_pool(recipe.env_id)
+    hear_mujoco(gym.registry.get(recipe.env_id))
     if maker is None and ":" in recipe.env_id and not recipe.may_import and not from_pool:
         check_module("env_id", recipe.env_id, "env")
     try:
