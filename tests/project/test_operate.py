@@ -61,7 +61,8 @@ def test_the_dockerfile_copies_what_is_there_and_ends_as_a_user() -> None:
 
 
 def test_the_commands_of_the_page_are_commands() -> None:
-    text = "".join(re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S)).replace("\\\n", " ")
+    fences = re.findall(r"^```(.*?)\n(.*?)^```", PAGE, re.M | re.S)
+    text = "".join(body for language, body in fences if not language).replace("\\\n", " ")
     found = re.findall(r"^(?:rl-training|docker run .* rl-training) +(\w+ .*?)(?:#.*| > .*)?$", text, re.M)
     assert len(found) >= 5
     command: Any = typer.main.get_command(app)
