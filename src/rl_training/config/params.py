@@ -12,6 +12,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, PrivateAttr, WithJs
 
 from rl_training.config.networks import UserNetwork
 from rl_training.errors import UserError, did_you_mean
+from rl_training.models.memory import state_size
 from rl_training.validation import StrictModel, validate
 
 Activation = Literal["tanh", "relu", "elu", "silu", "gelu"]
@@ -23,7 +24,7 @@ OwnNetwork = Annotated[
     PlainSerializer(lambda network: None if network is None else network.name),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-OptimizerKind = Literal["adam", "radam", "rmsprop", "rmsprop_tf", "sgd"]
+OptimizerKind = Literal["adam", "adamw", "radam", "rmsprop", "rmsprop_tf", "sgd"]
 OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
 SCHEDULE = "_schedule"  # how the key of a schedule ends
 
@@ -143,9 +144,11 @@ class Facts(NamedTuple):
     replay_on_device: bool = False  # whether it must
     random_steps: int = 0  # before learning starts
     pretrain_updates: int = 0  # before the first step
+    steps_environments: bool = True  # False: these settings learn from recorded data alone
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
     critic_obs: tuple[str, ...] = ()  # parts of an observation that only the critic sees
+    state_size: int = 0  # numbers of the policy's memory that experience stores with every observation
     fits_every: float = 0.0  # steps between fits of a dynamics model; infinity: one fit; 0: there is no model
 
 
@@ -158,8 +161,17 @@ class Params(StrictModel):
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
     unused: ClassVar[Reasons] = (  # settings without effect; a subclass adds its own
         Reason(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
+        Reason(
+            ("adam_beta1",), "optimizer is {p.optimizer}, and only adam, adamw and radam use it",
+            lambda p: p.optimizer not in ("adam", "adamw", "radam"),
+        ),
+        Reason(
+            ("weight_decay",), "optimizer is {p.optimizer}, and only adamw uses it", lambda p: p.optimizer != "adamw"
+        ),
+    )  # fmt: skip
+    fixed: ClassVar[Reasons] = (  # numbers that cannot be scheduled; a subclass adds its own
+        Reason(("adam_beta1", "weight_decay"), "the optimizers are made with it"),
     )
-    fixed: ClassVar[Reasons] = ()  # numbers that cannot be scheduled; a subclass adds its own
     at_most: ClassVar[Limits] = ()  # likewise
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
@@ -171,6 +183,8 @@ class Params(StrictModel):
     )
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first beta: how much of the mean gradient stays.")
+    weight_decay: float = Field(0.01, ge=0, le=10, description="Decay of adamw's weights, times the learning rate.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null: no clipping.")
     eval_interval: int | None = Field(
         None, ge=0, description="Environment steps between evaluations; 0: only at the end; null: ten evaluations per "
@@ -305,6 +319,27 @@ class EpsilonParams(StrictModel):
         inherited: dict[str, Schedule] = super().built_in_schedules()  # type: ignore[misc]
         falls = Schedule(start=self.epsilon_start, end=self.epsilon_end, fraction=self.exploration_fraction)
         return inherited | {"epsilon": falls}
+
+
+class MemoryParams(StrictModel):
+    """A memory in the policy's network; a part of `Params`."""
+
+    unused: ClassVar[Reasons] = (
+        Reason(("memory_size", "memory_layers"), "memory is none", lambda p: p.memory == "none"),
+    )
+
+    memory: Literal["none", "gru", "lstm"] = Field(
+        "none", description="Memory of the policy within an episode, between encoder and hidden layers."
+    )
+    memory_size: int = Field(128, ge=1, le=16_384, description="Units per layer of the memory.")
+    memory_layers: int = Field(1, ge=1, le=16, description="Layers of the memory.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the memory."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        size = state_size(self.memory, self.memory_size, self.memory_layers)
+        return inherited._replace(state_size=size, widest=max(inherited.widest, self.memory_size if size else 0))
 
 
 AnyParams = TypeVar("AnyParams", bound=Params)

@@ -166,6 +166,9 @@ def find_unused_fields(config: TrainConfig, params: Params) -> dict[str, str]:
         reasons["worker_timeout"] = "no environment has a process of its own"
     if not get_algorithm_spec(config.algo).steps_environments:
         reasons |= dict.fromkeys(("num_envs", "vectorization"), f"{config.algo} steps no environments")
+    elif not params.facts.steps_environments:
+        idle = ("num_envs", "vectorization", "execution_backend", *OF_WORKERS)
+        reasons |= dict.fromkeys(idle, f"with these settings, {config.algo} steps no environments")
     if config.device == "cpu":
         reasons["matmul_precision"] = "device is 'cpu'"
     if not config.checkpoint_interval:

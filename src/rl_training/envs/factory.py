@@ -18,6 +18,7 @@ from typing import Any, cast
 import gymnasium as gym
 from pydantic import Field
 
+from rl_training.envs.pool import PoolEnvironment, is_pool
 from rl_training.envs.rendering import drawing_explained, follow_robot, hear_mujoco
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
@@ -112,9 +113,10 @@ def name_env(env: UserEnv) -> str:
 
 
 def looks_like_entry_point(env_id: str) -> bool:
-    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0`."""
+    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0` or EnvPool's `envpool:ID`."""
     module, _, name = env_id.partition(":")
-    return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+    is_dotted = all(part.isidentifier() for part in module.split("."))
+    return bool(module and name.isidentifier() and is_dotted) and not is_pool(env_id)
 
 
 def is_provided(module: str) -> bool:
@@ -167,6 +169,12 @@ class EnvRecipe:
         options = self.wrappers
         wrapped = options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward
         return self.maker is None and not wrapped and not looks_like_entry_point(self.env_id)
+
+    @property
+    def vector_options(self) -> dict[str, Any]:
+        """The arguments of what makes several of them at once."""
+        limit = {"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {}
+        return {**self.kwargs, **limit}
 
     @property
     def image_frame_stack(self) -> int:
@@ -268,9 +276,12 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         kwargs = follow_robot(known, kwargs) | {"render_mode": render_mode}
     hear_mujoco(known)
     maker = recipe.maker
-    if maker is None and ":" in recipe.env_id and not recipe.may_import:
+    from_pool = maker is None and is_pool(recipe.env_id)
+    if maker is None and ":" in recipe.env_id and not recipe.may_import and not from_pool:
         check_module("env_id", recipe.env_id, "env")
     try:
+        if from_pool:
+            return PoolEnvironment(recipe.env_id, recipe.vector_options, render_mode)
         if maker is None and looks_like_entry_point(recipe.env_id):
             maker = import_entry_point("env_id", recipe.env_id, gym.Env, recipe.named_by_user, "--env ", "env")
         if maker is None:
