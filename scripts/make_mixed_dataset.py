@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=3_000, help="transitions per level")
     parser.add_argument("--seed", type=int, default=0, help="of the run and of the recorded steps")
     parser.add_argument("--worse", type=Path, help="a second npz file, for the half of the episodes with less return")
-    parser.add_argument("--deterministic", action="store_true", help="record without exploration: few actions per state")
+    parser.add_argument("--deterministic", action="store_true", help="record without exploration")
     given = parser.parse_args(argv)
     parts = record_levels(given.config, given.levels, given.rows, given.seed, given.deterministic)
     for level, part in zip(given.levels, parts, strict=True):
