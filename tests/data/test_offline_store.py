@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.episode_replay import EpisodeReplayBuffer, Returns
 from rl_training.data.offline_store import OfflineStore, find_returns, with_next_actions
 from rl_training.errors import UserError
+from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.build import open_session
 from rl_training.run.run import Callback, Run
@@ -294,6 +296,16 @@ def test_a_resumed_run_is_the_same(
     config = config.model_copy(update={"env_kwargs": {"max_episode_steps": 5}})
     whole = train(config, console=False)
     assert_same_run(whole, stop_and_resume(config, *stops))
+
+
+def test_a_run_on_data_alone_has_no_replay_to_save(tmp_path: Path, recorded: Path) -> None:
+    config = offline(tmp_path, recorded, offline_updates=None).model_copy(update={"replay_in_checkpoint": False})
+    stopped = train(config, callbacks=[StopAt(15)], console=False)
+    assert "replay" not in load_checkpoint(stopped.checkpoint_path)["source"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed = resume_training(stopped.checkpoint_path, console=False)
+    assert resumed.metrics["global_step"] == 40
 
 
 def test_a_run_stopped_before_its_first_step_resumes_there(tmp_path: Path, recorded: Path) -> None:

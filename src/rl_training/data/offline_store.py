@@ -16,7 +16,7 @@ from rl_training.data.episode_replay import EpisodeReplayBuffer, Returns
 from rl_training.data.memory import as_tensors
 from rl_training.data.recorded_store import PriorReplayStore, describe_origin
 from rl_training.data.replay_store import make_buffer
-from rl_training.data.store import Experience, StoreContext
+from rl_training.data.store import Experience, Store, StoreContext
 from rl_training.errors import UserError
 
 RETURN_RANGE = 1_000.0  # the range of the returns of recorded episodes after reward_scale 'return_range'
@@ -150,3 +150,12 @@ class OfflineStore(PriorReplayStore):
         if isinstance(self.buffer, EpisodeReplayBuffer) and not self.buffer.complete.any():
             return self._offline(self.params.batch_size)
         return super().sample()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of `PriorReplayStore`; without environment steps, there is no replay."""
+        state = super().state_dict()
+        return {name: value for name, value in state.items() if name != "replay" or self.steps_environments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """The inverse of `state_dict`."""
+        return super().load_state_dict(state) if self.steps_environments else Store.load_state_dict(self, state)
