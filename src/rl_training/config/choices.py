@@ -140,10 +140,12 @@ def choose_threads(params: Params, spaces: EnvSpaces) -> int:
 
 @contextmanager
 def torch_settings_restored() -> Iterator[None]:
-    """Restore torch settings that a run changes for the whole process: threads, and precision of matrix products."""
+    """Restore the torch settings that a run changes for the whole process."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    deterministic = torch.backends.cudnn.deterministic
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.deterministic = deterministic

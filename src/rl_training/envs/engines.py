@@ -195,10 +195,14 @@ def make_engine(
         from rl_training.envs.device import DeviceEngine  # needs torch, which async workers lack
         from rl_training.envs.device_checks import check_functions, find_device_environment
 
-        found = find_device_environment(recipe)
+        env, limit = find_device_environment(recipe)
         if device != "cpu":  # on the CPU, `probe` has tested them
-            check_functions(found[0], recipe.env_id, device)
-        return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)
+            check_functions(env, recipe.env_id, device)
+        spread = recipe.simulator.random_ages
+        if spread and limit is None:
+            what = f"env_kwargs.simulator.random_ages is true, but {recipe.env_id} has no time limit"
+            raise UserError(f"{what}; set env_kwargs.max_episode_steps or leave it out.")
+        return DeviceEngine(env, limit, spaces, num_envs, episode_seed(seed, first, 0), device, spread)
     if vectorization == "native":
         return make_native_engine(recipe, spaces, num_envs, episode_seed(seed, first, 0) if first else seed)
     makers = [partial(_make_replayable, recipe, seed, index) for index in range(first, first + num_envs)]

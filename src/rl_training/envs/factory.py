@@ -32,7 +32,7 @@ Ends = Callable[[Any], Any]  # next observations [B, O], an array or a tensor ->
 
 
 class SimulatorSettings(StrictModel):
-    """`env_kwargs.simulator`: settings of a `Simulator`."""
+    """`env_kwargs.simulator`: settings of a `Simulator`; `random_ages` also of environments on the device."""
 
     action_limit: float | None = Field(
         None, gt=0, le=1e6, description="Actions are from minus this to this, for a simulator without limits."
@@ -148,6 +148,17 @@ class EnvRecipe:
     def for_training(self) -> EnvRecipe:
         """The recipe for training, which uses the user's own instance if there is one."""
         return replace(self, maker=self.maker.lend) if isinstance(self.maker, MadeEnvironment) else self
+
+    def check_simulator(self, vectorization: str) -> None:
+        """Refuse settings of a simulator where there is none; `random_ages` is for environments on the device too."""
+        given = self.simulator.model_dump(exclude_defaults=True)
+        if self.made or not given or (vectorization == "device" and set(given) == {"random_ages"}):
+            return
+        which = f"which {self.env_id} is not"
+        raise UserError(
+            f"env_kwargs.simulator is for a Simulator (docs/simulators.md), {which}; "
+            "with vectorization 'device' only random_ages may be given."
+        )
 
     @property
     def is_plain(self) -> bool:

@@ -187,6 +187,7 @@ def can_touch(model: Any) -> bool:
 
 
 WORLDS: WeakKeyDictionary[Any, dict[tuple[int, str], Worlds]] = WeakKeyDictionary()  # the buffers of each environment
+COPIES: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()  # of its constants, on devices
 
 
 class MujocoEnvironment(DeviceEnvironment):
@@ -237,7 +238,14 @@ class MujocoEnvironment(DeviceEnvironment):
         """First positions and velocities, from uniform noise [N, nq + nv]."""
         spread = (2.0 * noise - 1.0) * self.start_noise
         moved, qvel = spread.split([self.model.nq, self.model.nv], -1)
-        return moved + self.qpos.to(noise.device), qvel.clone()
+        return moved + self.constant("qpos", noise), qvel.clone()
+
+    def constant(self, name: str, like: Tensor) -> Tensor:
+        """The tensor `self.<name>` on the device of another; copied once, since a CUDA graph cannot hold the copy."""
+        made, key = COPIES.setdefault(self, {}), (name, str(like.device))
+        if key not in made:
+            made[key] = getattr(self, name).to(like.device)
+        return made[key]
 
     def vary(self, noise: Tensor) -> State:
         """The `varied` fields of each world's model, [N, ...], from uniform noise [N, vary_noise]."""

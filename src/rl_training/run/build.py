@@ -146,6 +146,7 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_settings(config, spec, params, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
+    recipe.check_simulator(config.vectorization)
     spec.check_support(spaces)
     spaces = spaces.with_critic_obs(params.facts.critic_obs)
     if recipe.made:
@@ -188,6 +189,7 @@ def build(plan: Plan) -> Session:
     torch.set_num_threads(int(config.threads))
     if config.device.startswith("cuda"):
         torch.set_float32_matmul_precision(config.matmul_precision)
+        torch.backends.cudnn.deterministic = True  # otherwise gradients of convolutions differ from run to run
     keep_freed_memory()
     algorithm = plan.make_algorithm(held=None if plan.stored is None else count_numbers(plan.stored))
     ranks.join(algorithm)
