@@ -96,10 +96,14 @@ def test_before_the_first_step_updates_are_no_timesteps_and_then_batches_are_mix
     assert evaluated_at(result.run_dir) == [0, 10, 20]  # the first one before the first step
 
 
-def test_rewards_are_scaled_and_shifted_in_recorded_and_in_new_rows(tmp_path: Path, recorded: Path) -> None:
+@pytest.mark.parametrize("share", [{}, {"offline_updates": 0, "offline_batch_ratio": 0.0}])
+def test_rewards_are_scaled_and_shifted_in_recorded_and_in_new_rows(
+    share: dict[str, Any], tmp_path: Path, recorded: Path
+) -> None:
     plain, changed = Batches(), Batches()
+    common = {"learning_rate": 0.0, "train_frequency": 1, "learning_starts": 0, **share}
     for batches, kwargs in ((plain, {}), (changed, {"reward_scale": 10.0, "reward_shift": -5.0})):
-        config = offline(tmp_path, recorded, timesteps=10, learning_rate=0.0, train_frequency=1, learning_starts=0)
+        config = offline(tmp_path, recorded, timesteps=10, **common)
         config = config.model_copy(update={"algo_kwargs": {**config.algo_kwargs, **kwargs}})
         train(config, callbacks=[batches], console=False)
     for (_, one), (_, other) in zip(plain.seen, changed.seen, strict=True):
