@@ -17,6 +17,7 @@ from rl_training.data import TransitionDataset, load_transition_dataset
 from rl_training.data.episode_replay import EpisodeReplayBuffer, Returns
 from rl_training.data.offline_store import OfflineStore, find_returns, with_next_actions
 from rl_training.errors import UserError
+from rl_training.models.blocks import ObservationNorm
 from rl_training.record.checkpoints import load_checkpoint
 from rl_training.record.metrics_file import read_metrics
 from rl_training.run.build import open_session
@@ -275,12 +276,16 @@ def test_the_policy_normalizes_by_the_recorded_data_for_good(tmp_path: Path, rec
     np.testing.assert_allclose(predict_checkpoint(result.checkpoint_path, obs), by_hand, rtol=1e-4, atol=1e-5)
 
 
-def test_two_normalizers_are_refused_and_images_need_none(tmp_path: Path, recorded: Path) -> None:
-    both = offline(tmp_path, recorded, "td3_bc").model_copy(
+def test_the_wrapper_that_normalizes_replaces_the_recorded_statistics(tmp_path: Path, recorded: Path) -> None:
+    config = offline(tmp_path, recorded, "td3_bc", timesteps=12, normalize_states=True).model_copy(
         update={"env_kwargs": {"wrappers": {"normalize_observation": True}}}
     )
-    with pytest.raises(UserError, match=r"normalize_states is true, and env_kwargs\.wrappers has normalize_"):
-        open_session(both)
+    session = open_session(config)
+    norm = session.algorithm.acting().observation_input.norm  # type: ignore[union-attr]
+    notes = " ".join(session.notes)
+    session.close()
+    assert type(norm) is ObservationNorm
+    assert "normalize_states has no effect: env_kwargs.wrappers has normalize_observation" in notes
 
 
 # ---- resuming -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ class OfflineParams(DatasetParams, ReplayParams):
         Reason(
             ("normalize_states",), "images have a scale of their own", where=lambda spaces: spaces.obs_kind == "image"
         ),
+        Reason(
+            ("normalize_states",), "env_kwargs.wrappers has normalize_observation, which replaces it",
+            where=lambda spaces: spaces.normalize_observations,
+        ),
     )
     fixed: ClassVar[Reasons] = (
         Reason(("offline_batch_ratio",), DIVIDED_ONCE),
