@@ -141,6 +141,8 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
         config = fit_ranks(config, spec.lane)
     names = (*config.named, *(env if isinstance(env, tuple) else ()))
     params = resolve_network(read_params(spec.params, config.algo_kwargs), names)
+    if ranks.count > 1 and not params.facts.steps_environments:
+        raise UserError("offline_updates is null; with several learners (torchrun) it must be a number.")
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_settings(config, spec, params, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
