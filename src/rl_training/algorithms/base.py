@@ -281,7 +281,9 @@ class Algorithm(nn.Module):
         """The declared settings and numbers that have a default, by name: arguments of the constructor."""
         return {name: value for name, value in declared(cls) if value.default is not NO_DEFAULT}
 
-    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+    def make_optimizer(
+        self, name: str, parameters: nn.Module | Iterable[nn.Parameter], **options: Any
+    ) -> Optimizer:
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
         Its learning rate is that of its name (`critic_learning_rate` for "critic_optimizer") if the learner has one

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.algorithms.base import ActOutput, Algorithm, Batch, Carry, Number, Setting, UpdateResult, check_bound
-from rl_training.algorithms.critic_heads import Head, QuantileHead, ValueHead, least
+from rl_training.algorithms.critic_heads import CategoricalHead, Head, QuantileHead, ValueHead, least
+from rl_training.algorithms.reward_scale import ReturnScale
 from rl_training.errors import UserError
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
@@ -67,6 +68,9 @@ class SAC(Algorithm):
     leaves out `top_quantiles_to_drop` quantiles per critic. `actor_q` is what the actor maximizes, the "min" or the
     "mean" of the critics' values; None: the mean where a subset is drawn or quantiles are predicted.
 
+    With `num_atoms`, critics predict probabilities of returns from `v_min` to `v_max`. A `return_bound` divides rewards
+    so that returns stay within it, and is where the atoms end unless they have ends of their own.
+
     With `actor_first`, actor and temperature take their steps before the critics, not after them. The statistics of
     normalized observations are those of "batches", or those of "steps", each of which counts once, when it is taken.
 
@@ -74,6 +78,10 @@ class SAC(Algorithm):
     them on (s, a) and (s', a') in one pass, so that both are normalized by the statistics of both.
     """
 
+    num_atoms = Setting(">= 1", None)
+    v_min = Setting(default=None)
+    v_max = Setting(default=None)
+    return_bound = Setting("> 0", None)
     actor_first = Setting(default=False)
     observation_statistics = Setting(default="batches")
     target_entropy_per_dimension = Setting(default=None)
@@ -103,8 +111,8 @@ class SAC(Algorithm):
         if self.target_entropy is None:
             each = self.target_entropy_per_dimension
             self.target_entropy = model.action_dim * (-1.0 if each is None else each)
-        self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
-        self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
+        self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics)
+        self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor)
         start = torch.tensor(math.log(self.initial_alpha), device=self.device)
         self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
@@ -119,14 +127,24 @@ class SAC(Algorithm):
         by_batch = bool(getattr(model, "by_batch", False))
         self.learning: dict[str, bool] = {"by_batch": True} if by_batch else {}  # the mode of networks that learn
         self.one_pass = by_batch and self.joint_forward != "none"
-        if self.observation_statistics == "steps" and model.actor.observation_input.norm is not None:
+        self.return_scale = None if self.return_bound is None else ReturnScale(self.return_bound).to(self.device)
+        self.norm_observes = self.observation_statistics == "steps" and model.actor.observation_input.norm is not None
+        if self.norm_observes or self.return_scale is not None:
             self.observes, self.graphs = True, (*self.graphs, "observe_step")
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
         self.register_buffer("last_actor", torch.zeros(2, device=self.device))
 
     def make_head(self) -> Head:
-        """What the critics predict: a value, or as many quantiles as they have outputs."""
-        return QuantileHead(self.top_quantiles_to_drop) if self.model.critics.outputs > 1 else ValueHead()
+        """What the critics predict: a value, or as many probabilities or quantiles as they have outputs."""
+        outputs = self.model.critics.outputs
+        if self.num_atoms is None:
+            return QuantileHead(self.top_quantiles_to_drop) if outputs > 1 else ValueHead()
+        low, high, bound = self.v_min, self.v_max, self.return_bound
+        if bound is not None:
+            low, high = -bound if low is None else low, bound if high is None else high
+        if low is None or high is None or low >= high:
+            raise UserError(f"v_min is {low} and v_max {high}; num_atoms needs two ends, or a return_bound.")
+        return CategoricalHead(torch.linspace(low, high, outputs, device=self.device))
 
     def check_axes(self) -> None:
         """Refuse settings that do not fit the critics, and decide those that are None."""
@@ -135,13 +153,14 @@ class SAC(Algorithm):
         if self.critic_subset_size > count:
             raise UserError(f"critic_subset_size is {size}; from 1 to {count} are possible.")
         outputs, dropped = self.model.critics.outputs, self.top_quantiles_to_drop
-        if outputs > 1 and dropped >= outputs:
+        if isinstance(self.head, QuantileHead) and dropped >= outputs:
             raise UserError(f"top_quantiles_to_drop is {dropped}; it must be below num_quantiles ({outputs}).")
         for name, choices in CHOICES.items():
             if (given := getattr(self, name)) not in (*choices, None):
                 raise UserError(f"{name} is {given!r}; it must be {' or '.join(map(repr, choices))}.")
         if self.actor_q is None:
-            self.actor_q = "mean" if outputs > 1 or self.critic_subset_size < count else "min"
+            averages = isinstance(self.head, QuantileHead) or self.critic_subset_size < count
+            self.actor_q = "mean" if averages else "min"
 
     @property
     def alpha(self) -> Tensor | float:
@@ -241,6 +260,8 @@ class SAC(Algorithm):
         Return metrics and priorities [B].
         """
         obs, every = batch["obs"], self.num_critics
+        if self.return_scale is not None:
+            batch = {**batch, "rewards": batch["rewards"] / self.return_scale.divisor()}
         if with_actor and self.actor_first:
             self.actor_part(obs)
         noise, subset = self.draw_noise(obs), self.draw_subset()
@@ -255,14 +276,29 @@ class SAC(Algorithm):
 
     def observe(self, row: Mapping[str, Any]) -> None:
         """Move the running statistics."""
-        obs = torch.as_tensor(row["obs"], device=self.device)
-        valid = torch.ones(len(obs), dtype=torch.bool) if row["valid"] is None else torch.as_tensor(row["valid"])
-        self.observe_step(obs, valid.to(self.device))
+        scale, envs, count = self.return_scale, row.get("envs"), len(row["rewards"])
+        names = ("rewards", "terminated", "truncated", *["obs"] * self.norm_observes)
+        columns = {name: torch.as_tensor(row[name], device=self.device) for name in names}
+        valid = torch.ones(count, dtype=torch.bool) if row["valid"] is None else torch.as_tensor(row["valid"])
+        columns["valid"] = valid.to(self.device)
+        if scale is not None:
+            columns["returns"] = scale.returns_of(count, envs)
+        returns = self.observe_step(columns)
+        if scale is not None and returns is not None:
+            scale.keep(returns, envs)
 
     @torch.no_grad()
-    def observe_step(self, obs: Tensor, valid: Tensor) -> None:
-        """Add the valid ones of observations [N, ...] to the statistics of observations."""
-        self.model.actor.observation_input.update(obs, valid)
+    def observe_step(self, columns: Batch) -> Tensor | None:
+        """Add the valid ones of rows [N] to the statistics of observations and returns; give the returns after them."""
+        if "obs" in columns:
+            self.model.actor.observation_input.update(columns["obs"], columns["valid"])
+        if self.return_scale is None:
+            return None
+        ends = columns["terminated"] | columns["truncated"]
+        after: Tensor = self.return_scale.add(
+            columns["returns"], columns["rewards"], ends, columns["valid"], self.gamma
+        )
+        return after
 
     def learn(self, batch: Batch) -> UpdateResult:
         """Make one update; one of every `actor_update_interval` updates, the first or the last, includes the actor."""
