@@ -60,7 +60,7 @@ ADDED_LATER = {
     "top_quantiles_to_drop": 2, "critic_dropout": 0.0, "critic_layer_norm": False, "actor_update_interval": 1,
     "augmentation": "none", "shift_pixels": 4, "adam_beta1": 0.9, "weight_decay": 0.01,
     "architecture": "mlp", "target_networks": True, "joint_forward": "none",
-    "learning_rate_decay": "none", "return_bound": None,
+    "learning_rate_decay": "none", "return_bound": None, "noise_repeat": 1,
     "actor_first": False, "observation_statistics": "batches", "target_entropy_per_dimension": None,
 }  # fmt: skip
 ADDED_TO = {  # the same, where other algorithms always had it

@@ -33,7 +33,7 @@ OTHER: dict[str, Any] = {  # another value than the default, of a setting with t
     "num_elites": 1, "dataset_kind": "npz", "dataset_path": "some.npz", "dataset_id": "some/data",
     "expert_dataset_kind": "npz", "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data",
     "expert_checkpoint": "some.ckpt", "prioritized_eps": 0.5, "widen_support": "both",
-    "target_entropy_per_dimension": -0.2, "return_bound": 0.5,
+    "target_entropy_per_dimension": -0.2, "return_bound": 0.5, "noise_repeat": 1,
 }  # fmt: skip
 
 

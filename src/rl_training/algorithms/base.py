@@ -253,6 +253,10 @@ class Algorithm(nn.Module):
         """Initial recurrent state of `n` environments; None for a policy without memory."""
         return None
 
+    def exploring_carry(self, n: int) -> Carry:
+        """What acting in `n` environments remembers while it explores: the recurrent state, unless there is more."""
+        return self.initial_carry(n)
+
     # what is shared --------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, *, phase: str = "policy", global_step: int = 0, sync: bool = True) -> UpdateResult:

@@ -23,9 +23,11 @@ from rl_training.algorithms.reward_scale import ReturnScale
 from rl_training.errors import UserError
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
+from rl_training.speed.passes import NumpyPolicy
 
 CHOICES = {  # what settings that are words may be
-    "actor_q": ("min", "mean"), "joint_forward": ("none", "critics"), "observation_statistics": ("batches", "steps")
+    "actor_q": ("min", "mean"), "joint_forward": ("none", "critics", "both"),
+    "observation_statistics": ("batches", "steps"),
 }  # fmt: skip
 Masks = tuple[Tensor, ...] | None  # dropout masks [E, B, H] of an ensemble's hidden layers; None without dropout
 
@@ -71,11 +73,13 @@ class SAC(Algorithm):
     With `num_atoms`, critics predict probabilities of returns from `v_min` to `v_max`. A `return_bound` divides rewards
     so that returns stay within it, and is where the atoms end unless they have ends of their own.
 
-    With `actor_first`, actor and temperature take their steps before the critics, not after them. The statistics of
-    normalized observations are those of "batches", or those of "steps", each of which counts once, when it is taken.
+    With `noise_repeat`, the noise of actions is held for up to so many steps (`hold`). With `actor_first`, actor and
+    temperature take their steps before the critics, not after them. The statistics of normalized observations are those
+    of "batches", or those of "steps", each of which counts once, when it is taken.
 
     Without `target_networks` the critics themselves value (s', a'). With batch statistics, a `joint_forward` evaluates
-    them on (s, a) and (s', a') in one pass, so that both are normalized by the statistics of both.
+    the "critics", or "both" critics and actor, on (s, a) and (s', a') in one pass, so that both are normalized by the
+    statistics of both.
     """
 
     num_atoms = Setting(">= 1", None)
@@ -83,6 +87,7 @@ class SAC(Algorithm):
     v_max = Setting(default=None)
     return_bound = Setting("> 0", None)
     actor_first = Setting(default=False)
+    noise_repeat = Setting(">= 1", 1)
     observation_statistics = Setting(default="batches")
     target_entropy_per_dimension = Setting(default=None)
     target_networks = Setting(default=True)
@@ -176,8 +181,31 @@ class SAC(Algorithm):
     def act(self, obs: Tensor, carry: Carry = None, *, deterministic: bool = False, **_: Any) -> ActOutput:
         """A sample of the policy, or tanh(mean)."""
         if deterministic:
-            return ActOutput(self.model.actor(obs))
-        return ActOutput(self.model.actor.draw(obs, self.draw_noise(obs)))
+            return ActOutput(self.model.actor(obs), carry=carry)
+        noise = self.draw_noise(obs)
+        if carry is not None:
+            carry = self.hold(noise, carry)
+            noise = carry[:, :-1]
+        return ActOutput(self.model.actor.draw(obs, noise), carry=carry)
+
+    def exploring_carry(self, n: int) -> Carry:
+        """With `noise_repeat`, the noise [n, A] and the steps for which it is still held [n, 1]."""
+        held = self.noise_repeat > 1
+        return torch.zeros(n, self.model.action_dim + 1, device=self.device) if held else None
+
+    def hold(self, noise: Tensor, carry: Tensor) -> Tensor:
+        """The noise of the carry, or new noise for n steps, in all environments the same n, with chance ~ 1 / n^2."""
+        lengths = torch.arange(1, self.noise_repeat + 1, device=noise.device)
+        chances = lengths.double().square().reciprocal().cumsum(0)
+        drawn = torch.rand((), generator=self.generator, dtype=torch.float64, device=noise.device)
+        length = 1.0 + (chances < drawn * chances[-1]).sum()
+        renew = carry[:, -1:] < 0.5
+        left = torch.where(renew, length, carry[:, -1:]) - 1.0
+        return torch.cat([torch.where(renew, noise, carry[:, :-1]), left.to(noise.dtype)], -1)
+
+    def numpy_policy(self) -> NumpyPolicy | None:
+        """As the base class; none with `noise_repeat`, which numpy has not."""
+        return None if self.noise_repeat > 1 else super().numpy_policy()
 
     def draw_noise(self, obs: Tensor) -> Tensor:
         """Standard normal noise [B, A] for actions at these observations."""
@@ -239,9 +267,18 @@ class SAC(Algorithm):
         self.critic_optimizer.step(losses["critic_loss"])
         return {**losses, "alpha": alpha}, priorities
 
-    def actor_step(self, obs: Tensor, noise: Tensor, masks: Masks = None) -> dict[str, Tensor]:
-        """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
-        actions, logprobs = self.model.actor.sample(obs, noise, **self.learning)
+    def actor_step(
+        self, obs: Tensor, noise: Tensor, masks: Masks = None, next_obs: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18).
+
+        Batch statistics are those of `obs`, or with `next_obs` those of both.
+        """
+        if next_obs is None:
+            actions, logprobs = self.model.actor.sample(obs, noise, **self.learning)
+        else:
+            sampled = self.model.actor.sample(torch.cat([obs, next_obs]), noise.repeat(2, 1), **self.learning)
+            actions, logprobs = (half[: len(obs)] for half in sampled)
         outputs = self.model.critics(self.model.features(obs), actions, None, masks)
         losses = actor_loss(self.climbed(self.head.values(outputs)), logprobs, self.alpha)
         self.actor_optimizer.step(losses["actor_loss"])
@@ -249,9 +286,10 @@ class SAC(Algorithm):
             self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
         return losses
 
-    def actor_part(self, obs: Tensor) -> None:
+    def actor_part(self, batch: Batch) -> None:
         """Draw, take the steps of actor and temperature, and keep their metrics."""
-        losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, self.num_critics))
+        obs, next_obs = batch["obs"], batch["next_obs"] if self.one_pass and self.joint_forward == "both" else None
+        losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, self.num_critics), next_obs)
         torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
 
     def update_step(self, batch: Batch, with_actor: bool) -> tuple[dict[str, Any], Tensor]:
@@ -263,12 +301,12 @@ class SAC(Algorithm):
         if self.return_scale is not None:
             batch = {**batch, "rewards": batch["rewards"] / self.return_scale.divisor()}
         if with_actor and self.actor_first:
-            self.actor_part(obs)
+            self.actor_part(batch)
         noise, subset = self.draw_noise(obs), self.draw_subset()
         masks = self.draw_masks(obs, every), self.draw_masks(obs, self.critic_subset_size)
         metrics, priorities = self.critic_step(batch, noise, subset, masks)
         if with_actor and not self.actor_first:
-            self.actor_part(obs)
+            self.actor_part(batch)
         if self._target is not None:
             self._target.polyak_(self.tau)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))

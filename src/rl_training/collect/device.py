@@ -214,7 +214,7 @@ class DeviceStepCollector(DeviceCollector):
         arrays["obs"][0] = obs
         for t, (for_reset, for_step) in enumerate(zip(noise["resets"], noise["steps"], strict=True)):
             is_random = t * len(ages) < request.random
-            actions = self._act_randomly(request.hold) if is_random else self.actor.algorithm.act(obs).actions
+            actions = self._act_randomly(request.hold) if is_random else self._explore(obs)
             begun = env.reset(for_reset)
             after = advance(env, engine.limit, state, ages, self._map(actions), for_step, begun)
             state, ages, obs = after.state, after.ages, encode(spaces, after.obs)
@@ -228,6 +228,13 @@ class DeviceStepCollector(DeviceCollector):
         sums = self._sum_episodes(ages)
         engine.place(state, ages)
         return sums
+
+    def _explore(self, obs: Tensor) -> Tensor:
+        """Actions as the learner explores, with what it remembers."""
+        out, memory = self.actor.algorithm.act(obs, self.actor.memory), self.actor.memory
+        if memory is not None:
+            memory.copy_(out.carry)
+        return out.actions
 
     def _act_randomly(self, hold: float) -> Tensor:
         """Uniform actions [N, ...], each repeated for `hold` steps on average."""

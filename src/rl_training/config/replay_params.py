@@ -32,7 +32,7 @@ EPISODES, STEPS = 10, 5_000  # limits of random play
 UNKNOWN = (-10.0, 10.0)  # if random play earns no reward: the support of Bellemare et al. 2017
 ROOM_ABOVE, ROOM_BELOW = 3.0, 1.0  # ranges of random returns that learning may gain, or lose
 # Why a number cannot be scheduled: the end of a sentence.
-BY_BATCH = ("batch_renorm",)  # architectures whose networks normalize by the statistics of a batch
+BY_BATCH = ("batch_renorm", "unit_batch_norm")  # architectures whose networks normalize by the statistics of a batch
 DIVIDED_ONCE = "batches are divided once, when the run is built"
 REPLAY_MEMORY = (
     "Where observations are kept: host, device (also in GPU memory), or auto: device if batches are large and all "
@@ -307,7 +307,7 @@ class TemperatureParams(AlphaParams):
     target_entropy: float | None = Field(None, description="Of alpha auto; null: minus the count of action dimensions.")
 
 
-RESIDUAL = ("residual", "hypersphere")  # architectures of blocks of one width
+RESIDUAL = ("residual", "hypersphere", "unit_batch_norm")  # architectures of blocks of one width
 
 
 class CriticParams(StrictModel):
@@ -333,15 +333,18 @@ class CriticParams(StrictModel):
         Reason(("return_bound",), "the statistics of returns have it"),
     )
 
-    architecture: Literal["mlp", "batch_renorm", "residual", "hypersphere"] = Field(
+    architecture: Literal["mlp", "batch_renorm", "residual", "hypersphere", "unit_batch_norm"] = Field(
         "mlp",
         description="Layers of actor and critics: mlp; batch_renorm, an mlp with batch renormalization (CrossQ); "
         "residual, one block with LayerNorm for each hidden size (SimBa); hypersphere, the same with weights and "
-        "features of norm 1 (SimbaV2).",
+        "features of norm 1 (SimbaV2); unit_batch_norm, blocks with batch normalization and weights of norm 1 "
+        "(FlashSAC).",
     )
     target_networks: bool = Field(True, description="Value the next state by slowly moving copies of the critics.")
-    joint_forward: Literal["none", "critics"] = Field(
-        "none", description="Evaluate critics on state and next state in one pass, which batch statistics need."
+    joint_forward: Literal["none", "critics", "both"] = Field(
+        "none",
+        description="What learns by batch statistics of state and next state together, in one pass: critics, or both "
+        "critics and actor.",
     )
     num_critics: int = Field(2, ge=1, le=1_000, description="Number of critics, as one batched network.")
     critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
@@ -443,6 +446,9 @@ class SACParams(CriticParams, TemperatureParams, ActorCriticParams):
     backup_entropy: bool = Field(True, description="Include the entropy in the critics' targets, as SAC does.")
     learning_rate_decay: Literal["none", "linear", "cosine"] = Field(
         "none", description="How the learning rates fall to half of their values in the course of a run."
+    )
+    noise_repeat: int = Field(
+        1, ge=1, le=1_000, description="Most steps for which noise in actions is held, n steps with chance ~ 1 / n^2."
     )
     actor_first: bool = Field(False, description="Update actor and temperature before the critics, not after them.")
     observation_statistics: Literal["batches", "steps"] = Field(

@@ -1,4 +1,4 @@
-"""Bodies whose weights have unit norm: SimbaV2's, on the unit sphere.
+"""Bodies whose weights have norm 1: SimbaV2's, whose features are on the unit sphere too, and FlashSAC's.
 
 The optimizer of such a network calls `project_` of each layer after every step.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import activation_layer
 from rl_training.models.bodies import EXPANSION, Body, Shape, width_of_blocks
+from rl_training.models.normalization import UnitBatchNorm
 
 LEAST_NORM = 1e-8
 EXTRA_INPUT = 3.0  # keeps the size of an observation, which the norm would lose
@@ -111,4 +112,64 @@ class SphericalBody(Body):
         x = self.rows(x)
         x = unit(torch.cat([x, torch.full_like(x[..., :1], EXTRA_INPUT)], -1))
         outputs: Tensor = self.head(self.blocks(unit(self.scaler(self.embed(x)))))
+        return outputs
+
+
+class UnitRMSNorm(nn.Module):
+    """Rows divided by the root of their mean square, with scales of the squared sum D: [E, B, D] -> [E, B, D]."""
+
+    eps = 1e-6
+
+    def __init__(self, members: int, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(members, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each row by itself."""
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.scale
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Back to this sum."""
+        self.scale.copy_(unit(self.scale) * math.sqrt(self.scale.shape[-1]))
+
+
+class BatchNormBlock(nn.Module):
+    """x + f(BN(W2 f(BN(W1 x)))), four times as wide inside."""
+
+    def __init__(self, members: int, width: int, activation: str) -> None:
+        super().__init__()
+        inner = EXPANSION * width
+        self.widen, self.wide_norm = UnitLinear(members, width, inner), UnitBatchNorm(members, inner)
+        self.narrow, self.norm = UnitLinear(members, inner, width), UnitBatchNorm(members, width)
+        self.activation = activation_layer(activation)
+
+    def forward(self, x: Tensor, by_batch: bool = False) -> Tensor:
+        """[E, B, D] -> [E, B, D]."""
+        inside = self.activation(self.wide_norm(self.widen(x), by_batch))
+        change: Tensor = self.activation(self.norm(self.narrow(inside), by_batch))
+        return x + change
+
+
+class BatchNormBody(Body):
+    """Batch normalization with unit weights, as in FlashSAC; a residual block for each hidden size."""
+
+    by_batch = bounds_log_std = True
+
+    def __init__(self, num_members: int, shape: Shape) -> None:
+        super().__init__(num_members, shape)
+        sizes, width = shape.hidden_sizes, width_of_blocks(shape.hidden_sizes, self.inputs)
+        self.input_norm = UnitBatchNorm(num_members, self.inputs)
+        self.embed = UnitLinear(num_members, self.inputs, width)
+        self.blocks = nn.ModuleList(BatchNormBlock(num_members, width, shape.activation) for _ in sizes)
+        self.norm = UnitRMSNorm(num_members, width)
+        self.head = UnitLinear(num_members, width, shape.outputs)
+        self.bias = nn.Parameter(torch.zeros(num_members, 1, shape.outputs))
+
+    def forward(self, x: Tensor, by_batch: bool = False) -> Tensor:
+        """Outputs, from running statistics, or `by_batch` from those of these rows."""
+        x = self.embed(self.input_norm(self.rows(x), by_batch))
+        for block in self.blocks:
+            x = block(x, by_batch)
+        outputs: Tensor = self.head(self.norm(x)) + self.bias
         return outputs

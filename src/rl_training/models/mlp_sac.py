@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from rl_training.models.blocks import ActorAndCritics, ObservationNetwork, mlp
 from rl_training.models.bodies import BatchRenormBody, Body, BodyCritics, ResidualBody, Shape
-from rl_training.models.hypersphere import SphericalBody
+from rl_training.models.hypersphere import BatchNormBody, SphericalBody
 from rl_training.ops.policy import tanh_log_det
 from rl_training.speed.passes import Array, NumpyPolicy
 
 LOG_STD_RANGE = (-20.0, 2.0)
 TANH_LOG_STD_RANGE = (-10.0, 2.0)  # of SimBa and its successors: a raw 0 is -4
 BODIES: dict[str, type[Body]] = {  # by architecture; "mlp" has none
-    "batch_renorm": BatchRenormBody, "residual": ResidualBody, "hypersphere": SphericalBody
+    "batch_renorm": BatchRenormBody, "residual": ResidualBody, "hypersphere": SphericalBody,
+    "unit_batch_norm": BatchNormBody,
 }  # fmt: skip
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
