@@ -171,7 +171,10 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class ActOutput:
-    """Actions [N, ...], the values stored with them (logprobs, values, ...), and recurrent state."""
+    """Actions [N, ...], the values stored with them (logprobs, values, ...), and recurrent state [N, S].
+
+    The state after the observation is in `extras` too, as "states", if experience stores it (`Facts.state_size`).
+    """
 
     actions: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)

@@ -172,6 +172,11 @@ class SAC(Algorithm):
         """The temperature, fixed or tuned."""
         return self.numbers["alpha"] if self.log_alpha is None else self.log_alpha.detach().exp()
 
+    @property
+    def next_critics(self) -> Any:
+        """The critics that value the next state."""
+        return self.model.critics if self._target is None else self.target_critics
+
     def acting(self) -> nn.Module:
         """The actor."""
         actor: nn.Module = self.model.actor
@@ -231,8 +236,7 @@ class SAC(Algorithm):
         self, batch: Batch, next_actions: Tensor, subset: Tensor | None, masks: tuple[Masks, Masks]
     ) -> tuple[Tensor, Tensor]:
         """What the critics predict at (s, a), and the target critics in the subset at (s', a')."""
-        model, (live, target), mode = self.model, masks, self.learning
-        critics = model.critics if self._target is None else self.target_critics
+        model, (live, target), mode, critics = self.model, masks, self.learning, self.next_critics
         now, later = (model.features(batch["obs"]), batch["actions"]), (model.features(batch["next_obs"]), next_actions)
         if not self.one_pass:
             with torch.no_grad():
@@ -253,7 +257,7 @@ class SAC(Algorithm):
         """Take one gradient step on the soft Bellman error (eq. 5 and 6); return metrics and priorities [B]."""
         alpha = self.alpha
         with torch.no_grad():
-            next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
+            next_actions, next_logprobs = self.next_actions(batch, noise)
         outputs, next_outputs = self.critic_outputs(batch, next_actions, subset, masks)
 
         def backup(next_values: Tensor) -> Tensor:
@@ -264,8 +268,18 @@ class SAC(Algorithm):
         with torch.no_grad():
             targets = self.head.targets(next_outputs, backup)
         losses, priorities = self.head.losses(outputs, targets, batch.get("weights"))
+        losses = self.add_penalty(losses, outputs, batch)
         self.critic_optimizer.step(losses["critic_loss"])
         return {**losses, "alpha": alpha}, priorities
+
+    def next_actions(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The actions [B, A] at s' of the targets, and their log-probabilities [B]."""
+        sampled: tuple[Tensor, Tensor] = self.model.actor.sample(batch["next_obs"], noise)
+        return sampled
+
+    def add_penalty(self, losses: dict[str, Tensor], outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """For subclasses: losses whose `critic_loss` includes a penalty, given the critics' outputs at (s, a)."""
+        return losses
 
     def actor_step(
         self, obs: Tensor, noise: Tensor, masks: Masks = None, next_obs: Tensor | None = None

@@ -221,26 +221,17 @@ class LocalCollector(Collector):
         self._timed(stepper.start, "environment")()
         if experience.valid is not None:
             experience.valid.fill(True)
-        all_obs, all_actions, all_masks, logprobs = (
-            experience.obs, experience.actions, experience.masks, experience.logprobs
-        )  # fmt: skip
+        all_obs, all_actions, all_masks = experience.obs, experience.actions, experience.masks
         rewards, terminated, truncated = experience.rewards, experience.terminated, experience.truncated
+        if experience.states is not None:
+            experience.states[0] = actor.memory.cpu()
         count, t, taken = stepper.num_envs, 0, 0
-        extras: dict[str, Array]
         while t < request.steps or taken < request.transitions:
-            obs, masks = stepper.obs, stepper.masks
-            all_obs[t] = obs
+            all_obs[t] = stepper.obs
             if all_masks is not None:
-                all_masks[t] = masks
-            if taken < request.random:
-                actions, extras = actor.act_randomly(count, masks, request.hold), {}
-            else:
-                actions, extras = act(obs, masks, stepper.is_first)
+                all_masks[t] = stepper.masks
+            actions = self._choose(act, experience, t, request, is_random=taken < request.random)
             all_actions[t] = actions
-            if extras and logprobs is not None:
-                logprobs[t] = extras["logprobs"]
-                experience.values[t] = extras["values"]  # type: ignore[index]  # they come together
-                experience.has_values = True
             result, ended = step(actions)
             rewards[t] = result.rewards
             terminated[t] = result.terminated
@@ -258,8 +249,27 @@ class LocalCollector(Collector):
         experience.obs[t] = stepper.obs
         if experience.masks is not None:
             experience.masks[t] = stepper.masks
+        if experience.starts is not None:
+            experience.starts[t] = stepper.is_first
         experience.steps, experience.transitions = t, taken
         self._timed(actor.add_logprobs, "act")(experience)
+
+    def _choose(self, act: Any, experience: Experience, t: int, request: Request, *, is_random: bool) -> Array:
+        """The actions of row t; writes what the policy found with them."""
+        stepper, states, starts = self.stepper, experience.states, experience.starts
+        if is_random and states is None:
+            return self.actor.act_randomly(stepper.num_envs, stepper.masks, request.hold)
+        extras: dict[str, Array]
+        actions, extras = act(stepper.obs, stepper.masks, stepper.is_first)
+        if states is not None and starts is not None:
+            starts[t], states[t + 1] = stepper.is_first, extras.pop("states")
+        if is_random:  # a memory reads every observation
+            return self.actor.act_randomly(stepper.num_envs, stepper.masks, request.hold)
+        if extras and experience.logprobs is not None and experience.values is not None:
+            experience.logprobs[t], experience.values[t] = extras["logprobs"], extras["values"]
+            experience.has_values = True
+        chosen: Array = actions
+        return chosen
 
     @staticmethod
     def _keep_finals(experience: Experience, t: int, result: Step) -> None:

@@ -179,13 +179,39 @@ class ObservationNorm(nn.Module):
         return lambda obs, rng: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)
 
 
+class DatasetNorm(ObservationNorm):
+    """Mean and deviation of recorded observations, set once: (obs - mean) / (deviation + 0.001), as in TD3+BC."""
+
+    @torch.no_grad()
+    def fit(self, obs: Tensor) -> None:
+        """Take the statistics of these rows [M, D]."""
+        super().update(obs)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[B, D] -> [B, D], about unit scale."""
+        return (obs - self.mean) / (self.var.sqrt() + 1e-3)
+
+    def update(self, obs: Tensor) -> None:
+        """Nothing: the statistics are those of the recorded data."""
+
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy."""
+        if not self.mean.is_cpu:
+            return None
+        mean, var = self.mean.numpy(), self.var.numpy()
+        return lambda obs, rng: (obs - mean) / (np.sqrt(var) + np.float32(1e-3))
+
+
 class ObservationInput(nn.Module):
     """Converts raw observations for the first layer: floats, images divided by their scale, normalized on request."""
 
-    def __init__(self, *, image_scale: float | None = None, normalize_size: int | None = None) -> None:
+    def __init__(
+        self, *, image_scale: float | None = None, normalize_size: int | None = None,
+        norm: type[ObservationNorm] = ObservationNorm,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.image_scale = image_scale
-        self.norm = ObservationNorm(normalize_size) if normalize_size else None
+        self.norm = norm(normalize_size) if normalize_size else None
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, ...] in its own dtype -> float32."""
@@ -199,13 +225,18 @@ class ObservationInput(nn.Module):
         if self.norm is None:
             return
         if valid is None:
-            self.norm.update(self.vector(obs))
+            self.norm.update(self.vectors(obs))
         else:
-            self.norm.update_where(self.vector(obs), valid)
+            self.norm.update_where(self.vectors(obs), valid)
 
-    def vector(self, obs: Tensor) -> Tensor:
-        """The part of observations that is normalized, as floats."""
+    def vectors(self, obs: Tensor) -> Tensor:
+        """The part of raw observations that is normalized, as floats."""
         return obs.float()
+
+    def fit(self, obs: Tensor) -> None:
+        """Take the statistics of recorded observations, if they are used."""
+        if isinstance(self.norm, DatasetNorm):
+            self.norm.fit(self.vectors(obs))
 
     def numpy_step(self) -> NumpyStep | None:
         """The same in numpy; None for images."""
@@ -222,9 +253,10 @@ class MixedInput(ObservationInput):
     """
 
     def __init__(
-        self, shapes: Sequence[Sequence[int]], scales: Sequence[float], vector_size: int, *, normalize: bool
-    ) -> None:
-        super().__init__(normalize_size=vector_size if normalize else None)
+        self, shapes: Sequence[Sequence[int]], scales: Sequence[float], vector_size: int, *, normalize: bool,
+        norm: type[ObservationNorm] = ObservationNorm,
+    ) -> None:  # fmt: skip
+        super().__init__(normalize_size=vector_size if normalize else None, norm=norm)
         every = [torch.full((math.prod(shape),), scale) for shape, scale in zip(shapes, scales, strict=True)]
         self.scales = nn.Buffer(torch.cat(every), persistent=False)
 
@@ -240,8 +272,8 @@ class MixedInput(ObservationInput):
         pixels, vector = self.split(obs)
         return torch.cat([pixels / self.scales, vector if self.norm is None else self.norm(vector)], -1)
 
-    def vector(self, obs: Tensor) -> Tensor:
-        """The vectors."""
+    def vectors(self, obs: Tensor) -> Tensor:
+        """The vectors, without the images."""
         return self.split(obs)[1]
 
     def numpy_step(self) -> NumpyStep | None:

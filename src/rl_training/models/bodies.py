@@ -167,6 +167,8 @@ def width_of_blocks(hidden_sizes: Sequence[int], inputs: int) -> int:
 class BodyCritics(nn.Module):
     """E critics with a body: (features [B, F], actions [B, A]) -> [E, B], or [E, B, outputs] for several outputs."""
 
+    dropout = 0.0
+
     def __init__(
         self, *, body: type[Body], num_critics: int, encoder: nn.Module | None = None, outputs: int = 1, **shape: Any
     ) -> None:
