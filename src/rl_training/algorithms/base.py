@@ -268,6 +268,10 @@ class Algorithm(nn.Module):
         """Initial recurrent state of `n` environments; None for a policy without memory."""
         return None
 
+    def exploring_carry(self, n: int) -> Carry:
+        """What acting in `n` environments remembers while it explores: the recurrent state, unless there is more."""
+        return self.initial_carry(n)
+
     # what is shared --------------------------------------------------------------------------------------------
 
     def act_in_training(self, obs: Tensor, carry: Carry = None, **given: Any) -> ActOutput:
@@ -304,7 +308,9 @@ class Algorithm(nn.Module):
         """The declared settings and numbers that have a default, by name: arguments of the constructor."""
         return {name: value for name, value in declared(cls) if value.default is not NO_DEFAULT}
 
-    def make_optimizer(self, name: str, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:
+    def make_optimizer(
+        self, name: str, parameters: nn.Module | Iterable[nn.Parameter], **options: Any
+    ) -> Optimizer:
         """Make an optimizer that is part of `state_dict`, under `name`, which error messages use too.
 
         Its learning rate is that of its name (`critic_learning_rate` for "critic_optimizer") if the learner has one

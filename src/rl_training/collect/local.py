@@ -33,7 +33,7 @@ class Behaviour:
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
         self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
         self.device = algorithm.device
-        self.memory = algorithm.initial_carry(num_envs)
+        self.memory = algorithm.exploring_carry(num_envs)
         self.held: Array | None = None  # the last random actions
         self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
 

@@ -14,8 +14,8 @@ import gymnasium
 import numpy as np
 import torch
 
-from rl_training.algorithms.actor_critic import RewardScale
 from rl_training.algorithms.base import Algorithm, defines_explore
+from rl_training.algorithms.reward_scale import RunningReturns
 from rl_training.collect.device import DeviceCollector, DeviceStepCollector, SimulatorCollector
 from rl_training.collect.local import Behaviour, Collector, LocalCollector
 from rl_training.collect.worker_collector import FirstComers, WorkerCollector
@@ -114,7 +114,7 @@ class Session(Plan):
     def forget_returns(self) -> None:
         """Drop the learner's running return of each environment."""
         for part in self.algorithm.modules():
-            if isinstance(part, RewardScale):
+            if isinstance(part, RunningReturns):
                 part.forget_episodes()
 
     def close(self) -> None:
