@@ -58,7 +58,7 @@ USED_WITH = {
 # In the environment of `tiny`, whatever the other settings are.
 NEVER_USED = {
     "trpo": {"ent_coef", "vf_coef"}, "bc": {"gamma"}, "rlpd": set(PRIORITIES), "mbpo": set(PRIORITIES),
-    "a2c": {"refresh_memory"}, **dict.fromkeys(("impala", "appo"), {"sequence_length", "refresh_memory"}),
+    "a2c": {"refresh_memory"}, **{name: {"sequence_length", "refresh_memory"} for name in ("impala", "appo")},
     "gail": {"memory_size", "memory_layers", "sequence_length", "refresh_memory"},
 }  # fmt: skip
 # What a run refuses in a sentence, because of other settings.
