@@ -55,9 +55,10 @@ class Memory(nn.Module):
         """Zeros [count, S]."""
         return next(self.parameters()).new_zeros(count, self.state_size)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # unrolled over the steps, it would take minutes
     def forward(self, x: Tensor, recall: Recall) -> Tensor:
         """Outputs [T, N, size] for inputs [T, N, D]: those of `follow`, faster on a CPU."""
-        if not x.is_cpu or torch.compiler.is_compiling():
+        if not x.is_cpu:
             return self.follow(x, recall)[0]
         if self.parts > 1:
             return self._read_segments(x, recall)
