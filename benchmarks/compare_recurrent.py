@@ -29,9 +29,9 @@ ENV, ENVS, STEPS, EPOCHS, MINIBATCHES, SIZE, HIDDEN = "CartPole-v1", 8, 128, 4, 
 GAMMA, LAMBDA, RATE, CLIP, VALUE_WEIGHT, LONGEST = 0.99, 0.95, 3e-4, 0.2, 0.5, 0.5
 PROBE_STEPS = 2 * ENVS * STEPS
 SPEEDS = (
-    Comparison("contrib", "PPO, LSTM of 128, against RecurrentPPO", "lstm", "contrib", 32_768, 8_192, 3.0, "contrib"),
-    Comparison("clean", "the same, against a CleanRL-style loop", "lstm", "clean", 32_768, 8_192, 3.0, "clean"),
-    Comparison("contrib_gru", "PPO, GRU of 128, against RecurrentPPO", "gru", "contrib", 32_768, 8_192, 3.0, "contrib"),
+    Comparison("contrib", "PPO, LSTM of 128, against RecurrentPPO", "lstm", "contrib", 16_384, 4_096, 3.0, "contrib"),
+    Comparison("clean", "the same, against a CleanRL-style loop", "lstm", "clean", 16_384, 4_096, 3.0, "clean"),
+    Comparison("contrib_gru", "PPO, GRU of 128, against RecurrentPPO", "gru", "contrib", 16_384, 4_096, 3.0, "contrib"),
 )
 
 
