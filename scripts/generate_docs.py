@@ -408,13 +408,14 @@ def render_stubs(specs: Sequence[AlgorithmSpec]) -> dict[Path, str]:
     def all_of(names: Iterable[str]) -> str:
         return "\n__all__ = [\n" + "".join(f'    "{name}",\n' for name in sorted(names)) + "]\n"
 
-    top = [*plain, "__version__", *classes, *(f"{name}Algorithm" for name in classes)]
+    frames = "from rl_training.tools.frames import load_runs as load_runs\n"
+    top = [*plain, "load_runs", "__version__", *classes, *(f"{name}Algorithm" for name in classes)]
     register = "(spec: AlgorithmSpec | type[Any], *, like: str | None = None) -> type[ManagedAlgorithm]: ...\n"
     made = map(render_class, sorted(specs, key=lambda spec: spec.class_name))
     bodies = "".join([STUB_IMPORTS, managed, f"\ndef register{register}", *made])
     return {
         PACKAGE / "__init__.pyi": (
-            f"{STUB_HEADER}{learners}{exports}{managed}{terminated}{others}\n__version__: str\n{all_of(top)}"
+            f"{STUB_HEADER}{learners}{exports}{managed}{terminated}{others}{frames}\n__version__: str\n{all_of(top)}"
         ),
         PACKAGE / "api" / "__init__.pyi": (
             f"{STUB_HEADER}{exports}{managed}{terminated}{others}{all_of([*plain, *classes])}"

@@ -43,7 +43,7 @@ def test_each_sample_s_action_gradient_is_clipped_before_it_reaches_the_actor(ma
     shortened = rows * (clip / lengths).clamp(max=1.0)
     wanted = torch.autograd.grad(actions, parameters, shortened / len(rows))  # up the value, so plus
     expected = [p.detach() + g for p, g in zip(parameters, wanted, strict=True)]
-    learner.actor_step(batch["obs"])
+    learner.actor_step(batch["obs"], batch["actions"])
     for one, other in zip(parameters, expected, strict=True):
         torch.testing.assert_close(one.detach(), other)
 

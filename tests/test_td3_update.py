@@ -65,13 +65,14 @@ def test_target_is_the_smaller_critic_at_the_smoothed_and_clipped_action() -> No
     learner, next_obs = make(), make_batch()["next_obs"]
     noise = torch.full((8, 2), 5.0)
     values = learner.target_network.ensemble_values(next_obs, torch.ones(8, 2))  # mu + 5 is clipped to 1
-    torch.testing.assert_close(learner.target_values(next_obs, noise), torch.minimum(values[0], values[1]))
+    found = learner.target_values({"next_obs": next_obs}, noise)
+    torch.testing.assert_close(found, torch.minimum(values[0], values[1]))
     assert not torch.equal(values[0], values[1])
 
 
 def test_only_termination_stops_bootstrapping() -> None:
     def next_value(learner: TD3, obs: Tensor) -> Tensor:
-        return learner.target_values(obs, torch.zeros(8, 2))
+        return learner.target_values({"next_obs": obs}, torch.zeros(8, 2))
 
     assert_only_termination_stops_bootstrapping(lambda: make(policy_noise=0.0), next_value)
 

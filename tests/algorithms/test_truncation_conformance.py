@@ -34,6 +34,7 @@ QUICK_REPLAY: dict[str, Any] = QUICK | {
     "target_update_interval": 10, "tau": 0.05, "v_min": 0.0, "v_max": 20.0, "num_quantiles": 8,
     "critic_hidden_sizes": [16], "dataset_size": 50,
     "gradient_updates_per_step": 1, "actor_update_interval": 1, "num_critics": 2, "offline_batch_ratio": 0.0,
+    "offline_updates": 0, "num_proposals": 1,
     "dataset_kind": "random", "model_hidden_sizes": [16], "num_ensembles": 2, "num_elites": 2, "model_updates": 200,
     "model_learning_rate": 0.01, "rollout_batch_size": 250, "rollout_refresh_interval": 250, "penalty_coef": 0.0,
 }  # fmt: skip
@@ -93,7 +94,8 @@ def values_after_training(spec: AlgorithmSpec, folder: Path) -> list[Any]:
 CASES = [spec for spec in list_algorithm_specs() if spec.lane not in WITHOUT_ENVIRONMENT_REWARD]
 APART = {"dreamer", "mopo"}
 LONG = APART | {  # one of each family stays in the quick run; test_dreamer_update.py has the continue head's targets
-    "d4pg", "ddpg", "droq", "dueling_dqn", "fqf", "iqn", "mbpo", "noisy_dqn", "rainbow_dqn", "redq", "rlpd", "tqc",
+    "awac", "cql", "d4pg", "ddpg", "droq", "dueling_dqn", "fqf", "iqn", "mbpo", "noisy_dqn", "rainbow_dqn", "rebrac",
+    "redq", "rlpd", "td3_bc", "tqc",
 }  # fmt: skip
 BRIEF = [pytest.param(s, id=s.name, marks=[pytest.mark.slow] if s.name in LONG else []) for s in CASES]
 

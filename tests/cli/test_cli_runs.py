@@ -6,6 +6,8 @@ import io
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import rl_training
 from resume_cases import StopAt, rows_of, tiny
+from rl_training.cli.grid import read_grid
 from rl_training.cli.main import app
 from rl_training.cli.report import format_age, summarize_runs
 from rl_training.cli.screen import print_seeds
@@ -117,9 +121,64 @@ def test_an_interval_of_few_seeds_beyond_what_was_seen_says_so() -> None:
     assert "(Student's t)" in many
 
 
+# ---- a grid ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        ("gamma=0.9,0.99", [["0.9"], ["0.99"]]),
+        ("hidden_sizes=[8],[16,16]", [["[8]"], ["[16,16]"]]),
+        ("env_kwargs={a: 1, b: 2},{a: 3}", [["{a: 1, b: 2}"], ["{a: 3}"]]),
+    ],
+)
+def test_values_of_a_grid_are_between_commas_outside_lists(setting: str, values: list[list[str]]) -> None:
+    fixed, combinations = read_grid([setting, "num_steps=8", "optimizer=adam"])
+    assert fixed == ["num_steps=8", "optimizer=adam"]
+    assert [list(one.values()) for one in combinations] == values
+
+
+def test_a_grid_runs_every_combination_on_every_seed_and_ends_with_one_table() -> None:
+    result = invoke("train", *TINY, "--grid", "--set", "gamma=0.9,0.99", "--set", "hidden_sizes=[8],[4,4]", "--seeds",
+                    "1,2", "--name", "mine")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "4 combinations of gamma x hidden_sizes, 2 seeds each, 8 runs in runs/mine" in result.stdout
+    folders = sorted(path.name for path in Path("runs/mine").iterdir())
+    assert len(folders) == 8
+    assert folders[0] == "gamma-0.9-hidden_sizes-4-4-s1"
+    table = [line.split() for line in result.stdout.splitlines() if re.match(r"0\.99? ", line)]
+    assert sorted(row[:3] for row in table) == [["0.9", "[4,4]", "2"], ["0.9", "[8]", "2"], ["0.99", "[4,4]", "2"],
+                                                ["0.99", "[8]", "2"]]  # fmt: skip
+    means = [float(row[3]) for row in table]
+    assert means == sorted(means, reverse=True)
+    frame = rl_training.load_runs("runs/mine")
+    ended = frame[frame.kind == "eval"].groupby(["config.gamma", "config.hidden_sizes", "seed"])["return"].last()
+    assert means[0] == pytest.approx(ended.groupby(level=[0, 1]).mean().max(), abs=0.06)
+    assert "rl-training compare runs/mine --by gamma,hidden_sizes" in result.stdout
+    assert invoke("compare", "runs/mine", "--by", "gamma,hidden_sizes").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_grid_side_by_side_continues_what_is_missing() -> None:
+    words = ["train", *TINY, "--grid", "--set", "gamma=0.9,0.99", "--jobs", "2", "--name", "mine", "--continue"]
+    first = invoke(*words)
+    assert first.exit_code == 0, first.output
+    assert "gamma=0.99, seed 0: done" in first.stdout
+    kept = rows_of(Path("runs/mine/gamma-0.9-s0"))
+    shutil.rmtree("runs/mine/gamma-0.99-s0")
+    assert invoke(*words).exit_code == 0
+    assert rows_of(Path("runs/mine/gamma-0.9-s0")) == kept
+    assert Path("runs/mine/gamma-0.99-s0").is_dir()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--grid"], "--grid needs a setting with several values, such as --set learning_rate=1e-3,3e-4"),
+        (["--grid", "--set", "gamma=0.9,0.9"], "each value of a grid may be given only once"),
+        (["--grid", "--set", "gamma=0.9,"], "and none is empty"),
+        (["--grid", "--set", "gamma=0.9,high"], "gamma is 'high'; it should be a number"),
+        (["--set", "gamma=0.9,0.99"], "it should be a number. To try each of them, add --grid."),
         (["--jobs", "2"], "--jobs is 2, but there is one run; give several --seeds"),
         (["--seeds", "1,2", "--jobs", "0"], "--jobs is '0'"),
         (["--name", "a/b"], "name is 'a/b'; it must be a word of letters"),

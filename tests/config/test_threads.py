@@ -57,10 +57,15 @@ def test_a_run_leaves_torch_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
     def set_all(*_: Any, **__: Any) -> Any:
         torch.set_num_threads(before[0] + 1)
         torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.deterministic = True
         raise UserError("enough")
 
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    def read_all() -> tuple[Any, ...]:
+        return torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.deterministic
+
+    before = read_all()
     monkeypatch.setattr("rl_training.run.workflows.open_session", set_all)
     with pytest.raises(UserError, match="enough"):
         train(tiny("ppo", tmp_path), console=False)
-    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
+    assert read_all() == before
+    assert not before[2]

@@ -57,7 +57,8 @@ USED_WITH = {
 }  # fmt: skip
 # In the environment of `tiny`, whatever the other settings are.
 NEVER_USED = {
-    "trpo": {"ent_coef", "vf_coef"}, "bc": {"gamma"}, "rlpd": set(PRIORITIES), "mbpo": set(PRIORITIES),
+    "trpo": {"ent_coef", "vf_coef"}, "bc": {"gamma"},
+    **{name: set(PRIORITIES) for name in ("rlpd", "mbpo", "td3_bc", "rebrac", "awac", "iql", "cql")},
     "a2c": {"refresh_memory"}, **{name: {"sequence_length", "refresh_memory"} for name in ("impala", "appo")},
     "gail": {"memory_size", "memory_layers", "sequence_length", "refresh_memory"},
 }  # fmt: skip
@@ -65,7 +66,7 @@ NEVER_USED = {
 REFUSED = {
     "epsilon_ladder", "network", "critic_obs", "n_step", "prioritized", "dataset_kind", "dataset_path", "dataset_id",
     "expert_dataset_kind", "expert_dataset_path", "expert_dataset_id", "expert_checkpoint", "augmentation",
-    "memory",
+    "memory", "critic_dropout", "her_ratio",
 }  # fmt: skip
 
 

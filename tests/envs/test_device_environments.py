@@ -689,7 +689,7 @@ def test_the_functions_are_tested_again_on_another_device(
     recipe = read_recipe("walk", {}, Walk)
     spaces = probe_spaces(recipe)
     monkeypatch.setattr(device_checks, "check_functions", lambda env, env_id, device: tested.append(device))
-    monkeypatch.setattr("rl_training.envs.device.DeviceEngine", lambda *given: given[-1])  # there may be no such GPU
+    monkeypatch.setattr("rl_training.envs.device.DeviceEngine", lambda *given: given[5])  # there may be no such GPU
     assert make_engine(recipe, spaces, 2, 0, "device", device=device) == device
     assert tested == again
 
@@ -788,6 +788,39 @@ def test_every_algorithm_resumes_exactly(algo: str, tmp_path: Path) -> None:
     parts = stop_and_resume(tiny(algo, tmp_path / "parts", **given), 70)
     assert math.isfinite(whole.metrics["eval_return_mean"])
     assert_same_run(whole, parts)
+
+
+AGED: dict[str, Any] = {"simulator": {"random_ages": True}}
+
+
+def test_random_ages_spread_the_first_time_outs() -> None:
+    first, again, other = (open_engine("Pendulum-v1", 64, seed, max_episode_steps=40, **AGED) for seed in (0, 0, 1))
+    for engine in (first, again, other):
+        engine.reset()
+    assert len(first.ages.unique()) > 20
+    assert first.ages.max() < 40
+    assert torch.equal(first.ages, again.ages), "drawn with the run's seed"
+    assert not torch.equal(first.ages, other.ages)
+    ends = [first.step(np.zeros((64, 1), np.float32)).truncated for _ in range(80)]
+    assert np.array_equal(np.sum(ends, 0), np.full(64, 2)), "later episodes have the whole limit"
+    assert max(np.sum(row) for row in ends) < 10
+
+
+def test_a_run_with_random_ages_resumes_exactly(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"vectorization": "device", "num_envs": 4, "total_timesteps": 160, "env_kwargs": AGED}
+    whole = train(tiny("ppo", tmp_path / "whole", **given), console=False)
+    assert_same_run(whole, stop_and_resume(tiny("ppo", tmp_path / "parts", **given), 70))
+
+
+def test_random_ages_need_a_time_limit() -> None:
+    with pytest.raises(UserError, match=r"random_ages is true, but mine has no time limit; set env_kwargs.max_epi"):
+        open_engine(Endless, 4, **AGED)
+
+
+class Endless(Walk):
+    """No time limit."""
+
+    max_episode_steps = None
 
 
 def test_a_policy_that_lags_resumes_exactly(tmp_path: Path) -> None:

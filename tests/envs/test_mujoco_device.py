@@ -14,6 +14,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from resume_cases import assert_same_run, stop_and_resume, tiny
 from rl_training import PPO
@@ -159,6 +161,57 @@ def test_a_target_is_never_where_gymnasium_would_not_put_it(name: str) -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     config = tiny("ppo", tmp_path, env_id=f"{name}-v5", vectorization="device", num_envs=4, total_timesteps=192)
     assert_same_run(train(config, console=False), stop_and_resume(config, 96))
+
+
+class StillWorlds:
+    """Worlds that do not move, in place of kernels."""
+
+    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+        self.shapes = shapes
+
+    def place(self, state: State) -> State:
+        qpos = state["qpos"]
+        return state | {name: qpos.new_zeros(len(qpos), *shape) for name, shape in self.shapes.items()}
+
+    def step(self, state: State, ctrl: Tensor, times: int) -> State:
+        return self.place(state)
+
+
+class CopiesToDevice(TorchDispatchMode):
+    """Counts the copies between the memories of the host and of a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        self.count += len({x.device.type for x in tensors}) > 1 and function.overloadpacket.__name__ in COPIES
+        return result
+
+
+COPIES = ("_to_copy", "copy_", "_copy_from")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_the_first_step_nothing_is_copied_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph cannot hold such a copy. Torch's "meta" stands for the GPU."""
+    _, task = open_task(name, "mujoco")
+    real = task.reset(torch.rand(1, task.reset_noise))
+    worlds = StillWorlds({field: real[field].shape[1:] for field in task.fields})
+    monkeypatch.setattr(task, "worlds", lambda count, device: worlds)
+
+    def turn() -> None:
+        state = task.reset(torch.empty(4, task.reset_noise, device="meta"))
+        actions = torch.empty(4, *task.action_space.shape, device="meta")
+        state, rewards, ends = task.step(state, actions, actions.new_empty(4, 0))
+        assert {part.device.type for part in (task.observe(state), rewards, ends)} == {"meta"}
+
+    with CopiesToDevice() as copies:
+        turn()
+        first = copies.count
+        turn()
+    assert copies.count == first
+    assert first == (2 if name == "Humanoid" else 1), "the constants"
 
 
 def test_evaluation_plays_gymnasiums_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,8 +358,12 @@ def test_what_does_not_fit_is_refused_in_a_sentence(make: Any, fields: dict[str,
 
 
 def test_settings_of_a_simulator_are_for_simulators() -> None:
+    given: dict[str, Any] = {"env_id": "Pendulum-v1", "env_kwargs": {"simulator": {"random_ages": True}}}
     with pytest.raises(UserError, match=r"env_kwargs.simulator is for a Simulator .*, which Pendulum-v1 is not"):
-        open_session(tiny("ppo", Path("unused"), env_id="Pendulum-v1", env_kwargs={"simulator": {"random_ages": True}}))
+        open_session(tiny("ppo", Path("unused"), **given))
+    given |= {"vectorization": "device", "env_kwargs": {"simulator": {"random_ages": True, "eval_rows": 2}}}
+    with pytest.raises(UserError, match="with vectorization 'device' only random_ages may be given"):
+        open_session(tiny("ppo", Path("unused"), **given))
 
 
 def test_an_exception_in_a_simulator_names_it() -> None:

@@ -125,7 +125,7 @@ def test_an_actor_at_a_bound_in_all_states_comes_back(algo: str, monkeypatch: py
     assert torch.equal(actor(BATCH["obs"]), torch.ones(4, 1))
     monkeypatch.setattr(learner.model, "q_values", lambda obs, actions: -(actions + 0.5).square().sum(-1))
     for _ in range(200):
-        learner.actor_step(BATCH["obs"])
+        learner.actor_step(BATCH["obs"], BATCH["actions"])
     torch.testing.assert_close(actor(BATCH["obs"]), torch.full((4, 1), -0.5), atol=0.2, rtol=0.0)
 
 
@@ -207,7 +207,7 @@ def test_both_losses_see_the_shifted_images(algo: str, monkeypatch: pytest.Monke
     critic_step, actor_step = learner.critic_step, learner.actor_step
     monkeypatch.setattr(learner, "augment", lambda batch: shifted)
     monkeypatch.setattr(learner, "critic_step", lambda batch, noise: (seen.update(batch), critic_step(batch, noise))[1])
-    monkeypatch.setattr(learner, "actor_step", lambda obs: (seen.update(actor=obs), actor_step(obs))[1])
+    monkeypatch.setattr(learner, "actor_step", lambda obs, of: (seen.update(actor=obs), actor_step(obs, of))[1])
     for _ in range(2):
         learner.update(BATCH)
     assert seen["obs"] is seen["actor"] is shifted["obs"]

@@ -36,7 +36,7 @@ import compare_defaults as defaults  # noqa: E402
 
 GUIDES = ("README.md", *(f"docs/{name}.md" for name in (
     "index", "start", "your_environment", "continue", "offline", "dreamer", "from_sb3", "troubleshooting", "callbacks",
-    "change_a_loss",
+    "change_a_loss", "goals",
 )))  # fmt: skip
 FENCE = re.compile(r"^```(\w+)(?: title=\"(.+?)\")?\n(.*?)^```", re.M | re.S)
 OTHER_PROGRAMS = ("pip", "tensorboard", "make")

@@ -78,7 +78,7 @@ def tensors_of(algorithm: Algorithm) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("fake_graphs")
-@pytest.mark.parametrize("algo", BY_LEARNER)
+@pytest.mark.parametrize("algo", [*BY_LEARNER, "crossq", "simba"])
 def test_captured_steps_learn_what_plain_ones_learn(algo: str) -> None:
     plain, captured = (learn(algo, moves=False, accelerates=accelerates) for accelerates in (False, True))
     for name, tensor in tensors_of(plain).items():
@@ -403,16 +403,17 @@ def test_a_run_keeps_and_says_what_was_chosen_and_its_resume_takes_it(
     assert_same(*(load_checkpoint(result.checkpoint_path)["algorithm"] for result in (whole, resumed)))
 
 
-def test_the_precision_of_products_is_set_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_and_convolutions_are_set_for_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
     open_session(tiny("ppo", Path("unused"), matmul_precision="high")).close()
-    assert said == []
+    assert (said, torch.backends.cudnn.deterministic) == ([], False)
     monkeypatch.setattr("rl_training.run.build.build_algorithm", lambda *_, **__: pytest.fail("not so far"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(pytest.fail.Exception, match="not so far"):
         open_session(tiny("ppo", Path("unused"), matmul_precision="high", device="cuda"))
-    assert said == ["high"]
+    assert (said, torch.backends.cudnn.deterministic) == (["high"], True)
 
 
 def test_a_run_that_goes_on_on_another_device_chooses_again() -> None:

@@ -105,7 +105,7 @@ def assert_steps_touch_only_their_own_network(learner: DDPG) -> None:
     """The actor step leaves the critics alone, the critic step the actor."""
     batch = make_batch()
     actor, critics = tensors(learner.model.actor), tensors(learner.model.critics)
-    learner.actor_step(batch["obs"])
+    learner.actor_step(batch["obs"], batch["actions"])
     assert all(same(critics, learner.model.critics))
     assert not any(same(actor, learner.model.actor))
     actor = tensors(learner.model.actor)

@@ -32,7 +32,7 @@ TINY = {
     "dataset_kind": "random", "model_hidden_sizes": [8], "num_ensembles": 3, "num_elites": 2, "model_batch_size": 16,
     "model_updates": 6, "model_train_frequency": 40, "rollout_batch_size": 20, "rollout_refresh_interval": 7,
     "synthetic_buffer_capacity": 100, "size": "xxs", "num_bins": 15, "sequence_length": 8, "train_ratio": 16,
-    "imagination_horizon": 3, "critic_hidden_sizes": [8],
+    "imagination_horizon": 3, "critic_hidden_sizes": [8], "offline_updates": 2, "num_proposals": 2,
 }  # fmt: skip
 
 

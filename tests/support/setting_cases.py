@@ -20,6 +20,7 @@ PLAIN: dict[str, Any] = {
     "num_steps": 16, "minibatch_size": 16, "train_frequency": 2, "target_update_interval": 2, "learning_rate": 0.01,
     "batch_size": 16, "sequence_length": 4, "train_ratio": 8, "num_bins": 11, "imagination_horizon": 2,
     "model_updates": 3, "line_search_steps": 10, "offline_pretrain_updates": 0, "v_min": -20.0, "v_max": 20.0,
+    "offline_updates": 2,
 }  # fmt: skip
 OTHER: dict[str, Any] = {  # another value than the default, of a setting with that name or, for learning rates, ending
     "gamma": 0.5, "tau": 0.37, "learning_rate": 0.013, "gae_lambda": 0.3, "optimizer_eps": 0.05, "max_grad_norm": 1e-3,
@@ -32,7 +33,9 @@ OTHER: dict[str, Any] = {  # another value than the default, of a setting with t
     "synthetic_buffer_capacity": 40, "synthetic_rounds": 1, "model_train_frequency": 4, "policy_lag": 3,
     "num_elites": 1, "dataset_kind": "npz", "dataset_path": "some.npz", "dataset_id": "some/data",
     "expert_dataset_kind": "npz", "expert_dataset_path": "some.npz", "expert_dataset_id": "some/data",
-    "expert_checkpoint": "some.ckpt", "prioritized_eps": 0.5, "widen_support": "both", "sequence_length": 8,
+    "expert_checkpoint": "some.ckpt", "prioritized_eps": 0.5, "widen_support": "both",
+    "target_entropy_per_dimension": -0.2, "sequence_length": 8,
+    "reward_scale": 0.1, "target_gap": 1.0, "least_difference": 9.0, "max_weight": 0.5, "actor_bc_coef": 0.3,
 }  # fmt: skip
 
 

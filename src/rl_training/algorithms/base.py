@@ -30,6 +30,7 @@ BOUNDS: dict[str, Callable[[Any], bool]] = {
     "in [0, 1]": lambda x: 0 <= x <= 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in (0, 1)": lambda x: 0 < x < 1,
+    "in [0, 1)": lambda x: 0 <= x < 1,
     "any": lambda x: True,
 }
 NO_DEFAULT: Any = object()
@@ -191,12 +192,15 @@ class Algorithm(nn.Module):
     learning_rate = Number(">= 0")
     optimizer_eps = Number("> 0", 1e-8, read="by value")
     max_grad_norm = Number("> 0", None)
+    adam_beta1 = Setting("in [0, 1)", 0.9)
+    weight_decay = Setting(">= 0", 0.01)
 
     ranks: Any = None  # the other learners of a distributed run (run/ranks.py); None in a run of one process
     steps: tuple[str, ...] = ()  # methods that `accelerate` may compile and capture (see `CapturedStep`)
     graphs: tuple[str, ...] = ()  # methods that call the steps; if there are any, they are captured instead
     reads_logprobs: ClassVar[bool] = True  # of the policy that acted
     reads_values: ClassVar[bool] = True  # of the critic that acted, if a rollout has them; else it values observations
+    observes = False  # whether `observe` is called with every step
     eager_part: ClassVar[str] = ""  # describes the part of an update that is neither a step nor a graph
 
     def __init__(self, *, optimizer: str = "adam", **settings: Any) -> None:
@@ -229,6 +233,12 @@ class Algorithm(nn.Module):
     def update_model(self, batch: Batch, *, global_step: int = 0) -> UpdateResult:
         """Make one update of the dynamics model; only model-based learners have one."""
         raise NotImplementedError(f"{type(self).__name__} has no dynamics model")
+
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Look at a step of each environment once, before the updates that it makes due; for running statistics.
+
+        It has the columns [N, ...] of `Experience.rows`, of which `envs` are the environments if these are not all.
+        """
 
     def acting(self) -> nn.Module:
         """The modules that acting, evaluation and prediction need: policy and normalizer."""
@@ -290,7 +300,8 @@ class Algorithm(nn.Module):
         own = name.removesuffix("optimizer") + "learning_rate"
         options = {
             "learning_rate": (own, "learning_rate") if own in self.numbers else "learning_rate",
-            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm", **options,
+            "kind": self.optimizer_kind, "eps": "optimizer_eps", "max_grad_norm": "max_grad_norm",
+            "beta1": self.adam_beta1, "weight_decay": self.weight_decay, **options,
         }  # fmt: skip
         optimizer = Optimizer(parameters, numbers=self.numbers, **options)
         self.add_module(name, optimizer)

@@ -121,31 +121,39 @@ class DDPG(GaussianExploration):
         drawn = {name: draw_shifts(len(x), self.shift_pixels, self.generator) for name, x in images.items()}
         return {**batch, **{name: shift_images(x, drawn[name]) for name, x in images.items()}}
 
-    def target_values(self, next_obs: Tensor, noise: Tensor | None) -> Tensor:
+    def target_values(self, batch: Batch, noise: Tensor | None) -> Tensor:
         """min_i Q'_i(s', clip(mu'(s') + noise)) [B]."""
-        actions = self.target_network.actor(next_obs)
+        actions = self.target_network.actor(batch["next_obs"])
         if noise is not None:
             actions = (actions + noise).clamp_(-1.0, 1.0)
-        values: Tensor = self.target_network.ensemble_values(next_obs, actions).amin(0)
+        values: Tensor = self.target_network.ensemble_values(batch["next_obs"], actions).amin(0)
+        return self.correct_values(values, actions, batch)
+
+    def correct_values(self, values: Tensor, actions: Tensor, batch: Batch) -> Tensor:
+        """For subclasses: the next values [B] of these actions [B, A] in the targets."""
         return values
 
     def critic_step(self, batch: Batch, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """Take one gradient step on the Bellman error; return metrics and priorities [B]."""
         with torch.no_grad():
-            next_values = self.target_values(batch["next_obs"], noise)
+            next_values = self.target_values(batch, noise)
             targets = bellman_target(batch, self.gamma, next_values)
         q_values = self.model.ensemble_values(batch["obs"], batch["actions"])
         losses = regression_losses(q_values, targets, batch.get("weights"))
         self.critic_optimizer.step(losses["critic_loss"])
         return losses, (targets - q_values.detach()).abs_().mean(0)
 
-    def actor_step(self, obs: Tensor) -> dict[str, Tensor]:
-        """Take one step along the deterministic policy gradient."""
+    def actor_losses(self, obs: Tensor, actions: Tensor, stored: Tensor) -> dict[str, Tensor]:
+        """The actor's loss, given its actions and those that the batch has, [B, A]."""
+        return actor_loss(self.model.q_values(obs, actions))
+
+    def actor_step(self, obs: Tensor, stored: Tensor) -> dict[str, Tensor]:
+        """Take one step along the deterministic policy gradient; `stored` are the batch's actions."""
         actions = self.model.actor(obs)
         if self.action_gradient_clip is not None:
             longest = self.action_gradient_clip / len(obs)  # the loss is a mean over rows
             actions.register_hook(lambda gradients: clip_rows(gradients, longest))
-        losses = actor_loss(self.model.q_values(obs, actions))
+        losses = self.actor_losses(obs, actions, stored)
         self.actor_optimizer.step(losses["actor_loss"])
         return losses
 
@@ -154,7 +162,8 @@ class DDPG(GaussianExploration):
         batch = self.augment(batch)
         metrics, priorities = self.critic_step(batch, self.draw_noise(batch["actions"]))
         if with_actor:
-            self.last_actor_loss.copy_(self.actor_step(batch["obs"])["actor_loss"].detach())
+            losses = self.actor_step(batch["obs"], batch["actions"])
+            self.last_actor_loss.copy_(losses["actor_loss"].detach())
         if with_targets:
             self._target.polyak_(self.tau)
         return {**metrics, "actor_loss": self.last_actor_loss.clone()}, priorities

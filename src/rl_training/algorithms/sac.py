@@ -4,13 +4,14 @@ The critics regress on y = r + g (min_i Q'_i(s', a') - alpha log pi(a'|s')), the
 alpha log pi(a|s) - min_i Q_i(s, a) with a reparametrized, and alpha holds the policy's entropy at `target_entropy`.
 
 What a critic predicts is an axis (`critic_heads.py`), and so are the number of critics, the subset of them whose
-minimum is the target, dropout, and how often the actor learns. TQC, REDQ, DroQ and RLPD are settings of these axes.
+minimum is the target, dropout, how often the actor learns, whether there are target networks, and what is evaluated in
+one pass. TQC, REDQ, DroQ, CrossQ and RLPD are settings of these axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from rl_training.errors import UserError
 from rl_training.ops.losses import bellman_target, critic_losses, transition_columns
 from rl_training.speed.optimizer import TargetNetwork
 
+CHOICES = {  # what settings that are words may be
+    "actor_q": ("min", "mean"), "joint_forward": ("none", "critics"), "observation_statistics": ("batches", "steps")
+}  # fmt: skip
 Masks = tuple[Tensor, ...] | None  # dropout masks [E, B, H] of an ensemble's hidden layers; None without dropout
 
 
@@ -53,15 +57,28 @@ def twins(batch: Batch, stacked: str, single: str) -> Tensor:
 
 class SAC(Algorithm):
     """The SAC learner. `model` has `features(obs)`, `critics(features, actions, subset, masks)` [E, B] (for K quantiles
-    [E, B, K]), and an `actor` with `sample(obs, noise)` and `draw(obs, noise)`, which returns only actions.
+    [E, B, K]), and an `actor` with `sample(obs, noise)` and `draw(obs, noise)`, which returns only actions. If its
+    networks normalize `by_batch`, critics that learn and the actor's `sample` are called with that mode where they
+    learn, and everything else reads running statistics.
 
-    `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (-|A|
-    unless given). Without `backup_entropy` the critics' targets leave the entropy out. The target is made of
-    `critic_subset_size` critics, drawn for each update (None: of all), and leaves out `top_quantiles_to_drop` quantiles
-    per critic. `actor_q` is what the actor maximizes, the "min" or the "mean" of the critics' values; None: the mean
-    where a subset is drawn or quantiles are predicted.
+    `alpha` is a number, or "auto": tuned from `initial_alpha` so that the entropy stays at `target_entropy` (unless
+    given, |A| times `target_entropy_per_dimension`, which is -1). Without `backup_entropy` the critics' targets leave
+    the entropy out. The target is made of `critic_subset_size` critics, drawn for each update (None: of all), and
+    leaves out `top_quantiles_to_drop` quantiles per critic. `actor_q` is what the actor maximizes, the "min" or the
+    "mean" of the critics' values; None: the mean where a subset is drawn or quantiles are predicted.
+
+    With `actor_first`, actor and temperature take their steps before the critics, not after them. The statistics of
+    normalized observations are those of "batches", or those of "steps", each of which counts once, when it is taken.
+
+    Without `target_networks` the critics themselves value (s', a'). With batch statistics, a `joint_forward` evaluates
+    them on (s, a) and (s', a') in one pass, so that both are normalized by the statistics of both.
     """
 
+    actor_first = Setting(default=False)
+    observation_statistics = Setting(default="batches")
+    target_entropy_per_dimension = Setting(default=None)
+    target_networks = Setting(default=True)
+    joint_forward = Setting(default="none")
     actor_update_interval = Setting(">= 1", 1)
     critic_subset_size = Setting(">= 1", None)
     actor_q = Setting(default=None)
@@ -84,18 +101,26 @@ class SAC(Algorithm):
         self.head = self.make_head()
         self.check_axes()
         if self.target_entropy is None:
-            self.target_entropy = -float(model.action_dim)
+            each = self.target_entropy_per_dimension
+            self.target_entropy = model.action_dim * (-1.0 if each is None else each)
         self.critic_optimizer = self.make_optimizer("critic_optimizer", model.critics.parameters())
         self.actor_optimizer = self.make_optimizer("actor_optimizer", model.actor.parameters())
         start = torch.tensor(math.log(self.initial_alpha), device=self.device)
         self.log_alpha = nn.Parameter(start) if alpha == "auto" else None
         if self.log_alpha is not None:
-            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha])
+            plain = {"beta1": 0.9, "weight_decay": 0.0}  # which the networks' options are not meant for
+            self.alpha_optimizer = self.make_optimizer("alpha_optimizer", [self.log_alpha], **plain)
         else:
             check_bound("alpha", ">= 0", alpha)
             self.numbers["alpha"] = float(alpha)
-        self._target = TargetNetwork(model.critics)
-        self.target_critics = self._target.network
+        self._target = TargetNetwork(model.critics) if self.target_networks else None
+        if self._target is not None:
+            self.target_critics = self._target.network
+        by_batch = bool(getattr(model, "by_batch", False))
+        self.learning: dict[str, bool] = {"by_batch": True} if by_batch else {}  # the mode of networks that learn
+        self.one_pass = by_batch and self.joint_forward != "none"
+        if self.observation_statistics == "steps" and model.actor.observation_input.norm is not None:
+            self.observes, self.graphs = True, (*self.graphs, "observe_step")
         self.last_actor: Tensor  # actor_loss and entropy_term of the last actor step
         self.register_buffer("last_actor", torch.zeros(2, device=self.device))
 
@@ -112,8 +137,9 @@ class SAC(Algorithm):
         outputs, dropped = self.model.critics.outputs, self.top_quantiles_to_drop
         if outputs > 1 and dropped >= outputs:
             raise UserError(f"top_quantiles_to_drop is {dropped}; it must be below num_quantiles ({outputs}).")
-        if self.actor_q not in (None, "min", "mean"):
-            raise UserError(f"actor_q is {self.actor_q!r}; it must be 'min' or 'mean'.")
+        for name, choices in CHOICES.items():
+            if (given := getattr(self, name)) not in (*choices, None):
+                raise UserError(f"{name} is {given!r}; it must be {' or '.join(map(repr, choices))}.")
         if self.actor_q is None:
             self.actor_q = "mean" if outputs > 1 or self.critic_subset_size < count else "min"
 
@@ -158,10 +184,21 @@ class SAC(Algorithm):
         self, batch: Batch, next_actions: Tensor, subset: Tensor | None, masks: tuple[Masks, Masks]
     ) -> tuple[Tensor, Tensor]:
         """What the critics predict at (s, a), and the target critics in the subset at (s', a')."""
-        model, (live, target) = self.model, masks
-        with torch.no_grad():
-            next_outputs = self.target_critics(model.features(batch["next_obs"]), next_actions, subset, target)
-        return model.critics(model.features(batch["obs"]), batch["actions"], None, live), next_outputs
+        model, (live, target), mode = self.model, masks, self.learning
+        critics = model.critics if self._target is None else self.target_critics
+        now, later = (model.features(batch["obs"]), batch["actions"]), (model.features(batch["next_obs"]), next_actions)
+        if not self.one_pass:
+            with torch.no_grad():
+                next_outputs = critics(*later, subset, target, **mode)
+            return model.critics(*now, None, live, **mode), next_outputs
+        rows, both = len(next_actions), [torch.cat(pair) for pair in zip(now, later, strict=True)]
+        outputs = model.critics(*both, None, live, **mode)
+        if self._target is None:
+            next_outputs = outputs.detach() if subset is None else outputs.detach()[subset]
+        else:
+            with torch.no_grad():
+                next_outputs = critics(*both, subset, target, **mode)
+        return outputs[:, :rows], next_outputs[:, rows:]
 
     def critic_step(
         self, batch: Batch, noise: Tensor, subset: Tensor | None = None, masks: tuple[Masks, Masks] = (None, None)
@@ -169,7 +206,7 @@ class SAC(Algorithm):
         """Take one gradient step on the soft Bellman error (eq. 5 and 6); return metrics and priorities [B]."""
         alpha = self.alpha
         with torch.no_grad():
-            next_actions, next_logprobs = self.model.actor.sample(batch["next_obs"], noise)
+            next_actions, next_logprobs = self.next_actions(batch, noise)
         outputs, next_outputs = self.critic_outputs(batch, next_actions, subset, masks)
 
         def backup(next_values: Tensor) -> Tensor:
@@ -180,12 +217,22 @@ class SAC(Algorithm):
         with torch.no_grad():
             targets = self.head.targets(next_outputs, backup)
         losses, priorities = self.head.losses(outputs, targets, batch.get("weights"))
+        losses = self.add_penalty(losses, outputs, batch)
         self.critic_optimizer.step(losses["critic_loss"])
         return {**losses, "alpha": alpha}, priorities
 
+    def next_actions(self, batch: Batch, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The actions [B, A] at s' of the targets, and their log-probabilities [B]."""
+        sampled: tuple[Tensor, Tensor] = self.model.actor.sample(batch["next_obs"], noise)
+        return sampled
+
+    def add_penalty(self, losses: dict[str, Tensor], outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """For subclasses: losses whose `critic_loss` includes a penalty, given the critics' outputs at (s, a)."""
+        return losses
+
     def actor_step(self, obs: Tensor, noise: Tensor, masks: Masks = None) -> dict[str, Tensor]:
         """Take one gradient step of the actor (eq. 9), then one of the temperature (eq. 18)."""
-        actions, logprobs = self.model.actor.sample(obs, noise)
+        actions, logprobs = self.model.actor.sample(obs, noise, **self.learning)
         outputs = self.model.critics(self.model.features(obs), actions, None, masks)
         losses = actor_loss(self.climbed(self.head.values(outputs)), logprobs, self.alpha)
         self.actor_optimizer.step(losses["actor_loss"])
@@ -193,22 +240,45 @@ class SAC(Algorithm):
             self.alpha_optimizer.step(temperature_loss(self.log_alpha, logprobs, self.target_entropy))
         return losses
 
+    def actor_part(self, obs: Tensor) -> None:
+        """Draw, take the steps of actor and temperature, and keep their metrics."""
+        losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, self.num_critics))
+        torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
+
     def update_step(self, batch: Batch, with_actor: bool) -> tuple[dict[str, Any], Tensor]:
-        """Critic step, actor and temperature steps on request, target update; return metrics and priorities [B]."""
+        """Critic step, actor and temperature steps on request before or after it, target update.
+
+        Return metrics and priorities [B].
+        """
         obs, every = batch["obs"], self.num_critics
+        if with_actor and self.actor_first:
+            self.actor_part(obs)
         noise, subset = self.draw_noise(obs), self.draw_subset()
         masks = self.draw_masks(obs, every), self.draw_masks(obs, self.critic_subset_size)
         metrics, priorities = self.critic_step(batch, noise, subset, masks)
-        if with_actor:
-            losses = self.actor_step(obs, self.draw_noise(obs), self.draw_masks(obs, every))
-            torch.stack([losses["actor_loss"].detach(), losses["entropy_term"].detach()], out=self.last_actor)
-        self._target.polyak_(self.tau)
+        if with_actor and not self.actor_first:
+            self.actor_part(obs)
+        if self._target is not None:
+            self._target.polyak_(self.tau)
         last = dict(zip(("actor_loss", "entropy_term"), self.last_actor.clone().unbind(), strict=True))
         return {**metrics, **last}, priorities
 
+    def observe(self, row: Mapping[str, Any]) -> None:
+        """Move the running statistics."""
+        obs = torch.as_tensor(row["obs"], device=self.device)
+        valid = torch.ones(len(obs), dtype=torch.bool) if row["valid"] is None else torch.as_tensor(row["valid"])
+        self.observe_step(obs, valid.to(self.device))
+
+    @torch.no_grad()
+    def observe_step(self, obs: Tensor, valid: Tensor) -> None:
+        """Add the valid ones of observations [N, ...] to the statistics of observations."""
+        self.model.actor.observation_input.update(obs, valid)
+
     def learn(self, batch: Batch) -> UpdateResult:
-        """Make one update; every `actor_update_interval` updates it includes the actor."""
-        with_actor = (self.num_updates + 1) % self.actor_update_interval == 0
+        """Make one update; one of every `actor_update_interval` updates, the first or the last, includes the actor."""
+        interval = self.actor_update_interval
+        with_actor = self.num_updates % interval == (0 if self.actor_first else interval - 1)
         metrics, priorities = self.update_step(transition_columns(batch), with_actor)
-        self.model.actor.observation_input.update(batch["obs"])
+        if self.observation_statistics == "batches":
+            self.model.actor.observation_input.update(batch["obs"])
         return UpdateResult(metrics, priorities=priorities, watch="critic_loss")

@@ -138,6 +138,14 @@ def build_config(
     return built.naming(*(modules or ()), *named)
 
 
+def check_parameters(config: TrainConfig) -> None:
+    """Refuse hyper-parameters that are wrong, before the first of several runs starts."""
+    from rl_training.config.params import read_params
+    from rl_training.config.spec import get_algorithm_spec
+
+    read_params(get_algorithm_spec(config.algo).params, config.algo_kwargs)
+
+
 def starting_point(config: str | None, algo: str | None, env: str | None) -> dict[str, Any]:
     """The mapping in a config file or preset, or for an algorithm and environment, with the algorithm's defaults."""
     from rl_training.config.settings import with_defaults

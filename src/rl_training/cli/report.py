@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Iterable
@@ -15,14 +16,16 @@ from rich.markup import escape
 from rich.text import Text as Styled
 
 from rl_training.cli.options import ImportOption, OwnEnvOption, Text, Texts, name_environment, option
-from rl_training.cli.screen import make_console, print_table, quote
-from rl_training.errors import UserError
+from rl_training.cli.screen import PIPE_WIDTH, make_console, print_table, quote
+from rl_training.errors import UserError, did_you_mean, printable
 from rl_training.safe_files import output_written, replacing
 
 if TYPE_CHECKING:
     from rl_training.tools.compare import Comparison
 
-RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of several runs.")]
+RunsArgument = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of several; tables of curves (FILE.csv).")
+]
 ByOption = Annotated[Text, option("Group by algo or by a setting; default: by what differs.", "--by", metavar="NAME")]
 SharedOption = Annotated[
     bool, option("Use all runs, unfinished ones too, up to the step that all reached.", "--shared-steps")
@@ -92,14 +95,50 @@ def compare(
     ] = None,
     shared_steps: SharedOption = False,
     training: Annotated[bool, option("Compare returns of training episodes.", "--training")] = False,
+    kind: Annotated[
+        Text, option("table, csv, json, latex or markdown; default: as --output ends.", "--format", metavar="NAME")
+    ] = None,
+    output: Annotated[Text, option("The file to write; default: the screen.", "--output", metavar="F")] = None,
 ) -> None:
-    """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference."""
+    """Compare runs by algorithm or setting: interquartile means, intervals, and whether there is a difference.
+
+    Each environment by itself, or all as one score with --reference. FILE.csv, or FILE.csv:sac,td3 for some of its
+    algorithms, puts published curves next to yours.
+    """
     bar = None if threshold is None else read_number("--threshold", threshold)
     scale = dict(read_reference(text) for text in references or ())
-    from rl_training.tools.compare import compare_groups, read_groups
+    from rl_training.tools.compare import by_task, compare_groups, read_groups
+    from rl_training.tools.tables import write_table
 
-    result = compare_groups(read_groups(runs, by), scale, bar, shared_steps=shared_steps, trained=training)
-    print_comparison(make_console(), result, bar)
+    wanted = choose_format(kind, output)
+    groups = read_groups(runs, by)
+    tasks = [groups] if scale else by_task(groups)
+    results = [compare_groups(task, scale, bar, shared_steps=shared_steps, trained=training) for task in tasks]
+    if wanted == "table":
+        console = make_console() if output is None else Console(file=io.StringIO(), width=PIPE_WIDTH)
+        for result in results:
+            console.print(end="" if result is results[0] else "\n")
+            print_comparison(console, result, bar)
+        text = "" if output is None else console.file.getvalue()  # type: ignore[attr-defined]
+    else:
+        text = printable(write_table(results, wanted, bar))
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write_output(output, text.encode())
+        make_console().print(f"{wanted}: {quote(Path(output))}", soft_wrap=True)
+
+
+def choose_format(kind: str | None, output: str | None) -> str:
+    """The format that was given, or else the one that the file's name says."""
+    from rl_training.tools.tables import KINDS
+
+    if kind is None:
+        end = "" if output is None else Path(output).suffix
+        return next((name for name, suffix in KINDS.items() if suffix == end), "table")
+    if kind not in (known := ("table", *KINDS)):
+        raise UserError(f"--format is {kind!r}; {did_you_mean(kind, known)}")
+    return kind
 
 
 def report(
@@ -117,6 +156,8 @@ def report(
     from rl_training.tools.report import build_report, show_episodes
 
     groups = read_groups(runs, by)
+    if tables := [run.folder for group in groups.values() for run in group if run.measured_on]:
+        raise UserError(f"a report is about runs, and {tables[0]} is a table; give it to compare or plot.")
     page = partial(build_report, groups, shared_steps=shared_steps)
     write_output(output, page().encode())  # first, because a renderer may crash this process
     if not no_episode:
@@ -130,7 +171,7 @@ def plot(
     by: ByOption = None,
     shared_steps: SharedOption = False,
 ) -> None:
-    """Draw learning curves with intervals over seeds."""
+    """Draw learning curves with intervals over seeds, a chart per environment."""
     kind = Path(output).suffix.removeprefix(".")
     if kind not in ("svg", "png", "pdf"):
         raise UserError(f"--output is {output!r}; it must end in .svg, .png or .pdf.")
@@ -171,7 +212,7 @@ def read_reference(text: str) -> tuple[str, tuple[float, float]]:
 
 def print_comparison(console: Console, result: Comparison, threshold: float | None) -> None:
     """Print groups, pairs of groups, returns over steps, profiles, and notes."""
-    from rl_training.tools.compare import describe_groups, describe_pairs, metric_name
+    from rl_training.tools.compare import describe_groups, describe_pairs, format_score, metric_name
 
     envs = escape(", ".join(result.envs))
     console.print(f"[bold]{envs}[/bold]: {metric_name(result.scored_by)} at the end, best first")
@@ -181,12 +222,12 @@ def print_comparison(console: Console, result: Comparison, threshold: float | No
     if result.steps is not None:
         at = [round(share * (len(result.steps) - 1)) for share in SHOWN_SHARES]
         head = [f"{x:,.0f} steps" if result.steps[-1] > 1 else f"{x:.0%} of steps" for x in result.steps[at]]
-        rows = [[g.name, *(f"{g.curve.value[i]:.4g}" for i in at)] for g in result.groups if g.curve is not None]
+        rows = [[g.name, *(format_score(g.curve.value[i]) for i in at)] for g in result.groups if g.curve is not None]
         print_table(console, [f"IQM of {metric_name(result.curve_of)}", *head], rows)
     if len(result.groups) > 1 and result.thresholds[0] < result.thresholds[-1]:
         at = [round(share * (len(result.thresholds) - 1)) for share in SHOWN_SHARES[:-1]]
         rows = [[g.name, *(f"{g.profile.value[i]:.0%}" for i in at)] for g in result.groups]
-        print_table(console, ["share of runs above", *(f"{result.thresholds[i]:.4g}" for i in at)], rows)
+        print_table(console, ["share of runs above", *(format_score(result.thresholds[i]) for i in at)], rows)
     print_notes(console, result.notes)
 
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -187,6 +188,28 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         console.print(f"  [dim]{name.ljust(width)}[/dim]  {value}", soft_wrap=True)
+
+
+@contextmanager
+def drawing_shown(directory: str | None) -> Iterator[Callable[[int, int], None] | None]:
+    """Draw videos without a display where there is none; yield what says on stderr how, and how far the drawing is."""
+    if directory is None:
+        yield None
+        return
+    from rl_training.envs.rendering import drawn_by, without_screen
+
+    console, told = PlainConsole(stderr=True, highlight=False), set[int]()
+
+    def watch(episode: int, steps: int) -> None:
+        if not told and (way := drawn_by()):
+            console.print(f"MuJoCo draws with {way}", soft_wrap=True)
+        if episode not in told and not console.is_terminal:
+            console.print(f"drawing episode {episode + 1}", soft_wrap=True)
+        told.add(episode)
+        status.update(f"drawing episode {episode + 1}, step {steps:,}")
+
+    with without_screen(), console.status("drawing") as status:
+        yield watch
 
 
 def describe_return(metrics: dict[str, Any]) -> str:

@@ -111,7 +111,7 @@ def resolve(
     if recipe.wrappers.normalize_observation == "auto" and spaces is not None:
         wrappers = {**env_kwargs["wrappers"], "normalize_observation": spaces.normalize_observations}
         env_kwargs = {**env_kwargs, "wrappers": wrappers}
-    vectorization = choose_vectorization(config.vectorization, recipe, config.num_envs)
+    vectorization = choose_vectorization(config.vectorization, recipe, config.num_envs, config.has_workers)
     decided = {
         "device": device, "threads": threads, "vectorization": vectorization, "num_workers": choose_workers(config),
         "accelerate": config.accelerate if spaces is None else choose_acceleration(config, params, device),
@@ -140,10 +140,12 @@ def choose_threads(params: Params, spaces: EnvSpaces) -> int:
 
 @contextmanager
 def torch_settings_restored() -> Iterator[None]:
-    """Restore torch settings that a run changes for the whole process: threads, and precision of matrix products."""
+    """Restore the torch settings that a run changes for the whole process."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    deterministic = torch.backends.cudnn.deterministic
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.deterministic = deterministic

@@ -17,10 +17,12 @@ from rl_training.envs.spaces import EnvSpaces
 from rl_training.errors import UserError, kind_and_line
 from rl_training.models.blocks import (
     ActorAndCritics,
+    DatasetNorm,
     ImageEncoder,
     MixedEncoder,
     MixedInput,
     ObservationInput,
+    ObservationNorm,
     encoded_dim,
 )
 from rl_training.models.mlp_actor_critic import MLPActorCritic
@@ -151,7 +153,9 @@ def network_of(algorithm: nn.Module) -> Any:
     return next((part.source.given for part in algorithm.modules() if isinstance(part, OwnEncoder)), None)
 
 
-def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationInput:
+def make_input(
+    spaces: EnvSpaces, normalize: bool | None = None, norm: type[ObservationNorm] = ObservationNorm
+) -> ObservationInput:
     """The layer that reads raw observations of these spaces; `normalize` overrides whether vectors are normalized."""
     if spaces.obs_kind == "image":
         return ObservationInput(image_scale=spaces.image_scale)
@@ -159,8 +163,8 @@ def make_input(spaces: EnvSpaces, normalize: bool | None = None) -> ObservationI
     if spaces.obs_kind == "mixed":
         parts, vector_size = spaces.image_parts, len(spaces.vector_columns)
         shapes, scales = [part.shape for part in parts], [part.scale for part in parts]
-        return MixedInput(shapes, scales, vector_size, normalize=normalize and vector_size > 0)
-    return ObservationInput(normalize_size=spaces.obs_dim if normalize else None)
+        return MixedInput(shapes, scales, vector_size, normalize=normalize and vector_size > 0, norm=norm)
+    return ObservationInput(normalize_size=spaces.obs_dim if normalize else None, norm=norm)
 
 
 def make_network(kind: type[Network], params: Params, spaces: EnvSpaces, **others: Any) -> Network:
@@ -200,13 +204,14 @@ def make_encoder(params: Params, spaces: EnvSpaces, **options: bool) -> nn.Modul
     return ImageEncoder(spaces.obs_shape, **options) if spaces.obs_kind == "image" else None
 
 
-def make_policy(params: Any, spaces: EnvSpaces) -> nn.Module:
-    """Actor and critic for these spaces: MLPs of `hidden_sizes`; for pure images, linear heads on a shared CNN.
+def make_policy(params: Params, spaces: EnvSpaces) -> nn.Module:
+    """Actor and critic for these spaces: MLPs of the widths given; for pure images, linear heads on a shared CNN.
 
     They may share a memory, which is then between the observation or the CNN and these layers.
     """
-    sizes = () if spaces.obs_kind == "image" and params.network is None else params.hidden_sizes
-    heads = {"hidden_sizes": sizes, **any_kind(spaces)}
+    is_linear = spaces.obs_kind == "image" and params.network is None
+    heads: dict[str, Any] = {"hidden_sizes": (), "critic_hidden_sizes": None} if is_linear else {}
+    heads |= any_kind(spaces)
     if getattr(params, "memory", "none") == "none":
         return make_network(MLPActorCritic, params, spaces, **heads)
     return make_network(RecurrentActorCritic, params, spaces, **params.arguments_of(MLPActorCritic) | heads)
@@ -223,6 +228,17 @@ def build_on_policy(
 def build_on_model(learner: type[Learner], kind: type[nn.Module], params: Params, spaces: EnvSpaces) -> Learner:
     """A learner of continuous actions with new networks."""
     model = make_network(kind, params, spaces)
+    return learner(model=model, **params.arguments_of(learner))
+
+
+def build_on_data(learner: type[Learner], kind: type[nn.Module], params: Any, spaces: EnvSpaces) -> Learner:
+    """As `build_on_model`, with observations normalized by the recorded data if the parameters say so."""
+    if not params.normalize_states:
+        return build_on_model(learner, kind, params, spaces)
+    if spaces.normalize_observations:
+        both = "normalize_states is true, and env_kwargs.wrappers has normalize_observation"
+        raise UserError(f"{both}, which normalizes by other statistics; set one of them to false.")
+    model = make_network(kind, params, spaces, observation_input=make_input(spaces, True, DatasetNorm))
     return learner(model=model, **params.arguments_of(learner))
 
 

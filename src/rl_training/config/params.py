@@ -24,7 +24,7 @@ OwnNetwork = Annotated[
     PlainSerializer(lambda network: None if network is None else network.name),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
 ]
-OptimizerKind = Literal["adam", "radam", "rmsprop", "rmsprop_tf", "sgd"]
+OptimizerKind = Literal["adam", "adamw", "radam", "rmsprop", "rmsprop_tf", "sgd"]
 OF_EPSILON = ("epsilon_start", "epsilon_end", "exploration_fraction", "epsilon_ladder")
 SCHEDULE = "_schedule"  # how the key of a schedule ends
 
@@ -68,6 +68,9 @@ class Schedule(StrictModel):
         return self.start + (self.end - self.start) * share
 
 
+REVERSED = "Stable-Baselines3's falls from 1 to 0: f there is lambda p: f(1 - p) here"
+
+
 class FunctionSchedule(Schedule):
     """A function of progress (0 to 1); a file stores only its name and end values, so a resume needs it again."""
 
@@ -77,8 +80,11 @@ class FunctionSchedule(Schedule):
 
     @classmethod
     def of(cls, function: Callable[[float], float], key: str) -> FunctionSchedule:
-        """The schedule that a function makes."""
+        """The schedule that a function makes; one of Stable-Baselines3's, by the name of its argument, is refused."""
         name = getattr(function, "__name__", type(function).__name__)
+        code = getattr(function, "__code__", None)
+        if code is not None and "remaining" in (first := next(iter(code.co_varnames), "")):
+            raise UserError(f"{key} is a function of {first}; it must be one of the progress from 0 to 1 ({REVERSED}).")
         ends = {"start": function(0.0), "end": function(1.0)}
         made = validate(cls, {"name": name, **ends}, f"algo_kwargs.{key}, a function")
         made._function = function
@@ -138,6 +144,7 @@ class Facts(NamedTuple):
     replay_on_device: bool = False  # whether it must
     random_steps: int = 0  # before learning starts
     pretrain_updates: int = 0  # before the first step
+    steps_environments: bool = True  # False: these settings learn from recorded data alone
     has_support: bool = False  # of a categorical distribution
     store_numbers: tuple[str, ...] = ()  # that the store reads, so a schedule changes them there too
     critic_obs: tuple[str, ...] = ()  # parts of an observation that only the critic sees
@@ -154,8 +161,17 @@ class Params(StrictModel):
     synonyms: ClassVar[Mapping[str, str]] = {}  # a field -> another name for it, with the same default
     unused: ClassVar[Reasons] = (  # settings without effect; a subclass adds its own
         Reason(("optimizer_eps",), "optimizer is sgd, which has no epsilon", lambda p: p.optimizer == "sgd"),
+        Reason(
+            ("adam_beta1",), "optimizer is {p.optimizer}, and only adam, adamw and radam use it",
+            lambda p: p.optimizer not in ("adam", "adamw", "radam"),
+        ),
+        Reason(
+            ("weight_decay",), "optimizer is {p.optimizer}, and only adamw uses it", lambda p: p.optimizer != "adamw"
+        ),
+    )  # fmt: skip
+    fixed: ClassVar[Reasons] = (  # numbers that cannot be scheduled; a subclass adds its own
+        Reason(("adam_beta1", "weight_decay"), "the optimizers are made with it"),
     )
-    fixed: ClassVar[Reasons] = ()  # numbers that cannot be scheduled; a subclass adds its own
     at_most: ClassVar[Limits] = ()  # likewise
 
     learning_rate: float = Field(3e-4, ge=0, le=10, description="Learning rate of the optimizer.")
@@ -167,6 +183,8 @@ class Params(StrictModel):
     )
     optimizer: OptimizerKind = Field("adam", description="Optimizer; rmsprop_tf has its epsilon inside the root.")
     optimizer_eps: float = Field(1e-5, gt=0, le=1, description="Epsilon of the optimizer.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first beta: how much of the mean gradient stays.")
+    weight_decay: float = Field(0.01, ge=0, le=10, description="Decay of adamw's weights, times the learning rate.")
     max_grad_norm: float | None = Field(0.5, gt=0, description="Maximum gradient norm; null: no clipping.")
     eval_interval: int | None = Field(
         None, ge=0, description="Environment steps between evaluations; 0: only at the end; null: ten evaluations per "
@@ -265,6 +283,18 @@ class Params(StrictModel):
         else:  # the base class of learners takes all of their settings
             accepted.update(getattr(learner, "settings", dict)())
         return {name: getattr(self, name) for name in type(self).model_fields if name in accepted}
+
+
+class CriticWidths(StrictModel):
+    """The widths of critics that are networks of their own; a part of `Params`."""
+
+    critic_hidden_sizes: Widths | None = Field(None, description="Widths of the critics' layers; null: hidden_sizes.")
+
+    @property
+    def facts(self) -> Facts:
+        """As the base class, plus the critics' widths."""
+        inherited: Facts = super().facts  # type: ignore[misc]  # of the Params that this is a part of
+        return inherited._replace(widest=max(inherited.widest, *self.critic_hidden_sizes or (0,)))
 
 
 class EpsilonParams(StrictModel):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rl_training.algorithms.base import Algorithm
 from rl_training.config.networks import build_on_policy
-from rl_training.config.params import LINEAR_HEADS, Facts, MemoryParams, Params, Reason, Reasons
+from rl_training.config.params import LINEAR_HEADS, CriticWidths, Facts, MemoryParams, Params, Reason, Reasons
 from rl_training.config.spec import AlgorithmSpec
 from rl_training.data.rollout_store import RolloutStore
 from rl_training.validation import StrictModel
@@ -32,11 +32,12 @@ class LaggedParams(Params):
         return self.policy_lag
 
 
-class RolloutParams(LaggedParams):
+class RolloutParams(CriticWidths, LaggedParams):
     """Hyper-parameters of actors and critics that learn from rollouts."""
 
     unused: ClassVar[Reasons] = (
         LINEAR_HEADS,
+        LINEAR_HEADS._replace(names=("critic_hidden_sizes",)),
         Reason(
             ("initial_log_std",), "only continuous actions have a deviation",
             where=lambda spaces: spaces.action_kind != "continuous",

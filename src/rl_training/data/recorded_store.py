@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -115,27 +115,36 @@ def read_replay(path: str | None, spaces: EnvSpaces, size: int | None, recording
 class PriorReplayStore(ReplayStore):
     """Replay in which exactly `offline_batch_ratio` of every batch is prior data."""
 
-    counters = ("credit", "pretrain_updates_done")
+    counters: ClassVar[tuple[str, ...]] = ("credit", "pretrain_updates_done")
     recorded = {"dataset": "prior data"}
 
     def __init__(self, context: StoreContext) -> None:
         super().__init__(context)
         ratio, size = self.params.offline_batch_ratio, self.params.batch_size
         self.offline_batch_size = round(ratio * size)
-        needs_data = self.offline_batch_size or self.params.offline_pretrain_updates
-        self.dataset = find_data_of(context) if needs_data else None
+        self.dataset = find_data_of(context) if self.needs_data else None
         self.pretrain_updates_done = 0
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether any batch holds prior data."""
+        return bool(self.offline_batch_size or self.params.facts.pretrain_updates)
 
     def describe(self) -> str:
         """The replay buffer and the prior data."""
         if self.dataset is None:
             return super().describe()
         origin = describe_origin(self.params, self.dataset, self.spaces.env_id)
-        return f"{super().describe()}, {len(self.dataset):,} transitions of prior data from {origin}"
+        return f"{super().describe()}, {len(self.dataset):,} transitions of {self.recorded['dataset']} from {origin}"
 
     @property
     def _pretrains(self) -> bool:
-        return self.pretrain_updates_done < int(self.params.offline_pretrain_updates)
+        return self.pretrain_updates_done < int(self.params.facts.pretrain_updates)
+
+    @property
+    def updates_per_turn(self) -> int:
+        """Updates per turn of pretraining."""
+        return int(self.params.gradient_updates_per_step)
 
     def request(self, step: int) -> Request:
         """No steps while pretraining; otherwise as in replay."""
@@ -151,7 +160,7 @@ class PriorReplayStore(ReplayStore):
         if not self._pretrains:
             yield from super().batches(algorithm, step)
             return
-        for _ in range(self.params.gradient_updates_per_step):
+        for _ in range(self.updates_per_turn):
             if self._pretrains:
                 self.pretrain_updates_done += 1
                 yield "policy", self._offline(self.params.batch_size)
@@ -164,12 +173,15 @@ class PriorReplayStore(ReplayStore):
         """A batch whose first `offline_batch_size` rows are prior data."""
         online_size = self.params.batch_size - self.offline_batch_size
         if not self.offline_batch_size:
-            return super().sample()
+            return self._online(online_size)
         offline = self._offline(self.offline_batch_size)
         if not online_size:
             return offline
-        online = self.buffer.sample(online_size, self.rng)
-        return {name: torch.cat([offline[name], online[name]]) for name in offline}
+        online = self._online(online_size)
+        return {name: torch.cat([offline[name], online[name]]) for name in offline if name in online}
+
+    def _online(self, size: int) -> dict[str, Any]:
+        return self.buffer.sample(size, self.rng)
 
 
 class DatasetStore(Store):

@@ -126,9 +126,11 @@ class DeviceEngine(Engine):
     state_format = "device"
 
     def __init__(
-        self, env: DeviceEnvironment, limit: int | None, spaces: EnvSpaces, num_envs: int, seed: int, device: str
-    ) -> None:
+        self, env: DeviceEnvironment, limit: int | None, spaces: EnvSpaces, num_envs: int, seed: int, device: str,
+        random_ages: bool = False,
+    ) -> None:  # fmt: skip
         self.env, self.spaces, self.num_envs, self.limit = env, spaces, num_envs, limit or NO_LIMIT
+        self.random_ages = random_ages
         self.device = torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.inexact = env.why_inexact(self.device)
@@ -152,8 +154,11 @@ class DeviceEngine(Engine):
         self.ages.copy_(ages)
 
     def reset(self) -> tuple[Array, Array | None]:
-        """The first observations."""
-        self.place(self.env.reset(self.draw(1)[0][0]), torch.zeros_like(self.ages))
+        """The first observations; with `random_ages`, the first episodes begin in the middle of the time limit."""
+        state, ages = self.env.reset(self.draw(1)[0][0]), torch.zeros_like(self.ages)
+        if self.random_ages:
+            ages.random_(self.limit, generator=self.generator)
+        self.place(state, ages)
         return self.look(), None
 
     def check(self) -> None:

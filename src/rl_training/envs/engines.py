@@ -11,6 +11,7 @@ import numpy as np
 from rl_training.envs.factory import EnvRecipe, make_env
 from rl_training.envs.inputs import read_masks
 from rl_training.envs.native import find_obstacle, is_cartpole, make_native_engine
+from rl_training.envs.pool import is_pool
 from rl_training.envs.spaces import Array, EnvSpaces
 from rl_training.envs.stepper import Engine, ReplayableEpisodes, Step, StepTold, episode_seed
 from rl_training.envs.workers import Workers, pickle_registrations, register_missing
@@ -174,12 +175,15 @@ def _make_replayable(recipe: EnvRecipe, seed: int, index: int) -> ReplayableEpis
     return ReplayableEpisodes(make_env(recipe), seed, index)
 
 
-def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int) -> str:
-    """Resolve `auto`: native for several CartPoles, otherwise sync; every other kind only on request."""
+def choose_vectorization(wanted: str, recipe: EnvRecipe, num_envs: int, has_workers: bool = False) -> str:
+    """Resolve `auto`: native for several CartPoles and for environments that only EnvPool has (but not in workers,
+    which could not restore them), otherwise sync; every other kind only on request."""
     if wanted == "native" and (obstacle := find_obstacle(recipe)):
         raise UserError(f"vectorization is 'native', but {obstacle}; use auto, sync or async.")
     if wanted != "auto":
         return wanted
+    if is_pool(recipe.env_id) and not has_workers:
+        return "sync" if find_obstacle(recipe) else "native"
     return "native" if num_envs > 1 and is_cartpole(recipe) else "sync"
 
 
@@ -195,10 +199,14 @@ def make_engine(
         from rl_training.envs.device import DeviceEngine  # needs torch, which async workers lack
         from rl_training.envs.device_checks import check_functions, find_device_environment
 
-        found = find_device_environment(recipe)
+        env, limit = find_device_environment(recipe)
         if device != "cpu":  # on the CPU, `probe` has tested them
-            check_functions(found[0], recipe.env_id, device)
-        return DeviceEngine(*found, spaces, num_envs, episode_seed(seed, first, 0), device)
+            check_functions(env, recipe.env_id, device)
+        spread = recipe.simulator.random_ages
+        if spread and limit is None:
+            what = f"env_kwargs.simulator.random_ages is true, but {recipe.env_id} has no time limit"
+            raise UserError(f"{what}; set env_kwargs.max_episode_steps or leave it out.")
+        return DeviceEngine(env, limit, spaces, num_envs, episode_seed(seed, first, 0), device, spread)
     if vectorization == "native":
         return make_native_engine(recipe, spaces, num_envs, episode_seed(seed, first, 0) if first else seed)
     makers = [partial(_make_replayable, recipe, seed, index) for index in range(first, first + num_envs)]

@@ -18,6 +18,8 @@ from typing import Any, cast
 import gymnasium as gym
 from pydantic import Field
 
+from rl_training.envs.pool import PoolEnvironment, is_pool
+from rl_training.envs.rendering import drawing_explained, hear_mujoco
 from rl_training.envs.wrappers import Env, WrapperOptions, layers, wrap
 from rl_training.errors import UnknownKey, UserError, did_you_mean, first_line
 from rl_training.validation import StrictModel, validate
@@ -32,7 +34,7 @@ Ends = Callable[[Any], Any]  # next observations [B, O], an array or a tensor ->
 
 
 class SimulatorSettings(StrictModel):
-    """`env_kwargs.simulator`: settings of a `Simulator`."""
+    """`env_kwargs.simulator`: settings of a `Simulator`; `random_ages` also of environments on the device."""
 
     action_limit: float | None = Field(
         None, gt=0, le=1e6, description="Actions are from minus this to this, for a simulator without limits."
@@ -111,9 +113,10 @@ def name_env(env: UserEnv) -> str:
 
 
 def looks_like_entry_point(env_id: str) -> bool:
-    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0`."""
+    """Whether this is `module:Class`, and not Gymnasium's own `module:RegisteredName-v0` or EnvPool's `envpool:ID`."""
     module, _, name = env_id.partition(":")
-    return bool(module and name.isidentifier() and all(part.isidentifier() for part in module.split(".")))
+    is_dotted = all(part.isidentifier() for part in module.split("."))
+    return bool(module and name.isidentifier() and is_dotted) and not is_pool(env_id)
 
 
 def is_provided(module: str) -> bool:
@@ -149,12 +152,29 @@ class EnvRecipe:
         """The recipe for training, which uses the user's own instance if there is one."""
         return replace(self, maker=self.maker.lend) if isinstance(self.maker, MadeEnvironment) else self
 
+    def check_simulator(self, vectorization: str) -> None:
+        """Refuse settings of a simulator where there is none; `random_ages` is for environments on the device too."""
+        given = self.simulator.model_dump(exclude_defaults=True)
+        if self.made or not given or (vectorization == "device" and set(given) == {"random_ages"}):
+            return
+        which = f"which {self.env_id} is not"
+        raise UserError(
+            f"env_kwargs.simulator is for a Simulator (docs/simulators.md), {which}; "
+            "with vectorization 'device' only random_ages may be given."
+        )
+
     @property
     def is_plain(self) -> bool:
         """Whether the registered environment is used unchanged, except for its time limit."""
         options = self.wrappers
         wrapped = options.pixels or options.atari or options.frame_stack > 1 or options.clip_reward
         return self.maker is None and not wrapped and not looks_like_entry_point(self.env_id)
+
+    @property
+    def vector_options(self) -> dict[str, Any]:
+        """The arguments of what makes several of them at once."""
+        limit = {"max_episode_steps": self.max_episode_steps} if self.max_episode_steps else {}
+        return {**self.kwargs, **limit}
 
     @property
     def image_frame_stack(self) -> int:
@@ -239,7 +259,8 @@ def known_termination(recipe: EnvRecipe) -> Ends | None:
 
 def make_env(recipe: EnvRecipe, *, evaluation: bool = False, render_mode: str | None = None) -> Env:
     """Make one environment with its wrappers, for training or for evaluation."""
-    env = make_unwrapped(recipe, "rgb_array" if recipe.wrappers.pixels else render_mode)
+    with drawing_explained():
+        env = make_unwrapped(recipe, "rgb_array" if recipe.wrappers.pixels else render_mode)
     try:
         return wrap(env, recipe.wrappers, evaluation=evaluation)
     except Exception as error:
@@ -252,9 +273,13 @@ def make_unwrapped(recipe: EnvRecipe, render_mode: str | None = None) -> Env:
         return cast(Env, recipe.made[0])  # there is but one simulator
     kwargs = dict(recipe.kwargs) | ({"render_mode": render_mode} if render_mode else {})
     maker = recipe.maker
-    if maker is None and ":" in recipe.env_id and not recipe.may_import:
+    from_pool = maker is None and is_pool(recipe.env_id)
+    hear_mujoco(gym.registry.get(recipe.env_id))
+    if maker is None and ":" in recipe.env_id and not recipe.may_import and not from_pool:
         check_module("env_id", recipe.env_id, "env")
     try:
+        if from_pool:
+            return PoolEnvironment(recipe.env_id, recipe.vector_options, render_mode)
         if maker is None and looks_like_entry_point(recipe.env_id):
             maker = import_entry_point("env_id", recipe.env_id, gym.Env, recipe.named_by_user, "--env ", "env")
         if maker is None:

@@ -18,6 +18,7 @@ from gymnasium import spaces as gs
 from torch import Tensor
 
 from rl_training.envs.device import DeviceEnvironment
+from rl_training.envs.rendering import hear_mujoco
 from rl_training.errors import UserError
 
 State = dict[str, Tensor]
@@ -187,6 +188,7 @@ def can_touch(model: Any) -> bool:
 
 
 WORLDS: WeakKeyDictionary[Any, dict[tuple[int, str], Worlds]] = WeakKeyDictionary()  # the buffers of each environment
+COPIES: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()  # of its constants, on devices
 
 
 class MujocoEnvironment(DeviceEnvironment):
@@ -210,6 +212,7 @@ class MujocoEnvironment(DeviceEnvironment):
         """`model` is a path of an MJCF file, its text, or an `MjModel`."""
         import mujoco
 
+        hear_mujoco()
         if not isinstance(model, mujoco.MjModel):
             read = mujoco.MjModel.from_xml_string if "<" in str(model) else mujoco.MjModel.from_xml_path
             model = read(str(model))
@@ -237,7 +240,14 @@ class MujocoEnvironment(DeviceEnvironment):
         """First positions and velocities, from uniform noise [N, nq + nv]."""
         spread = (2.0 * noise - 1.0) * self.start_noise
         moved, qvel = spread.split([self.model.nq, self.model.nv], -1)
-        return moved + self.qpos.to(noise.device), qvel.clone()
+        return moved + self.constant("qpos", noise), qvel.clone()
+
+    def constant(self, name: str, like: Tensor) -> Tensor:
+        """The tensor `self.<name>` on the device of another; copied once, since a CUDA graph cannot hold the copy."""
+        made, key = COPIES.setdefault(self, {}), (name, str(like.device))
+        if key not in made:
+            made[key] = getattr(self, name).to(like.device)
+        return made[key]
 
     def vary(self, noise: Tensor) -> State:
         """The `varied` fields of each world's model, [N, ...], from uniform noise [N, vary_noise]."""

@@ -165,9 +165,14 @@ class Humanoid(HumanoidStandup):
 
     impact = "contact"
 
+    def prepare(self, model: Any, action_space: Box, qpos: Any) -> None:
+        """As for other tasks; the center of mass needs masses."""
+        super().prepare(model, action_space, qpos)
+        self.masses = torch.as_tensor(model.body_mass, dtype=torch.float32)
+
     def center(self, state: State) -> Tensor:
         """The x coordinate of the center of mass."""
-        masses = torch.as_tensor(self.model.body_mass, dtype=torch.float32, device=state["xipos"].device)
+        masses = self.constant("masses", state["xipos"])
         return (state["xipos"][..., 0] * masses).sum(-1) / masses.sum()
 
     def healthy(self, state: State) -> Tensor:
@@ -195,7 +200,7 @@ class Reacher(GymnasiumTask):
         qpos, qvel = noise.split([self.model.nq, self.model.nv], -1)
         angle, radius = 2.0 * pi * qpos[:, -2], 0.2 * qpos[:, -1].sqrt()
         target = torch.stack([radius * angle.cos(), radius * angle.sin()], -1)
-        arm = (0.2 * qpos - 0.1 + self.qpos.to(noise.device))[:, :-2]
+        arm = (0.2 * qpos - 0.1 + self.constant("qpos", noise))[:, :-2]
         speeds = 0.01 * qvel[:, :-2] - 0.005
         return torch.cat([arm, target], -1), torch.cat([speeds, torch.zeros_like(target)], -1)
 
@@ -235,7 +240,7 @@ class Pusher(Reacher):
         places = torch.stack([0.3 * drawn[..., 0] - 0.3, 0.4 * drawn[..., 1] - 0.2], -1)
         first = (places.norm(dim=-1) > 0.17).int().argmax(-1)
         cylinder = places[torch.arange(len(places), device=noise.device), first]
-        arm = self.qpos.to(noise.device)[:-4].expand(len(noise), -1)
+        arm = self.constant("qpos", noise)[:-4].expand(len(noise), -1)
         qvel = torch.cat([0.01 * speeds[:, :-4] - 0.005, torch.zeros_like(speeds[:, -4:])], -1)
         return torch.cat([arm, cylinder, torch.zeros_like(cylinder)], -1), qvel
 

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces as gs
 
 from rl_training.envs.engines import make_engine
-from rl_training.envs.factory import EnvRecipe, SimulatorSettings, device_kinds, make_env, make_unwrapped
+from rl_training.envs.factory import EnvRecipe, device_kinds, make_env, make_unwrapped
 from rl_training.envs.hidden_state import hidden_state
 from rl_training.envs.inputs import read_masks
 from rl_training.envs.spaces import Array, EnvSpaces, image_layout, leaf_spaces
@@ -67,9 +67,6 @@ def probe(recipe: EnvRecipe, vectorization: str = "auto") -> Probe:
         env = make_unwrapped(recipe)
     try:
         check_spaces(env, recipe.env_id)
-        if recipe.simulator != SimulatorSettings() and not recipe.made:
-            which = f"which {recipe.env_id} is not"
-            raise UserError(f"env_kwargs.simulator is for a Simulator (docs/simulators.md), {which}.")
         if not recipe.made and (vectorization == "device" or device_kinds()):
             from rl_training.envs.device_checks import check_used_functions  # torch
 

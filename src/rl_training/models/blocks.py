@@ -122,6 +122,9 @@ def encode(encoder: nn.Module | None, x: Tensor) -> Tensor:
     return x if encoder is None else encoder(x)
 
 
+PRIOR = 1e-4  # rows, as which the statistics before the first step count
+
+
 class ObservationNorm(nn.Module):
     """Running mean and variance of observations; changed only by `update`, so it is frozen outside learning."""
 
@@ -140,12 +143,31 @@ class ObservationNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, obs: Tensor) -> None:
-        """Add rows [B, D] to the statistics (Chan's parallel formula)."""
+        """Add rows [B, D] to the statistics."""
         if len(obs) == 0:
             return
         mean, var, rows = obs.mean(0), obs.var(0, correction=0), float(len(obs))
         if self.ranks is not None:
             (mean, var), rows = self.ranks.moments(mean, var), rows * self.ranks.count
+        self._add(mean, var, rows)
+
+    @torch.no_grad()
+    def update_where(self, obs: Tensor, valid: Tensor) -> None:
+        """Add the valid ones of rows [B, D]; a function of tensors. There may be none, and ranks may differ in number.
+
+        The first time, mean 0 and variance 1 count as `PRIOR` rows.
+        """
+        self.count.clamp_(min=PRIOR)
+        rows = obs.double() * valid.unsqueeze(-1)
+        sums = torch.cat([valid.double().sum().view(1), rows.sum(0), rows.square().sum(0)])
+        if self.ranks is not None:
+            sums = self.ranks.mean_(sums) * self.ranks.count
+        (count, total, squares), most = sums.split([1, obs.shape[1], obs.shape[1]]), sums[0].clamp(min=1.0)
+        mean = total / most
+        self._add(mean.to(obs.dtype), (squares / most - mean.square()).clamp(min=0.0).to(obs.dtype), count.squeeze())
+
+    def _add(self, mean: Tensor, var: Tensor, rows: float | Tensor) -> None:
+        """Chan's parallel formula."""
         total = self.count + rows
         delta = mean - self.mean
         share = (rows / total).to(delta.dtype)
@@ -162,13 +184,39 @@ class ObservationNorm(nn.Module):
         return lambda obs, rng: np.clip((obs - mean) / np.sqrt(var + 1e-8), -clip, clip)
 
 
+class DatasetNorm(ObservationNorm):
+    """Mean and deviation of recorded observations, set once: (obs - mean) / (deviation + 0.001), as in TD3+BC."""
+
+    @torch.no_grad()
+    def fit(self, obs: Tensor) -> None:
+        """Take the statistics of these rows [M, D]."""
+        super().update(obs)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """[B, D] -> [B, D], about unit scale."""
+        return (obs - self.mean) / (self.var.sqrt() + 1e-3)
+
+    def update(self, obs: Tensor) -> None:
+        """Nothing: the statistics are those of the recorded data."""
+
+    def numpy_step(self) -> NumpyStep | None:
+        """The same in numpy."""
+        if not self.mean.is_cpu:
+            return None
+        mean, var = self.mean.numpy(), self.var.numpy()
+        return lambda obs, rng: (obs - mean) / (np.sqrt(var) + np.float32(1e-3))
+
+
 class ObservationInput(nn.Module):
     """Converts raw observations for the first layer: floats, images divided by their scale, normalized on request."""
 
-    def __init__(self, *, image_scale: float | None = None, normalize_size: int | None = None) -> None:
+    def __init__(
+        self, *, image_scale: float | None = None, normalize_size: int | None = None,
+        norm: type[ObservationNorm] = ObservationNorm,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.image_scale = image_scale
-        self.norm = ObservationNorm(normalize_size) if normalize_size else None
+        self.norm = norm(normalize_size) if normalize_size else None
 
     def forward(self, obs: Tensor) -> Tensor:
         """[B, ...] in its own dtype -> float32."""
@@ -177,10 +225,23 @@ class ObservationInput(nn.Module):
         obs = obs if obs.dtype == torch.float32 else obs.float()
         return obs if self.norm is None else self.norm(obs)
 
-    def update(self, obs: Tensor) -> None:
-        """Add observations to the running statistics, if there are any."""
-        if self.norm is not None:
-            self.norm.update(obs.float())
+    def update(self, obs: Tensor, valid: Tensor | None = None) -> None:
+        """Add observations, or the valid ones of them, to the running statistics, if there are any."""
+        if self.norm is None:
+            return
+        if valid is None:
+            self.norm.update(self.vectors(obs))
+        else:
+            self.norm.update_where(self.vectors(obs), valid)
+
+    def vectors(self, obs: Tensor) -> Tensor:
+        """The part of raw observations that is normalized, as floats."""
+        return obs.float()
+
+    def fit(self, obs: Tensor) -> None:
+        """Take the statistics of recorded observations, if they are used."""
+        if isinstance(self.norm, DatasetNorm):
+            self.norm.fit(self.vectors(obs))
 
     def numpy_step(self) -> NumpyStep | None:
         """The same in numpy; None for images."""
@@ -197,9 +258,10 @@ class MixedInput(ObservationInput):
     """
 
     def __init__(
-        self, shapes: Sequence[Sequence[int]], scales: Sequence[float], vector_size: int, *, normalize: bool
-    ) -> None:
-        super().__init__(normalize_size=vector_size if normalize else None)
+        self, shapes: Sequence[Sequence[int]], scales: Sequence[float], vector_size: int, *, normalize: bool,
+        norm: type[ObservationNorm] = ObservationNorm,
+    ) -> None:  # fmt: skip
+        super().__init__(normalize_size=vector_size if normalize else None, norm=norm)
         every = [torch.full((math.prod(shape),), scale) for shape, scale in zip(shapes, scales, strict=True)]
         self.scales = nn.Buffer(torch.cat(every), persistent=False)
 
@@ -215,10 +277,9 @@ class MixedInput(ObservationInput):
         pixels, vector = self.split(obs)
         return torch.cat([pixels / self.scales, vector if self.norm is None else self.norm(vector)], -1)
 
-    def update(self, obs: Tensor) -> None:
-        """Add the vectors to the running statistics, if there are any."""
-        if self.norm is not None:
-            self.norm.update(self.split(obs)[1])
+    def vectors(self, obs: Tensor) -> Tensor:
+        """The vectors, without the images."""
+        return self.split(obs)[1]
 
     def numpy_step(self) -> NumpyStep | None:
         """There is none: images are encoded by convolutions."""
@@ -375,15 +436,15 @@ class ActorAndCritics(nn.Module):
     arXiv:1910.01741). Those authors drop that gradient, which is cheaper but ties actor and critics together; here they
     have their own optimizers and targets. With `actor_columns`, the actor sees only these columns of its features, the
     critics all of theirs. The critics have the actor's widths unless they have their own. `critic_options` are those of
-    `CriticEnsemble`.
+    `make_critics`.
     """
 
     bounded_features = False  # whether its `ImageEncoder` is `bounded`, as deterministic actors need
 
     def __init__(
-        self, actor: type[nn.Module], *, obs_dim: int, action_dim: int, hidden_sizes: Sequence[int] = (256, 256),
-        critic_hidden_sizes: Sequence[int] | None = None, activation: str = "relu",
-        observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
+        self, actor: Callable[..., nn.Module], *, obs_dim: int, action_dim: int,
+        hidden_sizes: Sequence[int] = (256, 256), critic_hidden_sizes: Sequence[int] | None = None,
+        activation: str = "relu", observation_input: ObservationInput | None = None, encoder: nn.Module | None = None,
         actor_columns: Sequence[int] | None = None, **critic_options: Any,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -394,9 +455,13 @@ class ActorAndCritics(nn.Module):
         )  # fmt: skip
         inputs = encoded_dim(obs_dim, encoder) + action_dim
         sizes = hidden_sizes if critic_hidden_sizes is None else critic_hidden_sizes
-        self.critics = CriticEnsemble(
+        self.critics = self.make_critics(
             inputs=inputs, encoder=copy.deepcopy(encoder), hidden_sizes=sizes, activation=activation, **critic_options
         )
+
+    def make_critics(self, **options: Any) -> Any:
+        """A network of critics; a subclass may make another one."""
+        return CriticEnsemble(**options)
 
     def features(self, obs: Tensor) -> Tensor:
         """The input of the critics, before their encoder."""

@@ -67,8 +67,13 @@ class MLPDDPGModel(ActorAndCritics):
 
     bounded_features = True
 
-    def __init__(self, *, obs_dim: int, action_dim: int, num_critics: int = 1, **options: Any) -> None:
-        super().__init__(DeterministicActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=num_critics, **options)
+    def __init__(
+        self, *, obs_dim: int, action_dim: int, num_critics: int = 1, critic_layer_norm: bool = False, **options: Any
+    ) -> None:
+        super().__init__(
+            DeterministicActor, obs_dim=obs_dim, action_dim=action_dim, num_critics=num_critics,
+            layer_norm=critic_layer_norm, **options,
+        )  # fmt: skip
 
     def q_values(self, obs: Tensor, actions: Tensor) -> Tensor:
         """Values [B] of the first critic, which the actor maximizes; the others are not computed."""

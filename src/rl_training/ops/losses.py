@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COLUMNS = ("obs", "actions", "rewards", "next_obs", "weights", "action_masks", "next_action_masks")
+COLUMNS = (
+    "obs", "actions", "rewards", "next_obs", "weights", "action_masks", "next_action_masks", "next_actions",
+    "returns_to_go",
+)  # fmt: skip
 
 
 class Losses(dict[str, Tensor]):

@@ -65,6 +65,11 @@ class Plan:
     notes: tuple[str, ...]  # about decisions, shown when a run starts
 
     @property
+    def steps_environments(self) -> bool:
+        """Whether a run with these settings does."""
+        return self.spec.steps_environments and self.params.facts.steps_environments
+
+    @property
     def make_algorithm(self) -> Callable[..., Algorithm]:
         """Builds the learner; arguments replace those of the plan."""
         config = self.config
@@ -139,6 +144,7 @@ def check(config: TrainConfig, env: UserEnv | None, restored: Mapping[str, Any] 
     recipe = read_recipe(config.env_id, config.env_kwargs, names if env is None or isinstance(env, tuple) else env)
     check_settings(config, spec, params, recipe)
     spaces, problems, _ = probe(recipe, config.vectorization)
+    recipe.check_simulator(config.vectorization)
     spec.check_support(spaces)
     spaces = spaces.with_critic_obs(params.facts.critic_obs)
     if recipe.made:
@@ -181,6 +187,7 @@ def build(plan: Plan) -> Session:
     torch.set_num_threads(int(config.threads))
     if config.device.startswith("cuda"):
         torch.set_float32_matmul_precision(config.matmul_precision)
+        torch.backends.cudnn.deterministic = True  # otherwise gradients of convolutions differ from run to run
     keep_freed_memory()
     algorithm = plan.make_algorithm(held=None if plan.stored is None else count_numbers(plan.stored))
     ranks.join(algorithm)
@@ -190,7 +197,7 @@ def build(plan: Plan) -> Session:
     if ranks.rank:
         algorithm.seed(seed)
     stepper = None
-    if plan.spec.steps_environments and not config.has_workers:
+    if plan.steps_environments and not config.has_workers:
         where = config.num_envs, seed, config.vectorization, config.worker_timeout
         engine = make_engine(plan.recipe.for_training, spaces, *where, device=config.device)
         stepper = Stepper(engine, spaces, config.num_envs)
@@ -224,7 +231,7 @@ def stays_on_host(config: TrainConfig, spec: AlgorithmSpec, params: Any, recipe:
     reasons = {
         "a simulator keeps its own state": bool(recipe.made), "prioritized is true": params.prioritized,
         "replay_memory is 'host'": params.replay_memory == "host",
-        "replay_folder is given": params.replay_folder is not None,
+        "replay_folder is given": params.replay_folder is not None, "her_ratio is above 0": params.relabels,
     }  # fmt: skip
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -239,10 +246,11 @@ def find_store(plan: Plan) -> Callable[[StoreContext], Store]:
 def open_collector(plan: Plan, behaviour: Behaviour, store: Store, stepper: Stepper | None) -> Collector:
     """Where the behaviour acts: in workers, in this process, or nowhere."""
     config, params = plan.config, plan.params
+    if not plan.steps_environments:
+        return Collector()
     if config.has_workers:
         return open_workers(plan, behaviour, store.layout)
-    if stepper is None:
-        return Collector()
+    assert stepper is not None
     actor = behaviour
     if params.lag:  # a lagging policy acts with a second learner
         actor = Behaviour(plan.make_algorithm(), plan.spaces, config.num_envs, behaviour.rng)

@@ -22,10 +22,11 @@ from rl_training.config.spec import AlgorithmSpec, get_algorithm_spec
 from rl_training.config.train_config import TrainConfig
 from rl_training.envs.inputs import encode_for_prediction, masks_for_prediction, read_masks
 from rl_training.envs.spaces import EnvSpaces
-from rl_training.errors import UserError
+from rl_training.errors import UserError, did_you_mean
 from rl_training.play import Act
 from rl_training.record.checkpoints import load_checkpoint, pack_tree, unpack_tree
 from rl_training.speed.capture import HostStep
+from rl_training.speed.optimizer import Optimizer
 from rl_training.validation import check_plain, validate
 
 CAN_BE_LEFT = False  # a signal may not interrupt this code (run/interruption.py)
@@ -151,6 +152,32 @@ def with_own_generator(state: dict[str, Any], module: nn.Module) -> dict[str, An
         if str(extra.get("device")) in DEVICES and extra["device"] != own["device"]:
             changed[name] = {**extra, "device": own["device"], "generator": own["generator"]}
     return {**state, **changed}
+
+
+def copy_parameters(algorithm: Algorithm) -> dict[str, Tensor]:
+    """All tensors of a learner's state by name, without those of its optimizers."""
+    optimizers = tuple(f"{name}." for name, part in algorithm.named_modules() if isinstance(part, Optimizer))
+    state = algorithm.state_dict().items()
+    return {k: v.detach().cpu().clone() for k, v in state if isinstance(v, Tensor) and not k.startswith(optimizers)}
+
+
+def check_parameters(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The given values as tensors of the learner's own shapes and types; a UserError names one that cannot be."""
+    found = {}
+    for name, value in given.items():
+        if name not in own:
+            raise UserError(f"there is no parameter {name!r}; {did_you_mean(str(name), own)}")
+        like = own[name]
+        try:
+            tensor = torch.as_tensor(value).detach().to("cpu", like.dtype).clone()
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(f"{name} is {value!r:.60}; it must be a tensor or an array.") from None
+        if tensor.shape != like.shape:
+            raise UserError(f"{name} has the shape {tuple(tensor.shape)}; it must be {tuple(like.shape)}.")
+        if not tensor.isfinite().all():
+            raise UserError(f"{name} holds a value that is not finite.")
+        found[name] = tensor
+    return found
 
 
 def first_difference(stored: Any, built: Any, name: str) -> str | None:

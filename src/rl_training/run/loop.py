@@ -124,11 +124,16 @@ def evaluation_interval(config: TrainConfig, params: Params) -> int:
     return -(-config.total_timesteps // EVALUATIONS) if params.eval_interval is None else params.eval_interval
 
 
+def first_evaluation(config: TrainConfig, params: Params) -> int:
+    """Steps until the first evaluation; 0 where learning before the first step is evaluated there."""
+    return 0 if params.facts.pretrain_updates else evaluation_interval(config, params)
+
+
 def first_state(config: TrainConfig, params: Params, step: int = 0) -> RunState:
     """The state of a run that begins at `step`."""
     return RunState(
         step=step, updates=0, train_seconds=0.0, best_return=-math.inf, good_evaluations=0,
-        next_log=config.log_interval, next_evaluation=step + evaluation_interval(config, params),
+        next_log=config.log_interval, next_evaluation=step + first_evaluation(config, params),
         next_checkpoint=step + config.checkpoint_interval, episodes=[], latest={}, collected_metrics={},
         last_evaluation={},
     )  # fmt: skip
@@ -147,8 +152,9 @@ class Cadence:
         self.budgets = {name: math.inf if limit is None else limit for name, limit in limits.items()}
         self.store_numbers = params.facts.store_numbers  # of which the store has its own value
         self.eval_interval = evaluation_interval(config, params)
+        self.first_update = params.facts.pretrain_updates  # from which on evaluations are due
         if self.eval_interval:  # it may have changed with the budget
-            state.next_evaluation = max(state.next_evaluation, self.eval_interval)
+            state.next_evaluation = max(state.next_evaluation, first_evaluation(config, params))
         self.clock = TrainingClock(state)
         self._last_save, self._save_seconds = time.perf_counter(), 0.0
 
@@ -191,7 +197,8 @@ class Cadence:
 
     def evaluation_due(self) -> bool:
         """Whether an evaluation is due; one that was not completed stays due."""
-        return bool(self.eval_interval) and self.state.step >= self.state.next_evaluation
+        is_due = self.state.step >= self.state.next_evaluation and self.state.updates >= self.first_update
+        return bool(self.eval_interval) and is_due
 
     def evaluated(self) -> None:
         """An evaluation is complete: if it was due, the next one is an interval later."""

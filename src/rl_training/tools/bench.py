@@ -182,7 +182,7 @@ def measure_floor(session: Session, step: int, seconds: float) -> Floor:
 
     run_loop(session, turns := Turns(step, enough), counted_too)
     learn = learning.time(device) / turns.taken
-    if not session.spec.steps_environments:
+    if not session.steps_environments:
         return Floor(0.0, 0.0, learn)
     obs = torch.zeros(num_envs, *spaces.obs_shape, dtype=torch_dtype(np.dtype(spaces.obs_dtype)), device=device)
     masks = torch.ones(num_envs, spaces.action_dim, dtype=torch.bool, device=device) if spaces.has_action_mask else None
