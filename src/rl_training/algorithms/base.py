@@ -18,6 +18,7 @@ from rl_training.errors import UserError
 from rl_training.speed.capture import capture_step
 from rl_training.speed.optimizer import Optimizer
 from rl_training.speed.passes import NumpyPolicy
+from rl_training.speed.recurrent_passes import NumpyMemory
 
 Batch = Mapping[str, Tensor]
 Carry = Any
@@ -262,6 +263,11 @@ class Algorithm(nn.Module):
     def numpy_policy(self) -> NumpyPolicy | None:
         """A function that acts on the same weights without torch; None if the network is too large to gain from it."""
         make = getattr(self.acting(), "numpy_policy", None)
+        return None if make is None else make()
+
+    def numpy_memory(self) -> NumpyMemory | None:
+        """One step of the memory without torch, whose outputs the numpy policy reads; None without a memory."""
+        make = getattr(self.acting(), "numpy_memory", None)
         return None if make is None else make()
 
     def initial_carry(self, n: int) -> Carry:
