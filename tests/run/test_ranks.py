@@ -148,6 +148,7 @@ def check_runs(ranks: TorchRanks, folder: Path) -> None:
         part_of_rank("it", load_checkpoint(whole.checkpoint_path), Ranks())
     refused: list[tuple[str, str, dict[str, Any]]] = [
         ("algo is 'bc'", "bc", {}), ("algo is 'dreamer'", "dreamer", {}),
+        ("offline_updates is null", "iql", {"kwargs": {"offline_updates": None}}),
         ("vectorization is 'native'", "ppo", {"vectorization": "native"}),
         ("execution_backend is 'local_async'", "ppo", {"execution_backend": "local_async"}),
     ]  # fmt: skip

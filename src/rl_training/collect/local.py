@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.algorithms.base import Algorithm, Array, Carry
+from rl_training.algorithms.base import Algorithm, Array, Carry, defines_explore
 from rl_training.data.store import Experience, ExperienceLayout, Request, Timed, untimed
 from rl_training.envs.spaces import EnvSpaces
 from rl_training.envs.stepper import Step, Stepper, StepTold
@@ -34,7 +34,7 @@ class Behaviour:
     def __init__(self, algorithm: Algorithm, spaces: EnvSpaces, num_envs: int, rng: np.random.Generator) -> None:
         self.algorithm, self.spaces, self.rng = algorithm, spaces, rng
         self.device = algorithm.device
-        self.memory = algorithm.initial_carry(num_envs)
+        self.memory = algorithm.exploring_carry(num_envs)
         self.held: Array | None = None  # the last random actions
         self._explore = HostStep(self.explore, algorithm.numbers, algorithm.generator, self.device)
 
@@ -55,13 +55,13 @@ class Behaviour:
     def explore(self, given: Mapping[str, Tensor], memory: Carry) -> tuple[dict[str, Tensor], Carry]:
         """Actions and extras on the device."""
         first, legal = given.get("is_first"), given.get("action_masks")
-        out = self.algorithm.act(given["obs"], memory, is_first=first, action_masks=legal)
+        out = self.algorithm.act_in_training(given["obs"], memory, is_first=first, action_masks=legal)
         return {**out.extras, "actions": out.actions}, out.carry
 
     @cached_property
     def numpy_policy(self) -> NumpyPolicy | None:
-        """The learner's policy in numpy, if it has one."""
-        return self.algorithm.numpy_policy()
+        """The learner's policy in numpy, if it has one that explores as the learner does."""
+        return None if defines_explore(type(self.algorithm)) else self.algorithm.numpy_policy()
 
     @cached_property
     def numpy_memory(self) -> NumpyMemory | None:
