@@ -3,6 +3,7 @@
 CQL(H) (Kumar et al. 2020, arXiv:2006.04779) adds to every critic's loss w (mean log sum exp Q(s, .) - mean Q(s, a)).
 The sum over actions is estimated by importance sampling from 3 n of them, each divided by its density: n uniform ones,
 n of pi(.|s) and n of pi(.|s'), all valued at s. Actions and densities are constants. The targets leave the entropy out.
+As in SAC, the actor learns from the critics as they are after their step.
 
 With a target gap, w is multiplied by alpha' = exp(log alpha') in [0, 1e6], which ascends on w (difference - gap).
 
